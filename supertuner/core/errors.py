@@ -1,0 +1,103 @@
+"""Every error that a user can cause, as one tree; each message names the place, the value and the remedy.
+
+    SuperTunerError                 anything that ends a command with a message instead of a traceback
+    ├── ConfigError                 the configuration; carries every problem found in one pass (exit code 2)
+    ├── RunFolderError              a run folder that is in use, or holds another run
+    ├── SourceError                 a dataset's files as a whole: no such folder, nothing in it, unreadable metadata
+    ├── StageError                  a dataset could not be staged
+    │   ├── DoesNotFit              memory, tmpfs, disk or `memory_limit_gb` is too small; says how much is missing
+    │   └── TooManyBroken           more files were set aside than `max_broken_share` allows
+    ├── BrokenMedia                 one file's bytes are not what they should be; becomes a line in the set-aside list
+    └── ArenaError                  an arena on this node
+        ├── ArenaMissing            nothing committed under that name
+        ├── ArenaBusy               another process is building, reading or removing it
+        ├── ArenaFull               the memory or disk below it ran out
+        └── ArenaDamaged            header, index or payload is not what was written, or comes from the future
+
+Programming mistakes are assertions, not errors of this tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class SuperTunerError(Exception):
+    """A user's problem, ready to print."""
+
+    exit_code = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing wrong in a configuration."""
+
+    path: str
+    """Where: `datasets[0].in_memory.memory_limt_gb`; empty for the file as a whole."""
+    message: str
+    """What is wrong, the value, and what is allowed."""
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.message}" if self.path else self.message
+
+
+class ConfigError(SuperTunerError):
+    exit_code = 2
+
+    def __init__(self, source: str, problems: Sequence[Problem]) -> None:
+        self.source = source
+        self.problems = tuple(problems)
+        count = f"{len(self.problems)} error" + ("s" if len(self.problems) != 1 else "")
+        lines = [f"config error in {source}", *(f"  {p}" for p in self.problems), f"{count}; nothing was started"]
+        super().__init__("\n".join(lines))
+
+
+class RunFolderError(SuperTunerError):
+    pass
+
+
+class SourceError(SuperTunerError):
+    pass
+
+
+class StageError(SuperTunerError):
+    pass
+
+
+class DoesNotFit(StageError):
+    pass
+
+
+class TooManyBroken(StageError):
+    pass
+
+
+class BrokenMedia(SuperTunerError):
+    pass
+
+
+class ArenaError(SuperTunerError):
+    pass
+
+
+class ArenaMissing(ArenaError):
+    pass
+
+
+class ArenaBusy(ArenaError):
+    pass
+
+
+class ArenaFull(ArenaError):
+    pass
+
+
+class ArenaDamaged(ArenaError):
+    """`file` is not what was written: `what`. The remedy is always to remove it and build it again."""
+
+    def __init__(self, file: object, what: str, remedy: str = "") -> None:
+        self.file = str(file)
+        self.what = what
+        self.remedy = remedy or "remove it with `supertuner arena rm` and stage again"
+        super().__init__(f"{self.file}: {what}; {self.remedy}")

@@ -1,0 +1,108 @@
+"""What this machine grants this process: CPUs and memory, containers included. A fact may be unknown (None), never zero.
+
+Everything is read below `root`, so that a test can describe another machine by a folder of files.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from supertuner.core.types import KIB
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    root: Path = Path("/")
+
+    def cpus(self) -> int:
+        """CPUs this process may use: its affinity mask, lowered by a cgroup quota."""
+        allowed = len(os.sched_getaffinity(0))
+        quota = self._cpu_quota()
+        return max(1, min(allowed, quota if quota is not None else allowed))
+
+    def memory_total(self) -> int | None:
+        """Bytes of RAM that exist for this process: the machine's, or its container's if less."""
+        return _least(self._meminfo("MemTotal"), self._cgroup_memory()[0])
+
+    def memory_available(self) -> int | None:
+        """Bytes that can still be taken without swapping: MemAvailable, or what the cgroup has left if less."""
+        limit, used = self._cgroup_memory()
+        left = None if limit is None or used is None else max(0, limit - used)
+        return _least(self._meminfo("MemAvailable"), left)
+
+    def free_bytes(self, folder: Path) -> int:
+        """Free bytes of the file system below `folder`, for this user."""
+        stat = os.statvfs(folder)
+        return stat.f_bavail * stat.f_frsize
+
+    def _meminfo(self, field: str) -> int | None:
+        for line in _lines(self.root / "proc/meminfo"):
+            if line.startswith(f"{field}:"):
+                return int(line.split()[1]) * KIB
+        return None
+
+    def _cgroup_folders(self, controller: str) -> list[Path]:
+        """This process's cgroup and its ancestors, version 2 and then version 1."""
+        folders: list[Path] = []
+        for line in _lines(self.root / "proc/self/cgroup"):
+            _, controllers, path = line.split(":", 2)
+            if controllers == "":
+                base = self.root / "sys/fs/cgroup"
+            elif controller in controllers.split(","):
+                base = self.root / "sys/fs/cgroup" / controller
+            else:
+                continue
+            here = base / path.lstrip("/")
+            folders += [p for p in (here, *here.parents) if p.is_relative_to(base)]
+        return folders
+
+    def _cgroup_memory(self) -> tuple[int | None, int | None]:
+        """The tightest (limit, bytes in use) on the way up; reclaimable file cache does not count as used."""
+        tightest: tuple[int | None, int | None] = (None, None)
+        for folder in self._cgroup_folders("memory"):
+            limit = _least(_number(folder / "memory.max"), _number(folder / "memory.limit_in_bytes"))
+            used = _least(_number(folder / "memory.current"), _number(folder / "memory.usage_in_bytes"))
+            if limit is None or limit >= 1 << 60:  # version 1 writes "no limit" as a huge number
+                continue
+            if used is not None:
+                used = max(0, used - _reclaimable(folder / "memory.stat"))
+            if tightest[0] is None or limit < tightest[0]:
+                tightest = (limit, used)
+        return tightest
+
+    def _cpu_quota(self) -> int | None:
+        quotas = []
+        for folder in self._cgroup_folders("cpu"):
+            text = _lines(folder / "cpu.max")
+            pair = text[0].split() if text else []
+            if len(pair) == 2 and pair[0] != "max":
+                quotas.append(-(-int(pair[0]) // int(pair[1])))
+            quota, period = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
+            if quota is not None and period and quota > 0:
+                quotas.append(-(-quota // period))
+        return min(quotas, default=None)
+
+
+def _lines(path: Path) -> list[str]:
+    """A kernel file's lines; none where this kernel, or this container, does not have the file."""
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _number(path: Path) -> int | None:
+    lines = _lines(path)
+    return int(lines[0]) if lines and lines[0].lstrip("-").isdigit() else None
+
+
+def _reclaimable(stat: Path) -> int:
+    """File pages that the kernel gives back under pressure. Shared memory (tmpfs, our arenas) is not among them."""
+    fields = dict(line.split()[:2] for line in _lines(stat) if len(line.split()) >= 2)
+    return int(fields.get("inactive_file", fields.get("total_inactive_file", "0")))
+
+
+def _least(*values: int | None) -> int | None:
+    return min((v for v in values if v is not None), default=None)
