@@ -1,0 +1,165 @@
+"""Times rivals in interleaved rounds and prints ratios with their spread; a claim is a row with a limit, met or missed.
+
+A bench file has `rows() -> list[Row]`, which does the work, and `main() -> int`, which is `return report(rows())`:
+
+    def rows() -> list[Row]:
+        timings = interleave({"ours": ours, "memcpy": memcpy}, rounds=15)
+        return [at_least("gather, share of memcpy", paired(timings["memcpy"], timings["ours"]), 0.80)]
+
+Clocks on a shared machine wander by 10 %, so rivals take turns inside each round, ratios are formed within a round
+(both saw the same weather), and the median of those ratios is reported with the lowest and the highest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """The wall-clock seconds of each round of one rival."""
+
+    rounds_s: tuple[float, ...]
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.rounds_s)
+
+    @property
+    def low_s(self) -> float:
+        return min(self.rounds_s)
+
+    @property
+    def high_s(self) -> float:
+        return max(self.rounds_s)
+
+    def __str__(self) -> str:
+        return f"{seconds_text(self.median_s)} ({seconds_text(self.low_s)} to {seconds_text(self.high_s)})"
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A figure with the lowest and highest that the rounds gave."""
+
+    median: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One claim: a figure, its limit, and whether it was met. `met` is None where the peer is not installed."""
+
+    name: str
+    ratio: float
+    limit: float
+    met: bool | None
+    unit: str = "×"
+    at_most: bool = False
+    """The figure must stay below the limit (memory, milliseconds) instead of reaching it."""
+    spread: tuple[float, float] | None = None
+    note: str = ""
+
+
+def interleave(rivals: Mapping[str, Callable[[], object]], rounds: int = 11, *, warmup: int = 1) -> dict[str, Timing]:
+    """Time every rival once per round, in an order that turns, so that nobody always runs after the same neighbour."""
+    names = list(rivals)
+    for _ in range(warmup):
+        for name in names:
+            rivals[name]()
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    with _collector_off():
+        for turn in range(rounds):
+            first = turn % len(names)
+            for name in names[first:] + names[:first]:
+                begin = time.perf_counter()
+                rivals[name]()
+                seconds[name].append(time.perf_counter() - begin)
+            gc.collect()
+    return {name: Timing(tuple(taken)) for name, taken in seconds.items()}
+
+
+def paired(slow: Timing, fast: Timing, scale: float = 1.0) -> Spread:
+    """How many times as fast `fast` is as `slow`, round by round. `scale`: work of `fast` per work of `slow`."""
+    ratios = [scale * s / f for s, f in zip(slow.rounds_s, fast.rounds_s, strict=True)]
+    return Spread(statistics.median(ratios), min(ratios), max(ratios))
+
+
+def at_least(name: str, figure: Spread | float, limit: float, *, unit: str = "×", note: str = "") -> Row:
+    value, spread = _split(figure)
+    return Row(name, value, limit, value >= limit, unit, False, spread, note)
+
+
+def at_most(name: str, figure: Spread | float, limit: float, *, unit: str = "×", note: str = "") -> Row:
+    value, spread = _split(figure)
+    return Row(name, value, limit, value <= limit, unit, True, spread, note)
+
+
+def skipped(name: str, limit: float, reason: str) -> Row:
+    """A claim that could not be tried here; it counts as neither met nor missed, and is printed as such."""
+    return Row(name, float("nan"), limit, None, note=reason)
+
+
+def report(rows: Sequence[Row], title: str = "") -> int:
+    """Print the table of claims; the exit code is 1 if any was missed."""
+    out = sys.stdout
+    if title:
+        out.write(f"\n{title}\n")
+    width = max([len(row.name) for row in rows] + [5])
+    out.write(f"{'claim':<{width}}  {'figure':>10}  {'limit':>10}  {'lowest to highest':>19}  met\n")
+    for row in rows:
+        out.write(f"{row.name:<{width}}  {_line(row)}\n")
+    missed = sum(row.met is False for row in rows)
+    untried = sum(row.met is None for row in rows)
+    tail = f", {untried} not tried" if untried else ""
+    out.write(f"{len(rows) - missed - untried} met, {missed} missed{tail}\n")
+    out.flush()
+    return 1 if missed else 0
+
+
+def say(line: str) -> None:
+    """A line of detail while a bench runs."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def seconds_text(seconds: float) -> str:
+    for unit, factor in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if seconds >= factor:
+            return f"{seconds / factor:.3g} {unit}"
+    return f"{seconds / 1e-9:.3g} ns"
+
+
+def _line(row: Row) -> str:
+    sign = "≤" if row.at_most else "≥"
+    limit = f"{sign} {row.limit:.3g} {row.unit}"
+    if row.met is None:
+        return f"{'-':>10}  {limit:>10}  {'':>19}  not tried: {row.note}"
+    spread = f"{row.spread[0]:.3g} to {row.spread[1]:.3g}" if row.spread else ""
+    verdict = "yes" if row.met else "NO"
+    note = f"  {row.note}" if row.note else ""
+    return f"{f'{row.ratio:.3g} {row.unit}':>10}  {limit:>10}  {spread:>19}  {verdict}{note}"
+
+
+def _split(figure: Spread | float) -> tuple[float, tuple[float, float] | None]:
+    if isinstance(figure, Spread):
+        return figure.median, (figure.low, figure.high)
+    return float(figure), None
+
+
+@contextlib.contextmanager
+def _collector_off() -> Iterator[None]:
+    """A garbage collection in the middle of one rival's turn would be charged to it."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
