@@ -1,0 +1,53 @@
+"""What every block of settings is: frozen, closed to unknown keys, and checked for contradictions at birth."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+CONTRADICTION: Final = "contradiction"
+"""The error type under which contradictions travel through pydantic; their list is in the error's context."""
+
+TRAINER: Final[Any] = Field(json_schema_extra={"pending": "the trainer"})
+"""Marks a setting that nothing reads until the trainer lands; a user who sets it is told."""
+MEMORY_ENGINE: Final[Any] = Field(json_schema_extra={"pending": "the memory engine"})
+"""Marks a setting that nothing reads until the memory engine lands."""
+
+
+@dataclass(frozen=True, slots=True)
+class Remark:
+    """Something about settings that are fine one by one: a contradiction, or something unwise."""
+
+    field: str
+    """The key to change, relative to its block; empty for the block as a whole."""
+    message: str
+    also: tuple[str, ...] = ()
+    """Other keys of the block that the remark rests on."""
+
+
+class Block(BaseModel):
+    """A block of settings. Fields are documented under themselves; the text goes into the JSON Schema."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=False, allow_inf_nan=False
+    )
+
+    def contradictions(self) -> Iterator[Remark]:
+        """What cannot work: refused."""
+        yield from ()
+
+    def doubts(self) -> Iterator[Remark]:
+        """What works and is unwise: warned about."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _refuse_contradictions(self) -> Self:
+        found = list(self.contradictions())
+        if found:
+            text = "; ".join(f"{r.field} {r.message}" for r in found)
+            raise PydanticCustomError(CONTRADICTION, "{text}", {"text": text, "remarks": found})
+        return self

@@ -1,0 +1,19 @@
+"""Settings of the caches of encoded latents and text; the names are those of the seeds' `cache_config`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from supertuner.config.block import TRAINER, Block
+
+
+class CacheConfig(Block):
+    vae_cache_type: Annotated[Literal["unified_memory", "disk", "none"], TRAINER] = "none"
+    """Where encoded images, videos and sounds live: one shared copy in RAM, a mapped file, or nowhere."""
+    text_cache_type: Annotated[Literal["unified_memory", "disk", "none"], TRAINER] = "none"
+    """Where encoded captions live: one shared copy in RAM, a mapped file, or nowhere."""
+    cache_dir: Annotated[Path | None, TRAINER] = None
+    """Folder of persistent caches; unset: `cache` below `run.output_dir`."""
+    persistent_cache: Annotated[bool, TRAINER] = False
+    """Keep what was encoded in `cache_dir`, so that the next run need not encode it again."""

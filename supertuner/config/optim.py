@@ -1,0 +1,63 @@
+"""Settings of the optimizer and its learning rate, per expert where a model has two."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from supertuner.config.block import TRAINER, Block, Remark
+
+Rate = Annotated[float | None, Field(gt=0, le=10), TRAINER]
+
+
+class OptimizerSettings(Block):
+    name: Annotated[Literal["adamw", "adamw8bit", "adafactor", "prodigy", "schedule_free", "automagic"], TRAINER] = (
+        "adamw"
+    )
+    """Which optimizer."""
+    learning_rate: Rate = None
+    """Learning rate; unset: the optimizer's own default."""
+    weight_decay: Annotated[float | None, Field(ge=0), TRAINER] = None
+    """Decoupled weight decay; unset: the optimizer's own default."""
+    lr_scheduler: Annotated[Literal["constant", "cosine", "linear"], TRAINER] = "constant"
+    """How the learning rate falls after warm-up, in optimizer steps."""
+    lr_warmup_steps: Annotated[int, Field(ge=0), TRAINER] = 0
+    """Optimizer steps over which the learning rate rises from zero."""
+    lr_bump: Rate = None
+    """Automagic: how far an element's rate moves in one step."""
+    min_lr: Rate = None
+    """Automagic: an element's lowest rate."""
+    max_lr: Rate = None
+    """Automagic: an element's highest rate."""
+    high_noise_lr: Rate = None
+    """Learning rate of the high-noise expert; unset: `learning_rate`."""
+    high_noise_lr_bump: Rate = None
+    """Automagic's `lr_bump` on the high-noise expert."""
+    high_noise_min_lr: Rate = None
+    """Automagic's `min_lr` on the high-noise expert."""
+    high_noise_max_lr: Rate = None
+    """Automagic's `max_lr` on the high-noise expert."""
+    low_noise_lr: Rate = None
+    """Learning rate of the low-noise expert; unset: `learning_rate`."""
+    low_noise_lr_bump: Rate = None
+    """Automagic's `lr_bump` on the low-noise expert."""
+    low_noise_min_lr: Rate = None
+    """Automagic's `min_lr` on the low-noise expert."""
+    low_noise_max_lr: Rate = None
+    """Automagic's `max_lr` on the low-noise expert."""
+
+    def contradictions(self) -> Iterator[Remark]:
+        for stage in ("", "high_noise_", "low_noise_"):
+            low, high = getattr(self, f"{stage}min_lr"), getattr(self, f"{stage}max_lr")
+            if low is not None and high is not None and high < low:
+                yield Remark(f"{stage}max_lr", f"{high:g} is below {stage}min_lr {low:g}", (f"{stage}min_lr",))
+
+    def doubts(self) -> Iterator[Remark]:
+        if self.name == "automagic":
+            return
+        for stage in ("", "high_noise_", "low_noise_"):
+            for what in ("lr_bump", "min_lr", "max_lr"):
+                if getattr(self, stage + what) is not None:
+                    yield Remark(stage + what, f'has an effect only with name: "automagic", not "{self.name}"')

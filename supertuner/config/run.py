@@ -1,0 +1,19 @@
+"""Settings of a run as a whole: its name, its folder, its seed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from supertuner.config.block import Block
+
+
+class RunSettings(Block):
+    name: Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9][A-Za-z0-9._ -]*$")] = "run"
+    """Name of the run, and of its folder below `output_dir`."""
+    output_dir: Path = Path("runs")
+    """Folder that holds run folders; made when needed."""
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
+    """Order of samples, augmentation and captions are pure functions of this number, the epoch and the sample."""

@@ -1,0 +1,46 @@
+"""The root of the configuration: one block per room that reads it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from supertuner.config.arena import ArenaSettings
+from supertuner.config.block import Block, Remark
+from supertuner.config.cache import CacheConfig
+from supertuner.config.data import Dataset, LoaderSettings
+from supertuner.config.memory import Gh200Optimizations, MemorySettings
+from supertuner.config.optim import OptimizerSettings
+from supertuner.config.run import RunSettings
+from supertuner.config.train import TrainSettings
+
+
+class RunConfig(Block):
+    """Everything a run is told."""
+
+    run: RunSettings = RunSettings()
+    """The run as a whole: name, folder, seed."""
+    datasets: tuple[Dataset, ...] = ()
+    """What to train on."""
+    arena: ArenaSettings = ArenaSettings()
+    """Memory that all processes of a node share."""
+    loader: LoaderSettings = LoaderSettings()
+    """How batches are made."""
+    cache_config: CacheConfig = CacheConfig()
+    """Caches of encoded samples and captions."""
+    gh200_optimizations: Gh200Optimizations = Gh200Optimizations()
+    """Residency hints and the batch-size ramp."""
+    memory: MemorySettings = MemorySettings()
+    """What happens when GPU memory is full."""
+    train: TrainSettings = TrainSettings()
+    """The training loop."""
+    optimizer: OptimizerSettings = OptimizerSettings()
+    """The optimizer and its learning rate."""
+
+    def contradictions(self) -> Iterator[Remark]:
+        seen = Counter(dataset.id for dataset in self.datasets if dataset.id)
+        for index, dataset in enumerate(self.datasets):
+            if seen[dataset.id] > 1:
+                yield Remark(
+                    f"datasets[{index}].id", f'"{dataset.id}" names {seen[dataset.id]} datasets; ids are unique'
+                )
