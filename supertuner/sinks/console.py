@@ -1,0 +1,174 @@
+"""What a person sees while work goes on: warnings at once, decisions as a table, progress with rate and time left.
+
+On a terminal progress is a bar; elsewhere (a log file, a pipe) it is a plain line every few seconds at most. Everything
+goes to standard error, so that a command's result on standard output stays clean.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, ProgressColumn, Task, TaskID, TextColumn
+from rich.progress import Progress as RichProgress
+from rich.table import Table
+from rich.text import Text
+
+from supertuner.core.events import Decided, Event, SetAside, Warned
+from supertuner.core.types import JSON
+from supertuner.sinks.figures import Tally
+
+SET_ASIDE_SHOWN = 5
+PLAIN_SECONDS = 5.0
+BAR_SECONDS = 0.1
+
+
+class Console:
+    """Sink and progress for a person. Close it (or leave its `with`) to see what was still held back.
+
+    Decisions are collected and shown together, before the next phase begins and at the end; of the files set aside
+    the first few are named. Figures (`Measured`) are a command's result, which the command itself prints.
+    """
+
+    def __init__(self, console: RichConsole | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console = console or RichConsole(stderr=True, highlight=False)
+        self._clock = clock
+        self._decisions: list[Decided] = []
+        self._set_aside: list[SetAside] = []
+        self._bars: RichProgress | None = None
+        self._phases = 0
+        self._guard = threading.Lock()
+
+    def emit(self, event: Event, /) -> None:
+        with self._guard:
+            if isinstance(event, Warned):
+                self._print(Text.assemble(("warning ", "bold yellow"), (event.what, "bold"), f": {event.message}"))
+            elif isinstance(event, Decided):
+                self._decisions.append(event)
+            elif isinstance(event, SetAside):
+                self._set_aside.append(event)
+
+    def phase(self, title: str, *, items: int = 0, nbytes: int = 0) -> Phase:
+        self.show_decisions()
+        return Phase(self, Tally(title, items, nbytes, self._clock()), self._clock)
+
+    def show_decisions(self) -> None:
+        """Print the decisions that were made since the last time."""
+        with self._guard:
+            decisions, self._decisions = self._decisions, []
+        if decisions and self._console.is_terminal:
+            self._print(decisions_table([(d.what, d.value, d.reason) for d in decisions]))
+        else:
+            for d in decisions:
+                self._print(Text(f"decided {d.what} = {value_text(d.value)}: {d.reason}"))
+
+    def close(self) -> None:
+        self.show_decisions()
+        for event in self._set_aside[:SET_ASIDE_SHOWN]:
+            self._print(Text.assemble(("set aside ", "yellow"), (event.file, "bold"), f": {event.reason}"))
+        more = len(self._set_aside) - SET_ASIDE_SHOWN
+        if more > 0:
+            self._print(Text(f"and {more} more files set aside; the run's set_aside.jsonl has them all"))
+        self._set_aside = []
+
+    def __enter__(self) -> Console:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _print(self, what: Text | Table) -> None:
+        self._console.print(what, soft_wrap=isinstance(what, Text))
+
+    def _enter_phase(self) -> RichProgress | None:
+        """The live display of bars, which all open phases share; None where this is not a terminal."""
+        if not self._console.is_terminal:
+            return None
+        with self._guard:
+            self._phases += 1
+            if self._bars is None:
+                columns = (TextColumn("{task.description}"), BarColumn(bar_width=30), FiguresColumn())
+                self._bars = RichProgress(*columns, console=self._console)
+                self._bars.start()
+            return self._bars
+
+    def _leave_phase(self) -> None:
+        with self._guard:
+            self._phases -= 1
+            if self._phases == 0 and self._bars is not None:
+                self._bars.stop()
+                self._bars = None
+
+
+class Phase:
+    """One bar, or one series of lines. `advance` may be called from any thread, and often: drawing is rationed."""
+
+    def __init__(self, console: Console, tally: Tally, clock: Callable[[], float]) -> None:
+        self._console = console
+        self._tally = tally
+        self._clock = clock
+        self._guard = threading.Lock()
+        self._drawn_at = clock()
+        self._bars: RichProgress | None = None
+        self._bar: TaskID | None = None
+
+    def advance(self, items: int = 0, nbytes: int = 0) -> None:
+        now = self._clock()
+        with self._guard:
+            self._tally.add(items, nbytes)
+            if now - self._drawn_at < (BAR_SECONDS if self._bars else PLAIN_SECONDS):
+                return
+            self._drawn_at = now
+            line = f"{self._tally.title}: {self._tally.text(now)}"
+        self._draw(line)
+
+    def __enter__(self) -> Phase:
+        self._bars = self._console._enter_phase()
+        if self._bars is not None:
+            self._bar = self._bars.add_task(self._tally.title, total=1.0, tally=self._tally, clock=self._clock)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        verb = "" if kind is None else "stopped after "
+        self._tally.end(self._clock())
+        self._draw(f"{self._tally.title}: {verb}{self._tally.text(self._clock())}")
+        if self._bars is not None:
+            self._console._leave_phase()
+
+    def _draw(self, line: str) -> None:
+        if self._bars is not None and self._bar is not None:
+            self._bars.update(self._bar, completed=self._tally.share())
+        else:
+            self._console._print(Text(line))
+
+
+class FiguresColumn(ProgressColumn):
+    """The figures right of a bar, as of now: they go on when nothing advances, so that a stall can be seen."""
+
+    def render(self, task: Task) -> Text:
+        tally: Tally = task.fields["tally"]
+        return Text(tally.text(task.fields["clock"]()), style="cyan")
+
+
+def decisions_table(decisions: list[tuple[str, JSON, str]]) -> Table:
+    """What was decided, and why: one row each."""
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    table.add_column("decided", overflow="fold")
+    table.add_column("value", style="bold", overflow="fold")
+    table.add_column("why", overflow="fold", ratio=1)
+    for what, value, reason in decisions:
+        table.add_row(Text(what), Text(value_text(value)), Text(reason))
+    return table
+
+
+def value_text(value: JSON) -> str:
+    """A setting's value for people: text as it is, the rest as JSON."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

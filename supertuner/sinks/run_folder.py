@@ -1,0 +1,241 @@
+"""A run's folder: the configuration as given and as resolved, every decision with its reason, every event.
+
+    run.json               what this folder is: format, name, digest of the configuration, when it was begun
+    config.given.<ext>     the configuration file, byte for byte
+    config.resolved.json   every setting with its value, and where each came from
+    decisions.json         every decision made at run time: what, value, reason
+    set_aside.jsonl        every file that is not used, and why
+    events.jsonl           everything that was said, in order
+    .lock                  held by flock while the run is in use; it dies with its owner
+
+A folder belongs to one configuration. Another one, or files that are not a run's, are refused and left as they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+import os
+import threading
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+
+from supertuner.core import durable
+from supertuner.core.errors import RunFolderError
+from supertuner.core.events import Decided, Event, SetAside
+from supertuner.core.types import JSON
+from supertuner.sinks.jsonlines import JsonLines, event_record, line_bytes, now_text, people_time, read_lines
+from supertuner.sinks.kept_config import KeptConfig, differences
+
+FORMAT = 1
+RUN = "run.json"
+RESOLVED = "config.resolved.json"
+DECISIONS = "decisions.json"
+SET_ASIDE = "set_aside.jsonl"
+EVENTS = "events.jsonl"
+LOCK = ".lock"
+DIFFERENCES_SHOWN = 5
+
+
+class RunFolder:
+    """One run's folder, locked from here to `close`. It is a sink: decisions, set-aside files and events are kept."""
+
+    def __init__(self, path: Path, name: str, config: KeptConfig) -> None:
+        self.path = path
+        _refuse_foreign(path)
+        _make(path)
+        self._lock = _lock(path)
+        try:
+            _refuse_foreign(path)
+            self._begin(name, config)
+            self._decisions = _read_list(path / DECISIONS)
+            self._set_aside = {_set_aside_key(line) for line in read_lines(path / SET_ASIDE)}
+            self._set_aside_lines = JsonLines(path / SET_ASIDE)
+            self._events = JsonLines(path / EVENTS)
+        except BaseException:
+            os.close(self._lock)
+            raise
+        self._guard = threading.Lock()
+
+    def emit(self, event: Event, /) -> None:
+        self.emit_all((event,))
+
+    def emit_all(self, events: Iterable[Event]) -> None:
+        """Keep several events; `decisions.json` is written once, durably, and only if something new was decided."""
+        with self._guard:
+            fresh = False
+            for event in events:
+                self._events.emit(event)
+                if isinstance(event, Decided):
+                    fresh |= self._remember(event)
+                elif isinstance(event, SetAside):
+                    self._set_one_aside(event)
+            if fresh:
+                durable.write_json(self.path / DECISIONS, self._decisions)
+
+    def forget_set_aside(self, dataset: str) -> None:
+        """Drop what earlier sessions set aside of this dataset: it is about to be looked through again."""
+        with self._guard:
+            kept = [line for line in read_lines(self.path / SET_ASIDE) if line["dataset"] != dataset]
+            self._set_aside_lines.close()
+            durable.write_bytes(self.path / SET_ASIDE, b"".join(map(line_bytes, kept)))
+            self._set_aside = {_set_aside_key(line) for line in kept}
+            self._set_aside_lines = JsonLines(self.path / SET_ASIDE)
+
+    def close(self) -> None:
+        """Let go of the folder; what it holds stays."""
+        self._events.close()
+        self._set_aside_lines.close()
+        os.close(self._lock)
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _begin(self, name: str, config: KeptConfig) -> None:
+        """Write who this folder belongs to, last of all: without run.json it is not a run yet."""
+        _sweep_temporaries(self.path)
+        run = self.path / RUN
+        if run.exists():
+            _refuse_other_run(self.path, config)
+            return
+        durable.write_bytes(self.path / f"config.given{config.extension}", config.given)
+        durable.write_json(self.path / RESOLVED, {"values": config.resolved, "origins": config.origins})
+        durable.write_json(run, {"format": FORMAT, "name": name, "config_digest": config.digest, "begun": now_text()})
+
+    def _remember(self, event: Decided) -> bool:
+        """A decision that repeats the last one of its name is not kept twice."""
+        last = next((d for d in reversed(self._decisions) if d["what"] == event.what), None)
+        if last is not None and (last["value"], last["reason"]) == (event.value, event.reason):
+            return False
+        record = event_record(event)
+        del record["event"]
+        self._decisions.append(record)
+        return True
+
+    def _set_one_aside(self, event: SetAside) -> None:
+        record = dataclasses.asdict(event)
+        if _set_aside_key(record) not in self._set_aside:
+            self._set_aside.add(_set_aside_key(record))
+            self._set_aside_lines.append(record)
+
+
+def holder_of(path: Path) -> str | None:
+    """Who uses the folder now: `process 4711 since …`; None if nobody does."""
+    lock = path / LOCK
+    if not lock.exists():
+        return None
+    handle = os.open(lock, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return lock.read_text().strip() or "another process"
+    finally:
+        os.close(handle)
+    return None
+
+
+def _make(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunFolderError(f"{path} cannot be made: {error.strerror}; choose another run.output_dir") from error
+
+
+def _lock(path: Path) -> int:
+    """Take the folder for this process. The kernel lets go of it when the process ends, however it ends."""
+    handle = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        holder = (path / LOCK).read_text().strip() or "another process"
+        os.close(handle)
+        raise RunFolderError(
+            f"{path} is in use by {holder}; wait for it, end it, or give this run another run.name"
+        ) from error
+    os.ftruncate(handle, 0)
+    os.pwrite(handle, f"process {os.getpid()} since {people_time(now_text())}\n".encode(), 0)
+    return handle
+
+
+def _refuse_foreign(path: Path) -> None:
+    """A folder with files in it that is not a run's is somebody's; nothing is added to it."""
+    if not path.exists():
+        return
+    if not path.is_dir():
+        raise RunFolderError(f"{path} is a file; choose another run.output_dir or run.name")
+    names = sorted(entry.name for entry in path.iterdir())
+    ours = {RUN, RESOLVED, DECISIONS, SET_ASIDE, EVENTS, LOCK}
+    foreign = [n for n in names if n not in ours and not n.startswith("config.given.") and not _is_temporary(n)]
+    if RUN not in names and foreign:
+        some = ", ".join(foreign[:3]) + (", …" if len(foreign) > 3 else "")
+        raise RunFolderError(
+            f"{path} holds files that are not a run's ({some}); choose another run.output_dir or run.name"
+        )
+
+
+def _refuse_other_run(path: Path, config: KeptConfig) -> None:
+    run = _read_object(path / RUN)
+    if run.get("format") != FORMAT:
+        raise RunFolderError(
+            f"{path / RUN} has format {run.get('format')}, this version reads {FORMAT}; use another run.name"
+        )
+    if run.get("config_digest") == config.digest:
+        return
+    kept = _read_object(path / RESOLVED).get("values")
+    lines = differences(config.resolved, kept if isinstance(kept, Mapping) else {})
+    shown = [f"  {line}" for line in lines[:DIFFERENCES_SHOWN]]
+    if len(lines) > DIFFERENCES_SHOWN:
+        shown.append(f"  and {len(lines) - DIFFERENCES_SHOWN} more")
+    raise RunFolderError(
+        "\n".join(
+            [
+                f"{path} holds another run, begun {people_time(str(run.get('begun')))}; its settings differ:",
+                *shown,
+                "give this run another run.name, or move that folder away",
+            ]
+        )
+    )
+
+
+def _is_temporary(name: str) -> bool:
+    """A name that core.durable gives while it writes; left behind only by a kill."""
+    return name.startswith(".") and name.endswith(".tmp")
+
+
+def _sweep_temporaries(path: Path) -> None:
+    for entry in path.iterdir():
+        if _is_temporary(entry.name):
+            entry.unlink()
+
+
+def _read_object(path: Path) -> Mapping[str, JSON]:
+    value = _read_json(path)
+    if not isinstance(value, dict):
+        raise RunFolderError(f"{path} is not a JSON object; move the run's folder away and start again")
+    return value
+
+
+def _read_list(path: Path) -> list[dict[str, JSON]]:
+    value = _read_json(path) if path.exists() else []
+    if not isinstance(value, list):
+        raise RunFolderError(f"{path} is not a JSON list; move the run's folder away and start again")
+    return value
+
+
+def _read_json(path: Path) -> JSON:
+    try:
+        value: JSON = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise RunFolderError(f"{path} cannot be read ({error}); move the run's folder away and start again") from error
+    return value
+
+
+def _set_aside_key(record: Mapping[str, JSON]) -> tuple[JSON, JSON, JSON]:
+    return record["dataset"], record["file"], record["reason"]

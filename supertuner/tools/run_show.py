@@ -1,0 +1,197 @@
+"""A run's folder as a person wants to read it: what it is, what was set, what was decided and why. It only reads."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from supertuner.core.errors import RunFolderError
+from supertuner.core.types import JSON, bytes_text
+from supertuner.sinks.console import decisions_table, value_text
+from supertuner.sinks.jsonlines import people_time, read_lines
+from supertuner.sinks.kept_config import leaves
+from supertuner.sinks.run_folder import DECISIONS, EVENTS, RESOLVED, RUN, SET_ASIDE, holder_of
+
+FILES_SHOWN = 10
+
+
+@dataclass(frozen=True, slots=True)
+class RunView:
+    """Everything `run show` tells, as data."""
+
+    path: str
+    name: str
+    begun: str
+    in_use_by: str | None
+    config_file: str | None
+    settings: list[dict[str, JSON]]
+    """Settings that somebody gave: path, value, origin."""
+    decisions: list[dict[str, JSON]]
+    """The last decision of each name; `before` holds the values it had earlier."""
+    warnings: list[dict[str, JSON]]
+    set_aside: list[dict[str, JSON]]
+    figures: dict[str, JSON]
+    """The latest figures of each name."""
+
+
+def read_run(path: Path) -> RunView:
+    if not (path / RUN).is_file():
+        raise RunFolderError(f"{path} is not a run's folder: it has no {RUN}{_runs_below(path)}")
+    run = _load(path / RUN)
+    config = _load(path / RESOLVED)
+    events = list(read_lines(path / EVENTS))
+    given = next(iter(sorted(path.glob("config.given.*"))), None)
+    return RunView(
+        path=str(path),
+        name=str(run.get("name")),
+        begun=str(run.get("begun")),
+        in_use_by=holder_of(path),
+        config_file=given.name if given else None,
+        settings=given_settings(config),
+        decisions=latest_decisions(_load_list(path / DECISIONS)),
+        warnings=_once({"what": e["what"], "message": e["message"]} for e in events if e["event"] == "warned"),
+        set_aside=list(read_lines(path / SET_ASIDE)),
+        figures={str(e["what"]): e["figures"] for e in events if e["event"] == "measured"},
+    )
+
+
+def given_settings(config: Mapping[str, JSON]) -> list[dict[str, JSON]]:
+    """The settings that do not come from a default, with where they come from."""
+    origins = config.get("origins")
+    if not isinstance(origins, Mapping):
+        return []
+    values = dict(leaves(config.get("values")))
+    return [
+        {"path": path, "value": values.get(path), "origin": origin}
+        for path, origin in origins.items()
+        if isinstance(origin, str) and not origin.startswith("default")
+    ]
+
+
+def latest_decisions(decisions: Iterable[Mapping[str, JSON]]) -> list[dict[str, JSON]]:
+    """One entry per decision, as it stands now; what it was earlier is kept beside it."""
+    latest: dict[JSON, dict[str, JSON]] = {}
+    for decision in decisions:
+        earlier = latest.pop(decision["what"], None)
+        before = [*_list(earlier["before"]), earlier["value"]] if earlier else []
+        latest[decision["what"]] = {**decision, "before": before}
+    return list(latest.values())
+
+
+def show(view: RunView, console: Console) -> None:
+    """Print the run, widest facts first; parts that are empty are left out."""
+    state = f"in use by {view.in_use_by}" if view.in_use_by else "not in use"
+    console.print(Text.assemble((view.name, "bold"), f"  begun {people_time(view.begun)}, {state}"))
+    console.print(Text(view.path, style="dim"), soft_wrap=True)
+    _part(console, f"settings given ({view.config_file})", _settings(view) if view.settings else None)
+    _part(console, "decisions", _decisions(view) if view.decisions else None)
+    _part(console, "warnings", _warnings(view) if view.warnings else None)
+    _part(console, "figures", _figures(view) if view.figures else None)
+    _part(console, f"set aside: {len(view.set_aside)} files", _set_aside(view) if view.set_aside else None)
+
+
+def figure_text(name: str, value: JSON) -> str:
+    """A figure in its unit, which its name carries: `stored_bytes` and `nbytes` are sizes, `_s` and `seconds` times."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return value_text(value)
+    if name.endswith("bytes"):
+        return bytes_text(value)
+    if name.endswith(("_s", "seconds")):
+        return f"{value:,.2f} s"
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
+
+
+def as_json(view: RunView) -> str:
+    return json.dumps(asdict(view), indent=2, ensure_ascii=False)
+
+
+def _part(console: Console, title: str, body: RenderableType | None) -> None:
+    if body is not None:
+        console.print()
+        console.print(Text(title, style="bold"))
+        console.print(Padding(body, (0, 0, 0, 2)))
+
+
+def _settings(view: RunView) -> RenderableType:
+    table = _grid("setting", "value", "from")
+    for row in view.settings:
+        table.add_row(Text(str(row["path"])), Text(value_text(row["value"]), "bold"), Text(str(row["origin"]), "dim"))
+    return table
+
+
+def _decisions(view: RunView) -> RenderableType:
+    rows: list[tuple[str, JSON, str]] = []
+    for row in view.decisions:
+        before = ", ".join(value_text(value) for value in _list(row["before"]))
+        reason = f"{row['reason']} (earlier: {before})" if before else str(row["reason"])
+        rows.append((str(row["what"]), row["value"], reason))
+    return decisions_table(rows)
+
+
+def _warnings(view: RunView) -> RenderableType:
+    return Group(*(Text.assemble((str(w["what"]), "yellow"), f": {w['message']}") for w in view.warnings))
+
+
+def _figures(view: RunView) -> RenderableType:
+    table = _grid("", "figure", "value")
+    for what, figures in view.figures.items():
+        for number, (name, value) in enumerate(leaves(figures)):
+            table.add_row(Text(what if number == 0 else ""), Text(name, "dim"), Text(figure_text(name, value)))
+    return table
+
+
+def _set_aside(view: RunView) -> RenderableType:
+    counts = Counter(str(line["dataset"]) for line in view.set_aside)
+    lines = [Text(f"{dataset}: {count}", "dim") for dataset, count in counts.items()] if len(counts) > 1 else []
+    for line in view.set_aside[:FILES_SHOWN]:
+        lines.append(Text.assemble((str(line["file"]), "yellow"), f": {line['reason']}"))
+    if len(view.set_aside) > FILES_SHOWN:
+        lines.append(Text(f"and {len(view.set_aside) - FILES_SHOWN} more in {SET_ASIDE}", "dim"))
+    return Group(*lines)
+
+
+def _grid(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _runs_below(path: Path) -> str:
+    """A hint for somebody who named the folder of runs instead of a run."""
+    runs = sorted(p.parent.name for p in path.glob(f"*/{RUN}")) if path.is_dir() else []
+    return f"; there are runs below it: {', '.join(runs[:5])}" if runs else ""
+
+
+def _load(path: Path) -> Mapping[str, JSON]:
+    value = _parsed(path)
+    return value if isinstance(value, dict) else {}
+
+
+def _load_list(path: Path) -> list[dict[str, JSON]]:
+    value = _parsed(path) if path.exists() else []
+    return value if isinstance(value, list) else []
+
+
+def _parsed(path: Path) -> object:
+    try:
+        value: object = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise RunFolderError(f"{path} cannot be read ({error}); the run's folder is damaged") from error
+    return value
+
+
+def _once(rows: Iterable[dict[str, JSON]]) -> list[dict[str, JSON]]:
+    return list({json.dumps(row): row for row in rows}.values())
+
+
+def _list(value: JSON) -> list[JSON]:
+    return list(value) if isinstance(value, (list, tuple)) else []
