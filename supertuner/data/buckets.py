@@ -1,0 +1,179 @@
+"""Which shape a sample is brought to: pure; every sample has one bucket (per resolution) or a reason for having none.
+
+Ratios are compared with IEEE divisions and square roots, which round alike everywhere: a sample's bucket does not
+depend on the machine, on the other samples, or on the order in which any of them came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil, floor
+
+import numpy as np
+from numpy.typing import NDArray
+
+from supertuner.core.types import MediaKind
+
+Ints = NDArray[np.int32]
+
+NO_BUCKET = -1
+"""In an array of bucket numbers: this sample fits none."""
+
+AREA_TOLERANCE = Fraction(1, 5)
+"""Of resolution²: with sides of only a few steps, some ratios have no size of about the right area."""
+
+FPS_TOLERANCE = 1e-3
+"""Of a frame: 80.9999 frames are 81, whatever the rounding of a header's rate."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Bucket:
+    """The shape of a sample. What has no meaning for its kind is 0."""
+
+    kind: MediaKind
+    width: int = 0
+    height: int = 0
+    frames: int = 0
+    samples: int = 0
+    """Audio: samples per channel."""
+    sample_rate: int = 0
+    channels: int = 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of one sample: CHW, CFHW or CT."""
+        if self.kind is MediaKind.AUDIO:
+            return (self.channels, self.samples)
+        if self.kind is MediaKind.VIDEO:
+            return (self.channels, self.frames, self.height, self.width)
+        return (self.channels, self.height, self.width)
+
+    @property
+    def label(self) -> str:
+        if self.kind is MediaKind.AUDIO:
+            seconds = self.samples / self.sample_rate
+            return f"audio {seconds:g} s, {self.sample_rate / 1000:g} kHz, {self.channels} ch"
+        size = f"{self.kind} {self.width}×{self.height}"
+        return f"{size}, {self.frames} frames" if self.kind is MediaKind.VIDEO else size
+
+
+def sizes(resolution: int, step: int, max_ratio: float) -> tuple[tuple[int, int], ...]:
+    """Width and height of the buckets of one resolution, from the tallest to the widest.
+
+    Sides are multiples of `step`; for every width there is the height that brings the area closest to resolution²,
+    and the other way round, where that is close enough; the square is always there.
+    """
+    square = max(1, _nearest(Fraction(resolution, step)))
+    found = {(square, square)}
+    for across in range(1, ceil(resolution * max(1.0, max_ratio) / step) + 1):
+        down = max(1, _nearest(Fraction(resolution * resolution, across * step * step)))
+        close = abs(Fraction(across * down * step * step, resolution * resolution) - 1) <= AREA_TOLERANCE
+        if close and max(across, down) <= max_ratio * min(across, down):
+            found |= {(across, down), (down, across)}
+    return tuple((w * step, h * step) for w, h in sorted(found, key=lambda side: (Fraction(side[0], side[1]), side)))
+
+
+RUNG = Fraction(7, 8)
+"""Where samples are not enlarged, each smaller resolution is about this share of the one before."""
+
+
+def ladder(resolutions: Sequence[int], step: int, upscale: bool) -> tuple[int, ...]:
+    """Resolutions to try, largest first: those asked for and, where samples are not enlarged, smaller ones too."""
+    rungs = set(resolutions)
+    below = Fraction(min(resolutions))
+    while not upscale and below > step:
+        below *= RUNG
+        rungs.add(max(1, _nearest(below / step)) * step)
+    return tuple(sorted(rungs, reverse=True))
+
+
+def nearest_size(width: Ints, height: Ints, table: Sequence[tuple[int, int]]) -> Ints:
+    """For each sample the number of the size whose ratio is nearest (by its logarithm); a tie goes to the taller one.
+
+    Among sizes of one ratio the larger area wins.
+    """
+    ratios = np.array([w / h for w, h in table])
+    keep = np.array([i for i in range(len(table)) if i + 1 == len(table) or ratios[i] != ratios[i + 1]])
+    borders = np.sqrt(ratios[keep][:-1] * ratios[keep][1:])
+    return keep[np.searchsorted(borders, width / height, side="left")].astype(np.int32)
+
+
+def fills(width: Ints, height: Ints, size: Ints) -> NDArray[np.bool_]:
+    """Whether each sample covers its size (rows of width, height) without being enlarged."""
+    return (width >= size[:, 0]) & (height >= size[:, 1])
+
+
+@dataclass(frozen=True, slots=True)
+class SizeRule:
+    """How the width and height of a dataset's samples are chosen."""
+
+    resolutions: tuple[int, ...]
+    step: int
+    max_ratio: float
+    upscale: bool
+    each: bool
+    """Use a sample at every resolution, not only at the best one."""
+
+    def tables(self) -> dict[int, tuple[tuple[int, int], ...]]:
+        """The sizes of each resolution, largest resolution first; numbers count through all of them."""
+        rungs = ladder(self.resolutions, self.step, self.upscale)
+        return {rung: sizes(rung, self.step, self.max_ratio) for rung in rungs}
+
+
+def size_numbers(width: Ints, height: Ints, rule: SizeRule) -> list[Ints]:
+    """Each sample's number in the rule's tables: at the best resolution, or one column for each resolution.
+
+    The best is the largest that the sample fills without being enlarged, else the smallest. Where samples are not
+    enlarged, the ladder goes on below the smallest, down to the step itself; a shorter side fits nothing.
+    """
+    tables = rule.tables()
+    begin, last = 0, min(tables)
+    best = np.full(len(width), NO_BUCKET, np.int32)
+    columns: list[Ints] = []
+    for rung, table in tables.items():
+        asked = rule.each and rung in rule.resolutions
+        rows = np.arange(len(width)) if asked else np.flatnonzero(best == NO_BUCKET)
+        nearest = nearest_size(width[rows], height[rows], table)
+        fine = fills(width[rows], height[rows], np.array(table, np.int32)[nearest])
+        if rule.upscale and (asked or rung == last):
+            fine[:] = True
+        number = np.where(fine, nearest + np.int32(begin), np.int32(NO_BUCKET)).astype(np.int32)
+        best[rows] = np.where(best[rows] == NO_BUCKET, number, best[rows])
+        if asked:
+            columns.append(number)
+        begin += len(table)
+    return _each_or_best(columns, best) if rule.each else [best]
+
+
+def _each_or_best(columns: list[Ints], best: Ints) -> list[Ints]:
+    """A sample that no asked resolution takes goes to the best one below them, once."""
+    nowhere = np.all([column == NO_BUCKET for column in columns], axis=0)
+    return [*columns[:-1], np.where(nowhere, best, columns[-1])]
+
+
+def frames_available(frames: Ints, fps: NDArray[np.float32], target_fps: float | None) -> NDArray[np.int64]:
+    """Frames that a clip gives at `target_fps`; a clip of unknown rate is taken as it is."""
+    if target_fps is None:
+        return frames.astype(np.int64)
+    rate = np.where(fps > 0, target_fps / np.where(fps > 0, fps, 1).astype(np.float64), 1.0)
+    whole: NDArray[np.int64] = np.floor(frames * rate + FPS_TOLERANCE).astype(np.int64)
+    return whole
+
+
+def frame_bucket(available: NDArray[np.int64], choices: Sequence[int]) -> Ints:
+    """The number, in sorted `choices`, of the largest that a clip can fill; NO_BUCKET where it is too short for all."""
+    return (np.searchsorted(np.array(sorted(choices)), available, side="right") - 1).astype(np.int32)
+
+
+def audio_steps(seconds: NDArray[np.float32], step_seconds: float, max_seconds: float) -> Ints:
+    """Whole steps that each sound fills, up to the most that max_seconds holds; 0 where it is too short for one."""
+    most = floor(max_seconds / step_seconds + 1e-6)
+    steps: Ints = np.minimum(np.floor(seconds / step_seconds + 1e-4), most).astype(np.int32)
+    return steps
+
+
+def _nearest(value: Fraction) -> int:
+    """Rounded, a half upwards."""
+    return floor(value + Fraction(1, 2))

@@ -1,0 +1,196 @@
+"""The order of samples as a pure function of seed, epoch and datasets: any position is computed, none is replayed.
+
+A group is the samples of one dataset in one bucket. Its draws are an endless stream in which every run of n draws (a
+cycle) is a fresh shuffle of its n samples; an epoch takes the next rate × n draws of each group, so that a fractional
+weight loses nobody and shows nobody early. How an epoch's draws are put in order is `layout`'s matter. Positions
+number the samples from the start of the first epoch on, through all epochs, whatever the number of processes.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from supertuner.core.errors import SourceError
+from supertuner.data.bijection import key_of, keys_below, permute
+from supertuner.data.buckets import Bucket
+from supertuner.data.layout import I64, Layout, lay_out
+
+WEIGHT_STEPS = 1_000_000
+"""Rates are exact fractions with denominators up to this; sums of draws over epochs then fit 64 bits."""
+
+SLOTS_AT_ONCE = 256
+"""Slots computed together when batches are listed: large enough that numpy's cost per call does not count."""
+
+
+def rate_of(repeats: int, weight: float) -> Fraction:
+    """Draws of each sample per epoch. A weight is read as it is written: 0.1 is a tenth."""
+    return repeats * Fraction(str(weight)).limit_denominator(WEIGHT_STEPS)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Group:
+    """The samples of one dataset that share a bucket."""
+
+    dataset: int
+    """The dataset's place in the list of datasets."""
+    dataset_id: str
+    bucket: Bucket
+    members: NDArray[np.uint32]
+    """Sample numbers, ascending; a view of memory that all processes share."""
+    rate: Fraction = Fraction(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """One position of the order."""
+
+    position: int
+    epoch: int
+    dataset: int
+    sample: int
+    bucket: Bucket
+    cycle: int
+    """How often the sample's group was gone through before; equal to the epoch at repeats 1 and weight 1."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Draws:
+    """Several positions, as arrays of one length."""
+
+    position: I64
+    epoch: I64
+    group: I64
+    sample: I64
+    cycle: I64
+
+    def __len__(self) -> int:
+        return len(self.position)
+
+    def take(self, rows: I64 | slice) -> Draws:
+        return Draws(self.position[rows], self.epoch[rows], self.group[rows], self.sample[rows], self.cycle[rows])
+
+
+class Order:
+    """One global order of samples. It holds the groups and what follows from them; nothing changes after birth."""
+
+    def __init__(self, groups: Sequence[Group], *, seed: int, batch_size: int, drop_last: bool = False) -> None:
+        self.groups = tuple(sorted((g for g in groups if len(g.members)), key=lambda g: (g.dataset_id, g.bucket)))
+        self.seed, self.batch_size, self.drop_last = seed, batch_size, drop_last
+        self._size = np.array([len(g.members) for g in self.groups], np.int64)
+        whole_rest = [divmod(len(g.members) * g.rate.numerator, g.rate.denominator) for g in self.groups]
+        self._whole = np.array([whole for whole, _ in whole_rest], np.int64)
+        self._rest = np.array([rest for _, rest in whole_rest], np.int64)
+        self._parts = np.array([g.rate.denominator for g in self.groups], np.int64)
+        names: list[tuple[int | str, ...]] = [(g.dataset_id, str(g.bucket.kind), *g.bucket.shape) for g in self.groups]
+        self._key = np.array([key_of("group", seed, *name) for name in names], np.uint64)
+        # Groups whose fractions would all round up in the same epoch are given different beginnings.
+        phase = [key_of("phase", seed, *n) % g.rate.denominator for n, g in zip(names, self.groups, strict=True)]
+        self._phase = np.array(phase, np.int64)
+        self.layout = lru_cache(maxsize=4)(self._layout)
+        most = self._kept(self._whole + (self._rest > 0))
+        if not most.any():
+            raise SourceError(self._why_empty())
+
+    def epoch_begin(self, epoch: int) -> int:
+        """Global position of the epoch's first sample: a closed form, so that a resumed run computes where it is."""
+        drawn = self._place(epoch)
+        longer = drawn - epoch * self._whole  # an epoch takes `whole` draws of a group, and in so many one more
+        return int(((epoch - longer) * self._kept(self._whole) + longer * self._kept(self._whole + 1)).sum())
+
+    def epoch_length(self, epoch: int) -> int:
+        return self.epoch_begin(epoch + 1) - self.epoch_begin(epoch)
+
+    def epoch_at(self, position: int) -> int:
+        """The epoch that a global position lies in."""
+        assert position >= 0, "positions start at 0"
+        high = 1
+        while self.epoch_begin(high) <= position:
+            high *= 2
+        return bisect_right(range(high), position, key=self.epoch_begin) - 1
+
+    def at(self, position: int) -> Draw:
+        draws = self.slice(position, position + 1)
+        group = self.groups[int(draws.group[0])]
+        return Draw(
+            position, int(draws.epoch[0]), group.dataset, int(draws.sample[0]), group.bucket, int(draws.cycle[0])
+        )
+
+    def slice(self, begin: int, end: int) -> Draws:
+        """Positions from `begin` to `end`, through as many epochs as it takes."""
+        parts: list[Draws] = []
+        epoch = self.epoch_at(begin)
+        while begin < end:
+            layout = self.layout(epoch)
+            stop = min(end, layout.begin + layout.length)
+            if stop > begin:
+                parts.append(self._draws(layout, np.arange(begin - layout.begin, stop - layout.begin)))
+                begin = stop
+            epoch += 1
+        empty = np.zeros(0, np.int64)
+        columns = (empty,) * 5 if not parts else map(np.concatenate, zip(*map(_columns, parts), strict=True))
+        return Draws(*columns)
+
+    def batches(self, begin: int = 0, end: int | None = None) -> Iterator[Draws]:
+        """Batches of one bucket from `begin` on: the order's own chunks, the first one cut where `begin` is inside."""
+        epoch = self.epoch_at(begin)
+        while end is None or begin < end:
+            layout = self.layout(epoch)
+            for batch in self._epoch_batches(layout, begin - layout.begin):
+                left = len(batch) if end is None else end - begin
+                if left <= 0:
+                    return
+                yield batch if left >= len(batch) else batch.take(slice(0, left))
+                begin += min(left, len(batch))
+            epoch += 1
+
+    def _epoch_batches(self, layout: Layout, begin: int) -> Iterator[Draws]:
+        first = int(layout.slot_at(np.array([begin]))[0])
+        for slot in range(first, layout.slots, SLOTS_AT_ONCE):
+            edges = layout.slot_begin(np.arange(slot, min(slot + SLOTS_AT_ONCE, layout.slots) + 1))
+            edges[0] = max(int(edges[0]), begin)
+            draws = self._draws(layout, np.arange(edges[0], edges[-1]))
+            for left, right in zip(edges[:-1] - edges[0], edges[1:] - edges[0], strict=True):
+                yield draws.take(slice(int(left), int(right)))
+
+    def _draws(self, layout: Layout, position: I64) -> Draws:
+        group, place = layout.locate(position)
+        cycle, number = np.divmod(place, self._size[group])
+        keys = keys_below(self._key[group], cycle.astype(np.uint64))
+        number = permute(number.astype(np.uint64), self._size[group].astype(np.uint64), keys).astype(np.int64)
+        sample = np.empty(len(position), np.int64)
+        for which in np.unique(group):
+            rows = group == which
+            sample[rows] = self.groups[which].members[number[rows]]
+        return Draws(position + layout.begin, np.full(len(position), layout.epoch), group, sample, cycle)
+
+    def _layout(self, epoch: int) -> Layout:
+        first = self._place(epoch)
+        draws = self._kept(self._place(epoch + 1) - first)
+        key = key_of("chunks", self.seed, epoch)
+        return lay_out(epoch, self.epoch_begin(epoch), self.batch_size, key, first, draws)
+
+    def _place(self, epoch: int) -> I64:
+        """Draws taken from each group's stream before `epoch`: ⌊epoch · n · rate + phase⌋, exactly."""
+        return epoch * self._whole + (epoch * self._rest + self._phase) // self._parts
+
+    def _kept(self, draws: I64) -> I64:
+        return draws - draws % self.batch_size if self.drop_last else draws
+
+    def _why_empty(self) -> str:
+        if not self.groups:
+            return "no sample is left to train on; see the list of samples that were set aside"
+        return (
+            f"loader.drop_last leaves nothing: no bucket has {self.batch_size} samples (train.batch_size); "
+            "lower the batch size or set drop_last to false"
+        )
+
+
+def _columns(draws: Draws) -> tuple[I64, ...]:
+    return draws.position, draws.epoch, draws.group, draws.sample, draws.cycle
