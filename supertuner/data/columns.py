@@ -1,0 +1,88 @@
+"""What is known of each sample, as columns: gathered without an object per sample, stored as tables of the arena."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from supertuner.data.probe.facts import Facts
+
+COLUMNS: Mapping[str, str] = {
+    "width": "i",
+    "height": "i",
+    "orientation": "i",
+    "frames": "i",
+    "fps": "f",
+    "seconds": "f",
+    "sample_rate": "i",
+    "channels": "i",
+}
+"""Table name → type code. `Facts` has the same fields in the same order after its format."""
+CAPTION_INDEX, CAPTION_OFFSETS, CAPTION_BYTES = "caption_index", "caption_offsets", "caption_bytes"
+_INT32_MAX = (1 << 31) - 1
+
+
+class Columns:
+    """Rows of the samples that one thread staged, in the order in which it did."""
+
+    def __init__(self) -> None:
+        self.items = array("q")
+        self._facts: tuple[array[Any], ...] = tuple(array(code) for code in COLUMNS.values())
+        self._caption_counts = array("q")
+        self._caption_lengths = array("q")
+        self._caption_bytes = bytearray()
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def add(self, item: int, facts: Facts, captions: tuple[str, ...]) -> None:
+        """Append the sample that is the listing's `item`-th."""
+        self.items.append(item)
+        for column, value in zip(self._facts, facts[1:], strict=True):
+            column.append(value if value <= _INT32_MAX else _INT32_MAX)
+        self._caption_counts.append(len(captions))
+        for caption in captions:
+            encoded = caption.encode()
+            self._caption_lengths.append(len(encoded))
+            self._caption_bytes += encoded
+
+    def captions(self) -> list[list[bytes]]:
+        """Each sample's captions as UTF-8, in the order of `items`."""
+        found, at, text = [], 0, 0
+        for count in self._caption_counts:
+            mine = []
+            for length in self._caption_lengths[at : at + count]:
+                mine.append(bytes(self._caption_bytes[text : text + length]))
+                text += length
+            found.append(mine)
+            at += count
+        return found
+
+    def column(self, number: int) -> NDArray[Any]:
+        return np.array(self._facts[number])
+
+
+def tables(parts: Sequence[Columns]) -> dict[str, NDArray[Any]]:
+    """The arena's tables: all threads' rows, in the listing's order, which is the arena's."""
+    items = np.concatenate([np.array(part.items, dtype=np.int64) for part in parts])
+    order = np.argsort(items, kind="stable")
+    result: dict[str, NDArray[Any]] = {}
+    for number, (name, code) in enumerate(COLUMNS.items()):
+        values = np.concatenate([part.column(number) for part in parts])
+        result[name] = values[order].astype(np.int32 if code == "i" else np.float32)
+    captions = [mine for part in parts for mine in part.captions()]
+    ordered = [captions[at] for at in order]
+    result[CAPTION_INDEX] = _starts(len(mine) for mine in ordered)
+    flat = [text for mine in ordered for text in mine]
+    result[CAPTION_OFFSETS] = _starts(len(text) for text in flat)
+    result[CAPTION_BYTES] = np.frombuffer(b"".join(flat), np.uint8)
+    return result
+
+
+def _starts(lengths: Any) -> NDArray[np.int64]:
+    counts = np.fromiter(lengths, np.int64)
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])

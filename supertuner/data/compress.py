@@ -1,0 +1,96 @@
+"""Codecs of staged files, and the decision whether they pay: measured on samples of each real format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+from supertuner.core.errors import BrokenMedia
+
+Setting = Literal["none", "auto", "lz4", "snappy", "zlib", "zstd"] | None
+
+CODECS = ("lz4", "snappy", "zlib", "zstd")
+RAW = "raw"
+WORTH_IT = 0.05
+"""Share of bytes that compression must save to be chosen by `auto`: below it, every read pays for nothing."""
+_AUTO = ("lz4", "zstd")
+"""What `auto` tries, fastest to read first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Samples of one format, before and after each codec."""
+
+    format: str
+    files: int
+    nbytes: int
+    after: Mapping[str, int]
+
+    def saved(self, codec: str) -> float:
+        return 1 - self.after[codec] / self.nbytes if self.nbytes else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The codec for one format, and why."""
+
+    format: str
+    codec: str
+    reason: str
+    gains: bool
+    """Whether the samples became smaller by at least `WORTH_IT`."""
+
+
+def tried_codecs(setting: Setting) -> tuple[str, ...]:
+    """The codecs that samples must be tried with before this setting can be followed."""
+    if setting in (None, "none"):
+        return ()
+    return _AUTO if setting == "auto" else (str(setting),)
+
+
+def choose(setting: Setting, trial: Trial) -> Choice:
+    """Which codec a format gets. A codec named in the configuration is obeyed, whatever it gains."""
+    tried = [(codec, trial.saved(codec)) for codec in tried_codecs(setting)]
+    seen = ", ".join(f"{codec} saves {saved:.1%}" for codec, saved in tried) + f" on {trial.files} samples"
+    if setting == "auto":
+        for codec, saved in tried:
+            if saved >= WORTH_IT:
+                return Choice(trial.format, codec, seen, gains=True)
+        return Choice(trial.format, RAW, f"{seen}, less than {WORTH_IT:.0%}", gains=False)
+    codec, saved = tried[0]
+    return Choice(trial.format, codec, f"as configured; {seen}", gains=saved >= WORTH_IT)
+
+
+def compress(codec: str, content: bytes | memoryview) -> memoryview:
+    """`content` as `codec` stores it. Threads run at once: the compressor lets go of the interpreter's lock."""
+    import cramjam
+
+    if codec == "lz4":
+        return memoryview(cramjam.lz4.compress_block(content, store_size=False))
+    if codec == "snappy":
+        return memoryview(cramjam.snappy.compress_raw(content))
+    if codec == "zlib":
+        return memoryview(cramjam.zlib.compress(content))
+    return memoryview(cramjam.zstd.compress(content))
+
+
+def decompress(codec: str, stored: memoryview, raw_nbytes: int) -> memoryview:
+    """The `raw_nbytes` that were compressed. The buffer has that size, so a forged payload cannot grow beyond it."""
+    import cramjam
+
+    out = bytearray(raw_nbytes)
+    readers: Mapping[str, Callable[[memoryview, bytearray], int]] = {
+        "lz4": partial(cramjam.lz4.decompress_block_into, output_len=raw_nbytes),
+        "snappy": cramjam.snappy.decompress_raw_into,
+        "zlib": cramjam.zlib.decompress_into,
+        "zstd": cramjam.zstd.decompress_into,
+    }
+    try:
+        written = readers[codec](stored, out)
+    except cramjam.DecompressionError as error:
+        raise BrokenMedia(f"stored {codec} data cannot be read: {error}") from error
+    if written != raw_nbytes:
+        raise BrokenMedia(f"stored {codec} data holds {written} bytes, not {raw_nbytes}")
+    return memoryview(out).toreadonly()

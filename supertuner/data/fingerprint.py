@@ -1,0 +1,45 @@
+"""What a staged dataset is known by: equal fingerprints mean equal bytes staged. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+
+from supertuner.config.data import Dataset
+
+STAGED_VERSION = 1
+"""Raise it when the fields or columns of a staged dataset change, so that old arenas are not taken for new ones."""
+_NAME_CHARS = 64
+
+
+def fingerprint(dataset: Dataset, identity: Iterable[bytes]) -> str:
+    """Digest of what the source holds and of the settings that change what is stored; buckets are none of them."""
+    digest = hashlib.blake2b(digest_size=16)
+    captions = dataset.captions
+    settings = {
+        "version": STAGED_VERSION,
+        "kind": dataset.dataset_type,
+        "format": dataset.format,
+        "limit": dataset.limit,
+        "check": dataset.check,
+        "compression": dataset.in_memory.compression or "none",
+        "captions": [captions.source, captions.extension, captions.several, captions.constant],
+        "columns": [captions.file_column, captions.caption_column],
+    }
+    digest.update(json.dumps(settings, sort_keys=True).encode())
+    for part in identity:
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def arena_name(dataset_id: str, fingerprint: str) -> str:
+    """Says whose it is and which version of it: `cats-0f3a…`."""
+    return f"{(dataset_id or 'dataset')[:_NAME_CHARS]}-{fingerprint[:16]}"
+
+
+def same_dataset(name: str, dataset_id: str) -> bool:
+    """Whether the arena `name` holds some version of this dataset."""
+    stem, _, mark = name.rpartition("-")
+    return stem == (dataset_id or "dataset")[:_NAME_CHARS] and len(mark) == 16

@@ -1,0 +1,110 @@
+"""Whether a dataset fits where it is to be staged, and what is missing if not. Pure: facts in, a budget out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from supertuner.core.errors import DoesNotFit
+from supertuner.core.types import GIB, KIB, bytes_text
+
+PAGE = 4 * KIB
+"""Memory and disks are taken in pages: the last one of each file is counted whole."""
+UNIT_BYTES = 320
+"""What an arena's index and our columns take per sample, beside its key and captions; measured, rounded up."""
+_RESERVE_SHARE = 0.05
+_RESERVE_AT_MOST = 2 * GIB
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What there is. None means unknown, and then it bounds nothing."""
+
+    in_memory: bool
+    """Whether the arena's files are memory (tmpfs) or lie on a disk."""
+    free_bytes: int
+    """Free on the file system that holds the arena."""
+    memory_total: int | None
+    memory_available: int | None
+    limit_bytes: int | None
+    """`in_memory.memory_limit_gb`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    nbytes: int
+    bound_by: str
+    remedy: str
+
+
+def limit_bytes(memory_limit_gb: float | None) -> int | None:
+    """`memory_limit_gb` counts in units of 2^30 bytes, as every size that we print."""
+    return None if memory_limit_gb is None else int(memory_limit_gb * GIB)
+
+
+def reserve(memory_total: int | None) -> int:
+    """Memory that staging leaves to everything else: 5 % of the machine's, at most 2 GiB."""
+    return 0 if memory_total is None else min(_RESERVE_AT_MOST, int(memory_total * _RESERVE_SHARE))
+
+
+def most_possible(room: Room) -> int | None:
+    """The largest limit that means anything on this machine."""
+    return None if room.memory_total is None else room.memory_total - reserve(room.memory_total)
+
+
+def lowered(room: Room) -> int | None:
+    """What `memory_limit_gb` is lowered to because the machine has less memory; None if it stands."""
+    most = most_possible(room)
+    if not room.in_memory or room.limit_bytes is None or most is None or room.limit_bytes <= most:
+        return None
+    return most
+
+
+def budget(room: Room) -> Budget:
+    """Bytes that may be stored, and which of the bounds is the tightest."""
+    kind = "shared memory" if room.in_memory else "disk"
+    bounds = [Budget(room.free_bytes, f"is free on the {kind} below the arena's home", _free_remedy(room))]
+    if room.in_memory and room.memory_available is not None:
+        kept = reserve(room.memory_total)
+        text = f"memory is available (MemAvailable or cgroup, {bytes_text(kept)} kept for other programs)"
+        bounds.append(Budget(max(0, room.memory_available - kept), text, 'free memory, or set type: "disk"'))
+    if room.in_memory and room.limit_bytes is not None:
+        bounds.append(Budget(room.limit_bytes, "in_memory.memory_limit_gb allows", "raise it"))
+    return min(bounds, key=lambda b: b.nbytes)
+
+
+def _free_remedy(room: Room) -> str:
+    return "free some with `supertuner arena rm`, or set arena.home" if room.in_memory else "set arena.disk_home"
+
+
+def stored_bytes(nbytes: int) -> int:
+    """What one file of `nbytes` really takes."""
+    return -(-nbytes // PAGE) * PAGE
+
+
+def require(dataset: str, need: int, files: int, bound: Budget, *, estimated: bool = False) -> None:
+    """DoesNotFit, with what is missing, unless `need` fits."""
+    if need > bound.nbytes:
+        raise DoesNotFit(message(dataset, need, files, bound, estimated=estimated))
+
+
+def message(dataset: str, need: int, files: int, bound: Budget, *, estimated: bool = False) -> str:
+    about = "about " if estimated else ""
+    return (
+        f"datasets[{dataset}] does not fit: its {files} files need {about}{bytes_text(need)} and "
+        f"{bytes_text(bound.nbytes)} {bound.bound_by}; {about}{bytes_text(need - bound.nbytes)} are missing; "
+        f'{bound.remedy}, set in_memory.compression: "auto" if the files are not compressed yet, or use fewer (limit)'
+    )
+
+
+def file_system(mountinfo: str, path: str) -> str:
+    """Type of the file system that holds the absolute `path`, from the text of /proc/self/mountinfo; "" if unknown."""
+    best, found = -1, ""
+    for line in mountinfo.splitlines():
+        before, dash, after = line.partition(" - ")
+        fields = before.split()
+        if not dash or len(fields) < 5 or not after:
+            continue
+        point = fields[4].replace("\\040", " ").rstrip("/")
+        if (path == point or path.startswith(point + "/")) and len(point) >= best:
+            best, found = len(point), after.split()[0]
+    return found

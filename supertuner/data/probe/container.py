@@ -1,0 +1,110 @@
+"""Whether a container (MP4, Matroska, RIFF, Ogg, MP3) holds as many bytes as it says. Pure arithmetic on its frame."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from supertuner.core.errors import BrokenMedia
+
+_MAX_BOXES = 100_000
+_EBML_SEGMENT = 0x18538067
+_OGG_PAGE_BYTES = 27 + 255 + 255 * 255
+_MP3_SLACK = 0.99
+"""Tag editors move a frame or two without correcting the header."""
+
+
+def require_whole(format: str, payload: memoryview) -> None:
+    """BrokenMedia if the outermost structure runs past the end of the file."""
+    end_of = _ENDS.get(format)
+    stated = end_of(payload) if end_of else 0
+    if stated > len(payload):
+        raise BrokenMedia(f"truncated: {stated} bytes by its header, {len(payload)} in the file")
+
+
+def _mp4_end(payload: memoryview) -> int:
+    """Where the last top-level box ends. A box of size 0 reaches to the end of the file."""
+    at = 0
+    for _ in range(_MAX_BOXES):
+        if at + 8 > len(payload):
+            return at
+        (size,) = struct.unpack_from(">I", payload, at)
+        if size == 1 and at + 16 <= len(payload):
+            (size,) = struct.unpack_from(">Q", payload, at + 8)
+        if size == 0:
+            return len(payload)
+        if size < 8:
+            return at  # padding or garbage after the last box; the demuxer judges
+        at += size
+    raise BrokenMedia(f"an MP4 of more than {_MAX_BOXES} boxes")
+
+
+def _matroska_end(payload: memoryview) -> int:
+    """Where the segment ends, if it says: live recordings leave the size unknown."""
+    at = 0
+    for _ in range(8):  # the EBML header, perhaps voids, then the segment
+        name, at = _number(payload, at, keep_marker=True)
+        size, at = _number(payload, at, keep_marker=False)
+        if name < 0 or size < 0:
+            return 0
+        if name == _EBML_SEGMENT:
+            return at + size
+        at += size
+    return 0
+
+
+def _number(payload: memoryview, at: int, *, keep_marker: bool) -> tuple[int, int]:
+    """A variable-length number of EBML and the position after it; -1 where it is unknown or not there."""
+    if at >= len(payload) or payload[at] == 0:
+        return -1, at
+    length = 9 - payload[at].bit_length()
+    value = int.from_bytes(payload[at : at + length], "big")
+    if not keep_marker:
+        value &= (1 << 7 * length) - 1
+        if value == (1 << 7 * length) - 1:
+            return -1, at + length
+    return value, at + length
+
+
+def _riff_end(payload: memoryview) -> int:
+    """A streamed WAV says 0 or 0xFFFFFFFF where it does not know; RF64 keeps its size elsewhere."""
+    size = int.from_bytes(payload[4:8], "little")
+    return 0 if size in (0, 0xFFFFFFFF) or bytes(payload[:4]) == b"RF64" else size + 8
+
+
+def _ogg_end(payload: memoryview) -> int:
+    """Where the last page ends by its own table of lengths. A cut between two pages cannot be seen here."""
+    window = max(0, len(payload) - _OGG_PAGE_BYTES)
+    last = bytes(payload[window:]).rfind(b"OggS")
+    at = window + last
+    if last < 0 or at + 27 > len(payload):
+        return len(payload) + 1
+    lengths = payload[at + 27 : at + 27 + payload[at + 26]]
+    return at + 27 + payload[at + 26] + sum(lengths)
+
+
+def _mp3_end(payload: memoryview) -> int:
+    """Where the sound ends by the Xing or Info header, which most encoders write; 0 where there is none."""
+    start = 0
+    if bytes(payload[:3]) == b"ID3" and len(payload) >= 10:
+        a, b, c, d = payload[6:10]
+        start = 10 + (a << 21 | b << 14 | c << 7 | d)
+    head = bytes(payload[start : start + 64])
+    at = max(head.find(b"Xing"), head.find(b"Info"))
+    if at < 0 or len(head) < at + 16:
+        return 0
+    flags, _, nbytes = struct.unpack_from(">III", head, at + 4)
+    return start + int(nbytes * _MP3_SLACK) if flags & 3 == 3 else 0
+
+
+_ENDS: Mapping[str, Callable[[memoryview], int]] = MappingProxyType(
+    {
+        "mp4": _mp4_end,
+        "matroska": _matroska_end,
+        "wav": _riff_end,
+        "avi": _riff_end,
+        "ogg": _ogg_end,
+        "mp3": _mp3_end,
+    }
+)

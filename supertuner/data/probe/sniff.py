@@ -1,0 +1,99 @@
+"""What a file is, from its first bytes; its name plays no part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from supertuner.core.types import MediaKind
+
+HEAD_BYTES = 192
+"""As much as `sniff` looks at."""
+
+KIND_OF: Mapping[str, MediaKind] = MappingProxyType(
+    {
+        "jpeg": MediaKind.IMAGE,
+        "png": MediaKind.IMAGE,
+        "webp": MediaKind.IMAGE,
+        "mp4": MediaKind.VIDEO,
+        "matroska": MediaKind.VIDEO,
+        "avi": MediaKind.VIDEO,
+        "mpegts": MediaKind.VIDEO,
+        "wav": MediaKind.AUDIO,
+        "flac": MediaKind.AUDIO,
+        "ogg": MediaKind.AUDIO,
+        "mp3": MediaKind.AUDIO,
+        "aac": MediaKind.AUDIO,
+    }
+)
+"""The kind that a format usually is. MP4, Matroska and Ogg hold sound, pictures or both: see `may_be`."""
+
+EXTENSIONS: Mapping[str, MediaKind] = MappingProxyType(
+    {
+        **dict.fromkeys((".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp"), MediaKind.IMAGE),
+        **dict.fromkeys((".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".ts"), MediaKind.VIDEO),
+        **dict.fromkeys((".wav", ".flac", ".ogg", ".oga", ".opus", ".mp3", ".m4a", ".aac"), MediaKind.AUDIO),
+    }
+)
+"""Which files of a folder are candidates. The header then decides."""
+
+UNREAD = frozenset(
+    (".gif", ".bmp", ".tif", ".tiff", ".heic", ".heif", ".avif", ".jxl", ".jp2", ".tga", ".exr", ".psd")
+) | frozenset((".wmv", ".flv", ".mpg", ".mpeg", ".3gp", ".aif", ".aiff", ".wma"))
+"""Media that we know of and do not read: said in a note, so that nobody wonders where they went."""
+
+_EITHER = frozenset(("mp4", "matroska", "ogg"))
+
+_MAGIC: tuple[tuple[bytes, str], ...] = (
+    (b"\xff\xd8\xff", "jpeg"),
+    (b"\x89PNG\r\n\x1a\n", "png"),
+    (b"\x1a\x45\xdf\xa3", "matroska"),
+    (b"fLaC", "flac"),
+    (b"OggS", "ogg"),
+    (b"ID3", "mp3"),
+    (b"GIF8", "gif"),
+    (b"BM", "bmp"),
+    (b"II*\0", "tiff"),
+    (b"MM\0*", "tiff"),
+    (b"\0\0\0\x0cJXL ", "jpeg xl"),
+    (b"\xff\x0a", "jpeg xl"),
+    (b"%PDF", "pdf"),
+    (b"PK\x03\x04", "zip"),
+    (b"<!DOCTYPE", "html"),
+    (b"<!doctype", "html"),
+    (b"<html", "html"),
+)
+_RIFF = MappingProxyType({b"WEBP": "webp", b"WAVE": "wav", b"AVI ": "avi"})
+_STILL_BRANDS = MappingProxyType({b"avif": "avif", b"avis": "avif", b"heic": "heic", b"mif1": "heic", b"heix": "heic"})
+
+
+def sniff(head: bytes) -> str | None:
+    """The format of a file that begins with `head` (`HEAD_BYTES` are enough), or None for something unknown."""
+    for magic, name in _MAGIC:
+        if head.startswith(magic):
+            return name
+    if head[:4] in (b"RIFF", b"RF64"):
+        return _RIFF.get(head[8:12])
+    if head[4:8] == b"ftyp":
+        return _STILL_BRANDS.get(head[8:12], "mp4")
+    if head[4:8] in (b"moov", b"mdat", b"wide", b"free", b"skip"):  # QuickTime files older than the ftyp box
+        return "mp4"
+    return _sniff_audio(head)
+
+
+def _sniff_audio(head: bytes) -> str | None:
+    """MPEG audio has no magic, only a sync word: eleven set bits and a sane header."""
+    if len(head) >= 2 and head[0] == 0xFF and head[1] & 0xF6 == 0xF0:
+        return "aac"
+    if len(head) >= 3 and head[0] == 0xFF and head[1] & 0xE6 == 0xE2 and head[2] >> 4 not in (0, 15):
+        return "mp3"
+    if head[:1] == b"\x47" and head[188:189] == b"\x47":  # packets of 188 bytes, each begins so
+        return "mpegts"
+    return None
+
+
+def may_be(format: str, kind: MediaKind) -> bool:
+    """Whether a file of `format` can serve a dataset of `kind`."""
+    if format in _EITHER:
+        return kind in (MediaKind.VIDEO, MediaKind.AUDIO)
+    return KIND_OF.get(format) is kind

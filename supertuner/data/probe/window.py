@@ -1,0 +1,40 @@
+"""A read-only file over bytes in memory, for libraries that want a file; it copies only what they read."""
+
+from __future__ import annotations
+
+import io
+import os
+
+
+class Window(io.RawIOBase):
+    """`io.BytesIO` would copy the whole payload first."""
+
+    def __init__(self, payload: memoryview) -> None:
+        self._payload = payload
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: len(self._payload)}[whence]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def readinto(self, out: memoryview, /) -> int:  # type: ignore[override]
+        part = self._payload[self._at : self._at + len(out)]
+        out[: len(part)] = part
+        self._at += len(part)
+        return len(part)
+
+    def read(self, size: int = -1, /) -> bytes:
+        end = len(self._payload) if size < 0 else self._at + size
+        part = bytes(self._payload[self._at : end])
+        self._at += len(part)
+        return part

@@ -1,0 +1,143 @@
+"""A Hugging Face dataset saved with `save_to_disk`; its columns give media and captions. No code of it is run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from supertuner.config.data import Captions
+from supertuner.core.durable import inside
+from supertuner.core.errors import BrokenMedia, SourceError
+from supertuner.core.types import MediaKind
+from supertuner.data.sources.captions import from_cell
+from supertuner.data.sources.listing import Item, Left, Listing, Span
+
+if TYPE_CHECKING:
+    import datasets
+
+_BATCH_ROWS = 256
+
+
+def is_saved_dataset(root: Path) -> bool:
+    return (root / "dataset_dict.json").is_file() or (
+        (root / "state.json").is_file() and (root / "dataset_info.json").is_file()
+    )
+
+
+class HuggingFaceSource:
+    """Keys are row numbers. Pictures stored as bytes are staged from the mapped table, without a copy before."""
+
+    def __init__(self, root: Path, kind: MediaKind, captions: Captions, limit: int | None) -> None:
+        self._root = Path(os.path.realpath(root))
+        self._kind = kind
+        self._captions = captions
+        self._limit = limit
+
+    def identity(self) -> Iterable[bytes]:
+        yield b"huggingface"
+        for path in sorted(self._root.rglob("*")):
+            if path.is_file():
+                status = path.stat()
+                yield f"{path.relative_to(self._root)}\0{status.st_size}\0{status.st_mtime_ns}".encode()
+
+    def listing(self) -> Listing:
+        items: list[Item] = []
+        left: list[Left] = []
+        rows = len(self._dataset) if self._limit is None else min(self._limit, len(self._dataset))
+        digits = len(str(max(len(self._dataset) - 1, 0)))
+        has_captions = self._captions.caption_column in self._dataset.column_names
+        for begin in range(0, rows, _BATCH_ROWS):
+            for row, media, cell in self._batch(begin, min(begin + _BATCH_ROWS, rows), has_captions):
+                name = f"row {row}"
+                try:
+                    items.append(self._item(row, f"{row:0{digits}d}", name, media, cell))
+                except BrokenMedia as error:
+                    left.append(Left(name, str(error)))
+        why = f"column {self._captions.caption_column!r}" if has_captions else "none: " + self._no_captions()
+        return Listing(items, tuple(left), (), why, wants_captions=self._captions.source != "none")
+
+    def payload(self, row: int) -> memoryview:
+        """The bytes of one row, as a view of the mapped table."""
+        scalar = self._media_column(row, row + 1)[0]
+        return memoryview(scalar["bytes"].as_buffer())
+
+    @cached_property
+    def _dataset(self) -> datasets.Dataset:
+        """The one split there is, or `train`, with media columns left undecoded."""
+        try:
+            import datasets
+        except ImportError as error:
+            raise SourceError(
+                f"{self._root} is a Hugging Face dataset, which needs an extra: pip install 'supertuner[huggingface]'"
+            ) from error
+        loaded = datasets.load_from_disk(str(self._root))
+        if isinstance(loaded, datasets.DatasetDict):
+            name = "train" if "train" in loaded else next(iter(loaded)) if len(loaded) == 1 else None
+            if name is None:
+                raise SourceError(
+                    f"{self._root} has the splits {', '.join(loaded)} and none is called train; "
+                    "set instance_data_dir to the folder of one split"
+                )
+            loaded = loaded[name]
+        return loaded.with_format("arrow")
+
+    @cached_property
+    def _column(self) -> str:
+        """The media column: the one called after the kind, or the only one of that type."""
+        typed: list[str] = [
+            n for n, f in self._dataset.features.items() if type(f).__name__.lower() == self._kind.value
+        ]
+        if self._kind.value in typed:
+            return self._kind.value
+        if len(typed) != 1:
+            have = ", ".join(self._dataset.column_names)
+            raise SourceError(f"{self._root}: no column of type {self._kind} (or several); its columns are {have}")
+        return typed[0]
+
+    def _media_column(self, begin: int, end: int) -> Any:
+        return self._dataset[begin:end].column(self._column)
+
+    def _batch(self, begin: int, end: int, has_captions: bool) -> list[tuple[int, Any, object]]:
+        table = self._dataset[begin:end]
+        media = table.column(self._column)
+        cells = table.column(self._captions.caption_column).to_pylist() if has_captions else [None] * len(media)
+        return [(begin + i, media[i], cells[i]) for i in range(len(media))]
+
+    def _item(self, row: int, key: str, name: str, media: Any, cell: object) -> Item:
+        if not media.is_valid:
+            raise BrokenMedia("no media in this row")
+        caption = self._caption(key, cell)
+        content = media["bytes"]
+        if content.is_valid:
+            nbytes = content.as_buffer().size
+            if not nbytes:
+                raise BrokenMedia("zero bytes")
+            return Item(key, name, nbytes, row, caption)
+        span = self._file(media["path"].as_py())
+        return Item(key, name, span.nbytes, span, caption)
+
+    def _caption(self, key: str, cell: object) -> tuple[str, ...] | None:
+        source = self._captions.source
+        if source == "filename":
+            return (key,)
+        if source == "constant" or (source == "auto" and self._captions.constant is not None):
+            return (self._captions.constant or "",)
+        return None if source == "none" else from_cell(cell)
+
+    def _file(self, path: str | None) -> Span:
+        """A file that a row names: only one inside the dataset's folder is opened."""
+        found = inside(self._root, path) if path else None
+        if found is None:
+            raise BrokenMedia(f"its bytes are not in the dataset, and {path!r} is outside of its folder")
+        try:
+            status = found.stat()
+        except OSError as error:
+            raise BrokenMedia(f"its file {path!r} is unreadable: {error.strerror}") from error
+        return Span(str(found), 0, status.st_size, status.st_size, status.st_mtime_ns)
+
+    def _no_captions(self) -> str:
+        have = ", ".join(self._dataset.column_names)
+        return f"no column {self._captions.caption_column!r} (captions.caption_column); the columns are {have}"

@@ -1,0 +1,123 @@
+"""Captions from a JSONL, CSV or parquet file with one row per sample; a malformed file is refused with its line."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import posixpath
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from supertuner.config.data import Captions
+from supertuner.core.errors import SourceError
+from supertuner.data.sources.captions import from_cell
+
+_NAMES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
+_TOO_MANY = "(more cells than columns)"
+Row = tuple[str, Mapping[str, object]]
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    cells: dict[str, list[object]]
+    """Caption cells by the file they belong to; several rows of one file are several captions of it."""
+    outside: int
+    """Rows whose path is absolute or leads out of the folder. They match nothing."""
+
+
+def find(root: Path, captions: Captions) -> Path | None:
+    """The metadata file that is to be used, if any."""
+    if captions.source not in ("auto", "metadata") or (captions.source == "auto" and captions.constant is not None):
+        return None
+    if captions.metadata_file is not None:
+        return captions.metadata_file
+    return next((root / name for name in _NAMES if (root / name).is_file()), None)
+
+
+def content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise SourceError(f"captions.metadata_file: {path} cannot be read: {error.strerror}") from error
+
+
+def rows(path: Path, content: bytes, captions: Captions) -> Rows:
+    """All rows of `path`, whose bytes are `content`."""
+    readers = {".jsonl": _jsonl, ".ndjson": _jsonl, ".csv": _csv, ".parquet": _parquet}
+    reader = readers.get(path.suffix.lower())
+    if reader is None:
+        raise SourceError(f"captions.metadata_file: {path} must end in .jsonl, .csv or .parquet")
+    cells: dict[str, list[object]] = {}
+    outside = 0
+    for place, row in reader(path, content):
+        name = row.get(captions.file_column)
+        if not isinstance(name, str) or captions.caption_column not in row:
+            raise SourceError(_column_missing(f"{path} {place}", row, captions))
+        inside = _inside(name)
+        if inside is None:
+            outside += 1
+        else:
+            cells.setdefault(inside, []).append(row[captions.caption_column])
+    return Rows(cells, outside)
+
+
+def captions_of(cells: list[object]) -> tuple[str, ...] | None:
+    """Captions of one file from its rows' cells; None if every cell is empty of text."""
+    found = [texts for cell in cells if (texts := from_cell(cell)) is not None]
+    return from_cell([text for texts in found for text in texts]) if found else None
+
+
+def _inside(name: str) -> str | None:
+    """`name` as the listing writes it, or None if it leads out of the folder."""
+    plain = posixpath.normpath(name.replace("\\", "/"))
+    return None if plain.startswith(("/", "../")) or plain == ".." else plain
+
+
+def _column_missing(place: str, row: Mapping[str, object], captions: Captions) -> str:
+    have = ", ".join(repr(str(name)) for name in list(row)[:20])
+    return (
+        f"{place}: needs the columns {captions.file_column!r} (a file's name) and {captions.caption_column!r}; "
+        f"it has {have or 'none'}; set captions.file_column and captions.caption_column"
+    )
+
+
+def _jsonl(path: Path, content: bytes) -> Iterator[Row]:
+    for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
+        if not line.strip():
+            continue
+        try:  # bytes that are not UTF-8 travel as surrogates, so that only their own sample is set aside
+            row = json.loads(line.decode("utf-8", "surrogateescape"))
+        except (ValueError, RecursionError) as error:
+            raise SourceError(f"{path} line {number}: not JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise SourceError(f'{path} line {number}: must be an object like {{"file_name": …, "text": …}}')
+        yield f"line {number}", row
+
+
+def _csv(path: Path, content: bytes) -> Iterator[Row]:
+    text = content.removeprefix(b"\xef\xbb\xbf").decode("utf-8", "surrogateescape")
+    reader = csv.DictReader(io.StringIO(text, newline=""), strict=True, restkey=_TOO_MANY)
+    try:
+        for row in reader:
+            if _TOO_MANY in row:  # an unquoted comma would otherwise cut the caption short in silence
+                raise SourceError(f"{path} line {reader.line_num}: more cells than columns; quote texts with commas")
+            yield f"line {reader.line_num}", row
+    except csv.Error as error:
+        raise SourceError(f"{path} line {reader.line_num}: not CSV: {error}") from error
+
+
+def _parquet(path: Path, content: bytes) -> Iterator[Row]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.ParquetFile(pa.BufferReader(content))
+        at = 0
+        for batch in table.iter_batches(batch_size=4096):
+            for row in batch.to_pylist():
+                at += 1
+                yield f"row {at}", row
+    except (pa.ArrowException, OSError) as error:
+        raise SourceError(f"{path}: not a parquet file that can be read: {error}") from error
