@@ -31,6 +31,8 @@ Counts = Annotated[
     Field(min_length=1, max_length=64),
     BeforeValidator(_one_or_several, json_schema_input_type=Count | tuple[Count, ...]),
 ]
+_ID = {"allowed": "text of letters, digits and . _ - that starts with a letter or digit"}
+_ENDING = {"allowed": 'the ending of a file name, such as ".txt"'}
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -46,7 +48,7 @@ class InMemory(Block):
 class Captions(Block):
     source: Literal["auto", "sidecar", "metadata", "filename", "constant", "none"] = "auto"
     """Where captions come from; "auto": the metadata file if there is one, else files beside the samples, else none."""
-    extension: Annotated[str, Field(pattern=r"^\.[A-Za-z0-9_.-]+$")] = ".txt"
+    extension: Annotated[str, Field(pattern=r"^\.[A-Za-z0-9_.-]+$", json_schema_extra=_ENDING)] = ".txt"
     """Ending of caption files beside the samples."""
     metadata_file: Path | None = None
     """A .jsonl, .csv or .parquet file with one row per sample; unset: one named metadata.* in the dataset's folder."""
@@ -115,7 +117,7 @@ class Augment(Block):
 
 
 class Dataset(Block):
-    id: Annotated[str, Field(max_length=200, pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]*)?$")] = ""
+    id: Annotated[str, Field(max_length=200, pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]*)?$", json_schema_extra=_ID)] = ""
     """Unique name; unset: the name of the folder."""
     type: Literal["in_memory", "disk"] = "in_memory"
     """Staged into shared RAM, or into a mapped file on disk."""

@@ -9,19 +9,17 @@ from pydantic import Field
 
 from supertuner.config.block import MEMORY_ENGINE, TRAINER, Block, Remark
 
-RAMP_NUMBERS = ("initial_effective_batch_size", "target_effective_batch_size", "batch_rampup_steps")
-
 
 class Gh200Optimizations(Block):
     enable_uvm_hints: Annotated[bool | None, MEMORY_ENGINE] = None
     """Force residency hints on or off; unset: on where the machine supports them and something asks for them."""
     enable_batch_size_rampup: Annotated[bool, TRAINER] = False
-    """Grow the effective batch size at the beginning of training; needs the three numbers below."""
+    """Grow the effective batch size at the beginning of training."""
     initial_effective_batch_size: Annotated[int | None, Field(ge=1), TRAINER] = None
-    """Samples per optimizer step where the ramp starts."""
+    """Samples per optimizer step where the ramp starts; a ramp needs it."""
     target_effective_batch_size: Annotated[int | None, Field(ge=1), TRAINER] = None
-    """Samples per optimizer step where the ramp ends."""
-    batch_rampup_steps: Annotated[int | None, Field(ge=1), TRAINER] = None
+    """Samples per optimizer step where the ramp ends; unset: what `train` says."""
+    batch_rampup_steps: Annotated[int, Field(ge=1), TRAINER] = 400
     """Length of the ramp in micro-batches of `train.batch_size` samples."""
 
     def contradictions(self) -> Iterator[Remark]:
@@ -32,15 +30,14 @@ class Gh200Optimizations(Block):
                 f"{target} is below initial_effective_batch_size {initial}; a ramp goes up",
                 ("initial_effective_batch_size",),
             )
-        if self.enable_batch_size_rampup:
-            for name in RAMP_NUMBERS:
-                if getattr(self, name) is None:
-                    yield Remark(name, "enable_batch_size_rampup is true and needs this number", RAMP_NUMBERS)
+        if self.enable_batch_size_rampup and initial is None:
+            message = "is missing: enable_batch_size_rampup is true, and a ramp starts somewhere"
+            yield Remark("initial_effective_batch_size", message, ("initial_effective_batch_size",))
 
     def doubts(self) -> Iterator[Remark]:
-        given = [name for name in RAMP_NUMBERS if getattr(self, name) is not None]
-        if given and not self.enable_batch_size_rampup:
-            yield Remark(given[0], "has no effect while enable_batch_size_rampup is false")
+        for name in ("initial_effective_batch_size", "target_effective_batch_size"):
+            if getattr(self, name) is not None and not self.enable_batch_size_rampup:
+                yield Remark(name, "has no effect while enable_batch_size_rampup is false")
 
 
 class Overflow(Block):

@@ -9,9 +9,13 @@ from pydantic import Field
 
 from supertuner.config.block import Block
 
+_NAME = {"allowed": "text of letters, digits, spaces and . _ - that starts with a letter or digit"}
+
 
 class RunSettings(Block):
-    name: Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9][A-Za-z0-9._ -]*$")] = "run"
+    name: Annotated[str, Field(max_length=200, pattern=r"^[A-Za-z0-9][A-Za-z0-9._ -]*$", json_schema_extra=_NAME)] = (
+        "run"
+    )
     """Name of the run, and of its folder below `output_dir`."""
     output_dir: Path = Path("runs")
     """Folder that holds run folders; made when needed."""

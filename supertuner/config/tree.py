@@ -44,3 +44,22 @@ class RunConfig(Block):
                 yield Remark(
                     f"datasets[{index}].id", f'"{dataset.id}" names {seen[dataset.id]} datasets; ids are unique'
                 )
+        yield from self._ramp()
+
+    def _ramp(self) -> Iterator[Remark]:
+        ramp = self.gh200_optimizations
+        start, constant = (
+            ramp.initial_effective_batch_size,
+            self.train.batch_size * self.train.gradient_accumulation_steps,
+        )
+        if ramp.enable_batch_size_rampup and start and ramp.target_effective_batch_size is None and start > constant:
+            yield Remark(
+                "gh200_optimizations.initial_effective_batch_size",
+                f"{start} is above what the ramp would end at, train.batch_size × train.gradient_accumulation_steps = "
+                f"{constant}; give target_effective_batch_size",
+                (
+                    "train.batch_size",
+                    "train.gradient_accumulation_steps",
+                    "gh200_optimizations.target_effective_batch_size",
+                ),
+            )

@@ -1,0 +1,72 @@
+"""The only reader of the environment: a few variables of the seeds, and SUPERTUNER_A__B for the setting a.b."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from supertuner.config import place as places
+from supertuner.config.given import Layer, Source
+from supertuner.config.parse import Unreadable, check_plain
+from supertuner.config.problems import nearest
+from supertuner.config.translate import Translation
+from supertuner.core.errors import Problem
+
+PREFIX = "SUPERTUNER_"
+
+VARIABLES: Mapping[str, str] = {
+    "SIMPLETUNER_GH200_ENABLE_UVM_HINTS": "gh200_optimizations.enable_uvm_hints",
+    "GH200_UVM_OVERSUBSCRIPTION_RATIO": "memory.overflow.oversubscription_ratio",
+    "GH200_UVM_ACCESS_PATTERN": "memory.overflow.access_pattern",
+    "ACCELERATE_MIXED_PRECISION": "train.mixed_precision",
+}
+"""Variables with names of their own, and the setting each one gives."""
+
+
+def current() -> Mapping[str, str]:
+    """The environment of this process, as it is now."""
+    return dict(os.environ)
+
+
+def variable_of(setting: str) -> str:
+    """`train.batch_size` → `SUPERTUNER_TRAIN__BATCH_SIZE`."""
+    return PREFIX + setting.replace(".", "__").upper()
+
+
+def settable() -> tuple[str, ...]:
+    """Settings that a variable can give: all but those inside a list."""
+    return tuple(name for name in places.settings() if "[]" not in name)
+
+
+def layers(environ: Mapping[str, str], folder: Path) -> Iterator[Layer]:
+    """One layer per variable that is set and not empty; ours stand above the seeds'."""
+    by_variable = {variable_of(name): name for name in settable()}
+    for variable, setting in VARIABLES.items():
+        if environ.get(variable, ""):
+            yield _layer(variable, setting, environ[variable], folder)
+    for variable in sorted(environ):
+        if not variable.startswith(PREFIX) or not environ[variable]:
+            continue
+        if variable in by_variable:
+            yield _layer(variable, by_variable[variable], environ[variable], folder)
+        else:
+            yield Layer(problems=[Problem(f"environment: {variable}", _unknown(variable, tuple(by_variable)))])
+
+
+def _layer(variable: str, setting: str, text: str, folder: Path) -> Layer:
+    source = Source(f"environment: {variable}", folder, is_file=False, is_text=True)
+    where = places.parse(setting)
+    assert where is not None
+    try:
+        check_plain(text)
+    except Unreadable as error:
+        return Layer(problems=[Problem(source.name, str(error))])
+    return Translation(source).at(where, text)
+
+
+def _unknown(variable: str, known: tuple[str, ...]) -> str:
+    guess = nearest(variable.lower(), [name.lower() for name in known])
+    if guess is None:
+        return f"not a setting; {PREFIX}A__B gives the setting a.b, such as {variable_of('train.batch_size')}"
+    return f"not a setting; did you mean {guess.upper()}?"

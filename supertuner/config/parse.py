@@ -1,0 +1,205 @@
+"""A configuration file's bytes become plain JSON values; anything unsafe or ambiguous is refused with its line."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import tomllib
+from collections.abc import Callable, Hashable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import yaml
+
+from supertuner.core.errors import ConfigError, Problem
+from supertuner.core.types import JSON, MIB, bytes_text
+
+MAX_BYTES = 4 * MIB
+MAX_DEPTH = 32
+MAX_VALUES = 100_000
+"""YAML aliases can make a few lines mean billions of values; no configuration needs more than this."""
+
+
+class Unreadable(Exception):
+    """The text is not what its ending says, or not plain values. Turned into a ConfigError where the file is known."""
+
+
+def read_bytes(path: Path) -> bytes:
+    """The file's bytes, or a ConfigError that says why not."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        raise ConfigError(path.name, [Problem("", f"there is no file {path}")]) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(path.name or str(path), [Problem("", f"cannot read {path}: {_reason(error)}")]) from None
+    if len(content) > MAX_BYTES:
+        message = f"larger than {bytes_text(MAX_BYTES)}; this is no configuration"
+        raise ConfigError(path.name, [Problem("", message)])
+    return content
+
+
+def parse_bytes(content: bytes, name: str) -> JSON:
+    """Plain JSON values from the content of a file called `name`, whose ending says the language."""
+    reader = _READERS.get(Path(name).suffix.lower())
+    if reader is None:
+        raise ConfigError(name, [Problem("", f"the ending says the language: one of {', '.join(_READERS)}")])
+    try:
+        value: JSON = reader(content.decode("utf-8-sig"))
+        check_plain(value)
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ConfigError(
+            name, [Problem("", f"{name}:{line}: not UTF-8 (byte 0x{content[error.start]:02x})")]
+        ) from None
+    except RecursionError:
+        raise ConfigError(name, [Problem("", f"nested deeper than {MAX_DEPTH} levels")]) from None
+    except Unreadable as error:
+        text = str(error)
+        raise ConfigError(name, [Problem("", f"{name}:{text}" if text[:1].isdigit() else text)]) from None
+    return value
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+    except json.JSONDecodeError as error:
+        raise Unreadable(f"{error.lineno}:{error.colno}: {error.msg}") from None
+    except ValueError as error:  # a number with thousands of digits
+        raise Unreadable(f"a number is too long: {error}") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise Unreadable(f'the key "{twice}" stands twice in one block')
+    return found
+
+
+def _no_constant(text: str) -> Any:
+    raise Unreadable(f"{text} is no number that a setting can have")
+
+
+def _toml(text: str) -> Any:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        message = str(error)
+        place = re.search(r" \(at line (\d+), column (\d+)\)$", message)
+        where = f"{place[1]}:{place[2]}: " if place else ""
+        raise Unreadable(where + (message[: place.start()] if place else message)) from None
+    except ValueError as error:
+        raise Unreadable(f"a number is too long: {error}") from None
+
+
+def _yaml(text: str) -> Any:
+    try:
+        value = yaml.load(text, Loader=Loader)  # noqa: S506 -- a subclass of the safe loader
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"{mark.line + 1}:{mark.column + 1}: " if mark else ""
+        raise Unreadable(f"{where}{error.problem or error.context}") from None
+    except yaml.YAMLError as error:
+        raise Unreadable(str(error).splitlines()[0]) from None
+    except ValueError as error:
+        raise Unreadable(f"a value cannot be read: {error}") from None
+    return {} if value is None else value
+
+
+_READERS: dict[str, Callable[[str], Any]] = {".json": _json, ".yaml": _yaml, ".yml": _yaml, ".toml": _toml}
+
+
+def _yaml_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
+    text = str(node.value)
+    return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
+
+
+_SCALARS = (
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", list("-+0123456789")),
+    (
+        "float",
+        r"[-+]?(?:\.[0-9]+|[0-9]+\.[0-9]*)(?:[eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+"
+        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+        list("-+0123456789."),
+    ),
+)
+"""Plain words of YAML 1.2 that are not text: what they are, their form, their first letters."""
+
+
+def _resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
+    table: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+    for tag, form, first in _SCALARS:
+        for letter in first:
+            table.setdefault(letter, []).append((f"tag:yaml.org,2002:{tag}", re.compile(rf"^(?:{form})$")))
+    return table
+
+
+class Loader(yaml.SafeLoader):
+    """YAML by the rules of version 1.2, so that `1e-6` is a number, `no` is text and a date is text, as in JSON."""
+
+    yaml_implicit_resolvers = _resolvers()
+    yaml_constructors: ClassVar[dict[str | None, Any]] = {
+        **yaml.SafeLoader.yaml_constructors,
+        "tag:yaml.org,2002:int": _yaml_int,
+    }
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.tag != "tag:yaml.org,2002:str":
+                raise yaml.constructor.ConstructorError(None, None, "a key must be text", key.start_mark)
+            if key.value == "<<":
+                message = "merge keys (<<) are not read; write the keys out"
+                raise yaml.constructor.ConstructorError(None, None, message, key.start_mark)
+            if key.value in seen:
+                message = f'the key "{key.value}" stands twice in one block'
+                raise yaml.constructor.ConstructorError(None, None, message, key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Merge keys are refused above, so there is nothing to flatten."""
+
+
+def check_plain(value: Any, depth: int = 0, count: list[int] | None = None) -> None:
+    """Refuse what JSON cannot say, numbers that are not finite, and trees that are too deep or too large."""
+    count = [0] if count is None else count
+    count[0] += 1
+    if depth > MAX_DEPTH:
+        raise Unreadable(f"nested deeper than {MAX_DEPTH} levels")
+    if count[0] > MAX_VALUES:
+        raise Unreadable(f"more than {MAX_VALUES} values; YAML aliases count each time")
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            check_plain(name, depth + 1, count)
+            check_plain(inner, depth + 1, count)
+    elif isinstance(value, list):
+        for inner in value:
+            check_plain(inner, depth + 1, count)
+    else:
+        _check_scalar(value)
+
+
+def _check_scalar(value: Any) -> None:
+    if isinstance(value, str):
+        if any(0xD800 <= ord(c) <= 0xDFFF or c == "\0" for c in value):
+            raise Unreadable(f"{value!r} holds characters that no file name or caption can have")
+    elif isinstance(value, bool) or value is None:
+        return
+    elif isinstance(value, int):
+        if not -(1 << 63) <= value < 1 << 63:
+            raise Unreadable("a whole number has more than 64 bits")
+    elif isinstance(value, float):
+        if not math.isfinite(value):
+            raise Unreadable(f"{value} is no number that a setting can have")
+    else:
+        raise Unreadable(f"{str(value)[:60]} is a {type(value).__name__}; put it in quotes if it is meant as text")
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)

@@ -1,0 +1,112 @@
+"""Canonical settings as JSON, YAML or TOML text that reads back as the same values."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Literal, TypeAlias
+
+import yaml
+
+from supertuner.config import place as places
+from supertuner.config.given import Given, assemble
+from supertuner.config.place import Place
+from supertuner.core.types import JSON
+
+Language: TypeAlias = Literal["json", "yaml", "toml"]
+_BARE_YAML = re.compile(r"[A-Za-z_/][A-Za-z0-9_./-]*")
+_YAML_WORDS = frozenset(["y", "n", "yes", "no", "on", "off", "true", "false", "null", "none"])
+
+
+def canonical(values: Mapping[Place, Given], folder: Path) -> dict[str, JSON]:
+    """What files and --set gave, in our names and order; paths inside `folder` relative to it."""
+    kept = {w: _path_from(w, one, folder) for w, one in values.items() if not one.source.name.startswith("environment")}
+    tree, gaps = assemble(kept)
+    assert not gaps, gaps
+    ordered = _ordered(tree, "")
+    assert isinstance(ordered, dict)
+    return ordered
+
+
+def rendered(tree: Mapping[str, JSON], language: Language) -> str:
+    writers: dict[Language, Callable[[Mapping[str, JSON]], str]] = {"json": _json, "yaml": _yaml, "toml": _toml}
+    return writers[language](tree)
+
+
+def _path_from(where: Place, given: Given, folder: Path) -> Given:
+    """A path below the file's folder is written relative to it, so that both can move together."""
+    key = places.key_at(where)
+    if key is None or not key.is_path or not isinstance(given.value, str):
+        return given
+    inside = Path(given.value).is_relative_to(folder)
+    value = os.path.relpath(given.value, folder) if inside else given.value
+    return Given(value, given.source, given.written, given.dialect, given.weak)
+
+
+def _ordered(node: JSON, block: str) -> JSON:
+    """In the order of the tree's own fields."""
+    if isinstance(node, list):
+        return [_ordered(inner, f"{block}[]") for inner in node]
+    if not isinstance(node, dict) or block not in places.blocks():
+        return node
+    return {
+        name: _ordered(node[name], f"{block}.{name}".lstrip(".")) for name in places.names_in(block) if name in node
+    }
+
+
+def _json(tree: Mapping[str, JSON]) -> str:
+    return json.dumps(tree, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    bare = _BARE_YAML.fullmatch(text) and text.lower() not in _YAML_WORDS
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if bare else '"')
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes every text that some reader of YAML could take for something else."""
+
+    yaml_representers: ClassVar[dict[Any, Any]] = {**yaml.SafeDumper.yaml_representers, str: _text}
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+
+def _yaml(tree: Mapping[str, JSON]) -> str:
+    return yaml.dump(dict(tree), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
+
+
+def _toml(tree: Mapping[str, JSON]) -> str:
+    """TOML has no null: it is left out, which means the same, as every setting that takes null has it as default."""
+    lines: list[str] = []
+    _toml_table(tree, "", lines)
+    return "\n".join(lines).strip("\n") + "\n"
+
+
+def _toml_table(table: Mapping[str, JSON], name: str, lines: list[str]) -> None:
+    inner = {k: v for k, v in table.items() if isinstance(v, Mapping) or _is_tables(v)}
+    for key, value in table.items():
+        if key not in inner and value is not None:
+            lines.append(f"{key} = {_toml_value(value)}")
+    for key, value in inner.items():
+        path = f"{name}.{key}".lstrip(".")
+        if isinstance(value, Mapping):
+            lines += ["", f"[{path}]"]
+            _toml_table(value, path, lines)
+        elif isinstance(value, list):
+            for entry in value:
+                lines += ["", f"[[{path}]]"]
+                _toml_table(entry, path, lines)
+
+
+def _is_tables(value: JSON) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(entry, Mapping) for entry in value)
+
+
+def _toml_value(value: JSON) -> str:
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_toml_value, value)) + "]"
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,0 +1,151 @@
+"""What a checked configuration becomes on this machine: names filled in, impossible sizes lowered, doubts told."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from supertuner.config import place as places
+from supertuner.config.block import Block
+from supertuner.config.data import Dataset
+from supertuner.config.given import Given
+from supertuner.config.place import Place
+from supertuner.config.tree import RunConfig
+from supertuner.config.values import shown
+from supertuner.core.errors import Problem
+from supertuner.core.events import Warned
+from supertuner.core.host import Host
+from supertuner.core.types import GIB
+
+
+def absolute(given: Mapping[Place, Given]) -> dict[Place, Given]:
+    """The same values with paths made absolute, each from the folder of the source that gave it."""
+    return {where: _absolute(where, one) for where, one in given.items()}
+
+
+def _absolute(where: Place, given: Given) -> Given:
+    key = places.key_at(where)
+    if key is None or not key.is_path or not isinstance(given.value, str) or not given.value:
+        return given
+    path = Path(given.value)
+    if given.value.startswith("~"):
+        path = path.expanduser()
+    # lexical, so that a link in the path stays a link
+    return Given(_normal(given.source.folder / path), given.source, given.written, given.dialect, given.weak)
+
+
+def _normal(path: Path) -> str:
+    parts: list[str] = []
+    for part in path.absolute().parts:
+        if part == ".." and len(parts) > 1:
+            parts.pop()
+        elif part != "..":
+            parts.append(part)
+    return str(Path(*parts))
+
+
+def missing_paths(given: Mapping[Place, Given], found: Mapping[Place, Given]) -> Iterator[Problem]:
+    """Datasets that are not there. `given` as written, `found` with absolute paths."""
+    for where, one in found.items():
+        name = where[-1]
+        if name not in ("instance_data_dir", "metadata_file") or not isinstance(one.value, str) or not one.value:
+            continue
+        path = Path(one.value)
+        if path.is_file() if name == "metadata_file" else path.is_dir() or _is_tar(path):
+            continue
+        what = "a file" if name == "metadata_file" else "a folder"
+        if name == "instance_data_dir" and path.is_file():
+            what = "a folder or a .tar file"
+        hint = f" ({one.hint()})" if one.hint() else ""
+        yield Problem(
+            places.show(where), f"{shown(given[where].value)} is not {what}{_looked(one, given[where])}{hint}"
+        )
+
+
+def _looked(found: Given, given: Given) -> str:
+    if found.value == given.value:
+        return ""
+    return f" (looked in the folder of {found.source.name})" if found.source.is_file else f" (looked for {found.value})"
+
+
+def _is_tar(path: Path) -> bool:
+    return path.suffix == ".tar" and path.is_file()
+
+
+def resolved(config: RunConfig, host: Host) -> tuple[RunConfig, list[Warned], dict[Place, str]]:
+    """The configuration as this machine can have it, what to tell the user, and which values were changed and how."""
+    notes: list[Warned] = []
+    changed: dict[Place, str] = {}
+    datasets = []
+    total = host.memory_total()
+    names = _ids(config.datasets)
+    for index, dataset in enumerate(config.datasets):
+        update: dict[str, Any] = {"id": names[index]}
+        for field, value, message in (*_lowered_memory(dataset, total), *_lowered_resolution(dataset)):
+            where: Place = ("datasets", index, *(places.parse(field) or ()))
+            notes.append(Warned(places.show(where), message))
+            changed[where] = message
+            update[str(where[2])] = value
+        if dataset.instance_data_dir is None:
+            notes.append(Warned(f"datasets[{index}]", "names no instance_data_dir: there is nothing to stage"))
+        datasets.append(dataset.model_copy(update=update))
+    run = config.run.model_copy(update={"output_dir": config.run.output_dir.absolute()})
+    return config.model_copy(update={"datasets": tuple(datasets), "run": run}), notes, changed
+
+
+def _lowered_memory(dataset: Dataset, total: int | None) -> Iterator[tuple[str, Any, str]]:
+    limit = dataset.in_memory.memory_limit_gb
+    if limit is None or total is None or limit * GIB <= total:
+        return
+    most = math.floor(total / GIB * 100) / 100
+    message = f"{limit:g} is more than this machine has; lowered to {most:g}"
+    yield "in_memory.memory_limit_gb", dataset.in_memory.model_copy(update={"memory_limit_gb": most}), message
+
+
+def _lowered_resolution(dataset: Dataset) -> Iterator[tuple[str, Any, str]]:
+    step = dataset.bucket_step
+    lowered = tuple(dict.fromkeys(side - side % step for side in dataset.resolution))
+    if lowered != dataset.resolution and dataset.dataset_type != "audio":
+        odd = next(side for side in dataset.resolution if side % step)
+        message = f"{odd} is not a multiple of bucket_step {step}; lowered to {odd - odd % step}"
+        yield "resolution", lowered, message
+
+
+def _ids(datasets: tuple[Dataset, ...]) -> list[str]:
+    """An id for each dataset: its own, or its folder's name, made unique by a number."""
+    taken = {dataset.id for dataset in datasets if dataset.id}
+    names = []
+    for index, dataset in enumerate(datasets):
+        folder = dataset.instance_data_dir.stem if dataset.instance_data_dir else ""
+        name = base = dataset.id or re.sub(r"[^A-Za-z0-9._-]+", "-", folder).strip("-._") or f"dataset-{index}"
+        number = 2
+        while not dataset.id and name in taken:
+            name, number = f"{base}-{number}", number + 1
+        taken.add(name)
+        names.append(name)
+    return names
+
+
+def doubts(block: Block, at: Place = ()) -> Iterator[Warned]:
+    """What the blocks find unwise, with the place of each."""
+    for remark in block.doubts():
+        yield Warned(places.show((*at, *(places.parse(remark.field) or ()))), remark.message)
+    for name in type(block).model_fields:
+        inner = getattr(block, name)
+        if isinstance(inner, Block):
+            yield from doubts(inner, (*at, name))
+        elif isinstance(inner, tuple):
+            for index, entry in enumerate(inner):
+                if isinstance(entry, Block):
+                    yield from doubts(entry, (*at, name, index))
+
+
+def pending(given: Mapping[Place, Given]) -> Iterator[Warned]:
+    """Settings that were given and that nothing reads yet."""
+    for where in given:
+        key = places.key_at(where)
+        if key is not None and key.pending:
+            yield Warned(places.show(where), f"accepted; nothing reads it until {key.pending} lands")

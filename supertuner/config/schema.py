@@ -1,0 +1,28 @@
+"""The JSON Schema of a configuration file, for editors: every setting with its description, type and bounds."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from supertuner.config.tree import RunConfig
+
+
+def json_schema() -> dict[str, Any]:
+    """The schema of the canonical form. Dialects are not part of it: editors should lead to our own names."""
+    schema = RunConfig.model_json_schema()
+    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    schema["title"] = "SuperTuner configuration"
+    schema["properties"]["$schema"] = {"type": "string", "description": "Where editors find this schema."}
+    return {name: _untitled(node) if name != "title" else node for name, node in schema.items()}
+
+
+def json_schema_text() -> str:
+    return json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n"
+
+
+def _untitled(node: Any) -> Any:
+    """Without the titles that pydantic makes of names: they say nothing that the name does not."""
+    if isinstance(node, dict):
+        return {name: _untitled(inner) for name, inner in node.items() if name != "title" or not isinstance(inner, str)}
+    return [_untitled(inner) for inner in node] if isinstance(node, list) else node
