@@ -1,0 +1,142 @@
+"""WebDataset shards are read as WebDataset reads them, and hostile archives cost a line in the set-aside list."""
+
+import io
+import pickle
+import tarfile
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.data.media_files import picture, tar
+
+from supertuner.config.data import Captions
+from supertuner.core.types import MediaKind
+from supertuner.data.reading import read_captions, read_span
+from supertuner.data.sources.listing import Span
+from supertuner.data.sources.tar_index import members
+from supertuner.data.sources.webdataset import WebDatasetSource
+
+JPEG = picture("jpeg", (8, 8))
+
+
+def listing(path, limit=None, **captions):
+    return WebDatasetSource(path, MediaKind.IMAGE, Captions(**captions), limit).listing()
+
+
+def texts(path, **captions):
+    found = listing(path, **captions)
+    return {i.key: read_captions(i, found.caption_syntax, "text", several=False) for i in found.items}
+
+
+def indexed(path):
+    with path.open("rb") as file:
+        return list(members(file.fileno()))
+
+
+def test_samples_are_members_up_to_the_first_dot_with_their_bytes_and_captions(tmp_path):
+    other = picture("png", (9, 9))
+    path = tar(tmp_path / "s.tar", {"d.x/a.jpg": JPEG, "d.x/a.txt": "one", "b.left.png": other, "b.txt": "two", "b.cls": "3"})
+    assert texts(path) == {"s/b": ("two",), "s/d.x/a": ("one",)}
+    found = listing(path)
+    assert {i.key: read_span(i.media) for i in found.items} == {"s/b": other, "s/d.x/a": JPEG}
+    assert any(".cls member" in note for note in found.notes)
+
+
+def test_captions_from_json_members_or_another_ending(tmp_path):
+    path = tar(tmp_path / "s.tar", {"a.jpg": JPEG, "a.json": '{"text": ["x", "y"]}', "a.cls": "7", "b.jpg": JPEG})
+    assert texts(path) == {"s/a": ("x", "y"), "s/b": ()}
+    assert texts(path, extension=".cls") == {"s/a": ("7",), "s/b": ()}
+
+
+def test_shards_of_a_folder_may_use_the_same_names(tmp_path):
+    for shard in "01":
+        tar(tmp_path / f"{shard}.tar", {"a.jpg": JPEG, "a.txt": shard})
+    assert texts(tmp_path) == {"0/a": ("0",), "1/a": ("1",)}
+
+
+@pytest.mark.parametrize("format", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT])
+def test_every_tar_dialect_gives_what_python_finds(tmp_path, format):
+    deep = "/".join(["directory"] * (9 if format == tarfile.USTAR_FORMAT else 40))
+    path = tar(tmp_path / "s.tar", {f"{deep}/ünï.jpg": JPEG, "b.jpg": b"x" * 1025, "c.jpg": b""}, format)
+    with tarfile.open(path) as archive:
+        expected = [(m.name, m.offset_data, m.size) for m in archive]
+    assert [(m.name, m.offset, m.nbytes) for m in indexed(path)] == expected
+
+
+def test_paths_links_and_devices_are_refused_one_by_one(tmp_path):
+    path = tmp_path / "s.tar"
+    with tarfile.open(path, "w") as archive:
+        for name, kind in [
+            ("../up.jpg", tarfile.REGTYPE),
+            ("/abs.jpg", tarfile.REGTYPE),
+            ("link.jpg", tarfile.SYMTYPE),
+            ("hard.jpg", tarfile.LNKTYPE),
+            ("dev.jpg", tarfile.CHRTYPE),
+            ("pipe.jpg", tarfile.FIFOTYPE),
+        ]:
+            info = tarfile.TarInfo(name)
+            info.type, info.linkname = kind, "/etc/passwd"
+            info.size = len(JPEG) if kind == tarfile.REGTYPE else 0
+            archive.addfile(info, io.BytesIO(JPEG))
+        info = tarfile.TarInfo("good.jpg")
+        info.size = len(JPEG)
+        archive.addfile(info, io.BytesIO(JPEG))
+    found = listing(path)
+    assert [item.key for item in found.items] == ["s/good"]
+    assert len(found.left) == 6 and all(left.reason for left in found.left)
+
+
+def test_a_truncated_shard_keeps_its_whole_members_and_says_where_it_ends(tmp_path):
+    path = tar(tmp_path / "s.tar", {"a.jpg": JPEG, "b.jpg": b"x" * 100_000})
+    path.write_bytes(path.read_bytes()[:50_000])
+    found = listing(path)
+    assert [item.key for item in found.items] == ["s/a"]
+    assert [left.reason for left in found.left] == ["the archive is truncated: it ends inside 'b.jpg'"]
+
+
+@pytest.mark.parametrize("size", [b"77777777777\0", b"\x80" + b"\xff" * 11])
+def test_a_giant_stated_size_allocates_nothing(tmp_path, size):
+    content = bytearray(tar(tmp_path / "s.tar", {"a.jpg": JPEG}, tarfile.USTAR_FORMAT).read_bytes())
+    content[124:136] = size
+    content[148:156] = b" " * 8
+    content[148:156] = b"%06o\0 " % sum(content[:512])
+    (tmp_path / "s.tar").write_bytes(content)
+    found = listing(tmp_path / "s.tar")
+    assert not found.items and "truncated" in found.left[0].reason
+
+
+def test_something_that_is_no_tar_is_said(tmp_path):
+    path = tmp_path / "s.tar"
+    path.write_bytes(b"hello" * 500)
+    assert [left.reason for left in listing(path).left] == ["no tar header at byte 0"]
+    path.write_bytes(b"")
+    assert [left.reason for left in listing(path).left] == ["zero bytes"]
+
+
+def test_pickles_in_a_shard_are_never_loaded(tmp_path):
+    class Bomb:
+        def __reduce__(self):
+            return (open, (str(tmp_path / "exploded"), "w"))
+
+    found = texts(tar(tmp_path / "s.tar", {"a.jpg": JPEG, "a.pyd": pickle.dumps(Bomb()), "a.pth": pickle.dumps(Bomb())}))
+    assert found == {"s/a": ()} and not (tmp_path / "exploded").exists()
+
+
+def test_a_limit_stops_at_the_first_shards(tmp_path):
+    for shard in "012":
+        tar(tmp_path / f"{shard}.tar", {"a.jpg": JPEG, "b.jpg": JPEG})
+    assert [item.key for item in listing(tmp_path, limit=3).items] == ["0/a", "0/b", "1/a"]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_a_damaged_shard_never_gives_a_span_outside_of_itself(tmp_path_factory, data):
+    path = tmp_path_factory.mktemp("t") / "s.tar"
+    content = bytearray(tar(path, {"a" * 120 + ".jpg": JPEG, "b.jpg": JPEG, "b.txt": "x"}).read_bytes())
+    for _ in range(data.draw(st.integers(1, 10))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    path.write_bytes(content[: data.draw(st.integers(0, len(content)))])
+    size = path.stat().st_size
+    for item in listing(path).items:
+        assert isinstance(item.media, Span)
+        assert 0 <= item.media.offset and item.media.offset + item.media.nbytes <= size
