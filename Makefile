@@ -1,0 +1,37 @@
+# One command each. `make help` lists them; `make setup` is done by the others when it is needed.
+
+PYTHON ?=
+VENV := .venv
+BIN := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help setup quickstart test check bench torture clean
+
+help:  ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup:  ## Make .venv with everything in it; instant when nothing changed (PYTHON=python3.12 chooses another Python)
+	@PYTHON="$(PYTHON)" scripts/setup.sh $(VENV)
+
+quickstart: setup  ## Make a small dataset of every kind, stage it, and draw a batch of each bucket
+	@$(BIN)/supertuner quickstart
+
+test: setup  ## Run the test suite
+	@$(BIN)/python -m pytest
+
+check: setup  ## Lint, format, types, and wheels for aarch64
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python scripts/check_aarch64.py
+
+bench: setup  ## Print our speed as ratios against peers (minutes); BENCH="gather" runs only that one
+	@scripts/setup_bench.sh $(VENV) .venv-bench
+	@.venv-bench/bin/python benchmarks/run.py $(BENCH)
+
+torture: setup  ## Run the long fault-injection tests (minutes)
+	@$(BIN)/python -m pytest -m torture tests/torture
+
+clean:  ## Remove what the commands above made; not your runs, and not .venv
+	@rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .venv-bench quickstart benchmarks/results
+	@find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +

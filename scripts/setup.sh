@@ -1,0 +1,49 @@
+#!/usr/bin/env bash
+# Makes a virtual environment with SuperTuner and its development tools in it; does nothing when nothing changed.
+#
+# usage: scripts/setup.sh FOLDER      PYTHON=python3.12 chooses the interpreter (default: python3)
+#
+# What "changed" means is content, not dates: the stamp inside the environment holds a digest of pyproject.toml,
+# constraints.txt, this script and the folder itself (an environment that was moved does not work).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+venv=${1:?usage: scripts/setup.sh FOLDER}
+asked=${PYTHON:-}
+stamp=$venv/.supertuner-setup
+
+fail() { echo "setup: $*" >&2; exit 1; }
+
+digest=$( { cat pyproject.toml constraints.txt scripts/setup.sh; pwd; } | sha256sum | cut -d ' ' -f 1)
+version_of() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])'; }
+
+if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$digest" ] && [ -x "$venv/bin/supertuner" ]; then
+    if [ -z "$asked" ] || [ "$(version_of "$asked")" = "$(version_of "$venv/bin/python")" ]; then
+        exit 0
+    fi
+fi
+
+python=${asked:-python3}
+command -v "$python" >/dev/null || fail "there is no '$python' here; install Python 3.11 or newer, or name one: make setup PYTHON=/path/to/python3"
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+    || fail "'$python' is Python $(version_of "$python"); 3.11 or newer is needed: make setup PYTHON=python3.12"
+"$python" -c 'import venv, ensurepip' 2>/dev/null \
+    || fail "'$python' cannot make virtual environments; install its venv package (python3-venv on Debian and Ubuntu)"
+
+# An environment of another Python, or one whose interpreter is gone, is made anew.
+if [ ! -x "$venv/bin/python" ] || ! [ "$(version_of "$venv/bin/python" 2>/dev/null)" = "$(version_of "$python")" ]; then
+    echo "setup: making $venv with Python $(version_of "$python")"
+    "$python" -m venv --clear "$venv"
+fi
+rm -f "$stamp"
+
+pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
+torch=$(grep -E '^torch==' constraints.txt)
+
+# torch first and alone: once it is there at the tested version, nothing that follows can pull in another build of it.
+echo "setup: installing $torch"
+pip install --quiet -c constraints.txt "$torch"
+echo "setup: installing SuperTuner and its tools (about a minute the first time)"
+pip install --quiet -c constraints.txt -e '.[dev]'
+
+echo "$digest" > "$stamp"
+echo "setup: done"
