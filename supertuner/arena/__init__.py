@@ -1,0 +1,1 @@
+"""Memory that all processes of a node map, as files of one checked format (docs/formats.md)."""

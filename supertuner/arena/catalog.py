@@ -1,0 +1,218 @@
+"""What an arena holds, as columns: the one form in which readers, sealed or live, find their records.
+
+All segments form one range of addresses, each beginning on a 64 KiB boundary; `offset` is a place in that range.
+Records are in the order of their addresses, units in the order of their numbers.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+from typing import Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from supertuner.arena.format import ABSENT, BIG_PAGE, PAGE, TABLES, Kind, round_up, unpack_kind
+from supertuner.arena.journal import Entry
+from supertuner.core.errors import ArenaDamaged
+from supertuner.core.types import JSON
+
+U64: TypeAlias = NDArray[np.uint64]
+U32: TypeAlias = NDArray[np.uint32]
+U8: TypeAlias = NDArray[np.uint8]
+
+KIND_ROW = np.dtype(
+    [("codec", "S16"), ("dtype", "u1"), ("dims", "u1"), ("flat", "u1"), ("zero", "V5"), ("shape", "<u8", (8,))]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    number: int
+    kind: int
+    records: int
+    nbytes: int
+    """Length of its data file."""
+    base: int
+    """Where it begins in the arena's addresses."""
+
+
+class Keys(Protocol):
+    def __len__(self) -> int: ...
+
+    def at(self, unit: int) -> bytes: ...
+
+    def find(self, key: bytes) -> int | None: ...
+
+
+@dataclass(frozen=True)
+class Catalog:
+    uuid: bytes
+    segments: tuple[Segment, ...]
+    offset: U64
+    nbytes: U64
+    raw_nbytes: U64
+    checksum: U64
+    kind: U32
+    kinds: NDArray[np.void]
+    fields: Mapping[str, U32]
+    """Per field: the record of each unit, or ABSENT."""
+    keys: Keys
+    tables: Mapping[str, int] = field(default_factory=dict)
+    meta: Mapping[str, JSON] = field(default_factory=dict)
+
+    @property
+    def total(self) -> int:
+        """Length of the arena's addresses."""
+        return extent(self.segments[-1].base, self.segments[-1].nbytes) if self.segments else BIG_PAGE
+
+    def kind_of(self, number: int) -> Kind:
+        return unpack_kind("index", self.kinds[number].tobytes())
+
+    def segment_of(self, record: int) -> Segment:
+        return self.segments[bisect_right(self._first, record) - 1]
+
+    @cached_property
+    def _first(self) -> list[int]:
+        """The first record of each segment."""
+        return list(accumulate((s.records for s in self.segments[:-1]), initial=0))
+
+
+def extent(base: int, nbytes: int) -> int:
+    """Where the segment after one at `base` begins."""
+    return round_up(base + nbytes, BIG_PAGE)
+
+
+class SortedKeys:
+    """Keys in bytewise order, in place in the index: finding one is a binary search and takes no memory."""
+
+    def __init__(self, ends: memoryview, heap: memoryview) -> None:
+        self._ends = ends
+        self._heap = heap
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def at(self, unit: int) -> bytes:
+        return bytes(self._heap[self._ends[unit - 1] if unit else 0 : self._ends[unit]])
+
+    def find(self, key: bytes) -> int | None:
+        unit = bisect_left(range(len(self._ends)), key, key=self.at)
+        return unit if unit < len(self._ends) and self.at(unit) == key else None
+
+
+class ListedKeys:
+    """Keys in the order in which they were found; for arenas that still grow."""
+
+    def __init__(self, keys: Sequence[bytes]) -> None:
+        self._keys = keys
+        self._units = {key: unit for unit, key in enumerate(keys)}
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def at(self, unit: int) -> bytes:
+        return self._keys[unit]
+
+    def find(self, key: bytes) -> int | None:
+        return self._units.get(key)
+
+
+class SegmentColumns:
+    """The records of one segment, in the order of its journal."""
+
+    def __init__(self, number: int, kind: int) -> None:
+        self.number = number
+        self.kind = kind
+        self.offset, self.nbytes, self.raw_nbytes, self.checksum = array("Q"), array("Q"), array("Q"), array("Q")
+        self.kinds = array("I")
+        self.nbytes_of_file = PAGE
+
+    def __len__(self) -> int:
+        return len(self.offset)
+
+
+class Collected:
+    """Journal entries of all segments, gathered as columns while they are read."""
+
+    def __init__(self, uuid: bytes) -> None:
+        self.uuid = uuid
+        self.segments: list[SegmentColumns] = []
+        self.keys: list[bytes] = []
+        self.tables: dict[str, tuple[int, int]] = {}
+        self._kinds: dict[bytes, int] = {}
+        self._fields: dict[bytes, tuple[array[int], array[int], array[int]]] = {}
+
+    def add_segment(self, number: int, kind: int) -> SegmentColumns:
+        self.segments.append(SegmentColumns(number, kind))
+        return self.segments[-1]
+
+    def add(self, segment: SegmentColumns, order: int, entry: Entry) -> None:
+        """Take a committed unit (or table) of the segment that is `order`-th here."""
+        if segment.kind == TABLES:
+            self.tables[entry.key.decode()] = (order, len(segment))
+        unit = len(self.keys)
+        for name, kind, offset, nbytes, raw_nbytes, checksum in entry.fields:
+            if segment.kind != TABLES:
+                units, orders, records = self._fields.setdefault(name, (array("Q"), array("Q"), array("Q")))
+                units.append(unit)
+                orders.append(order)
+                records.append(len(segment))
+            segment.offset.append(offset)
+            segment.nbytes.append(nbytes)
+            segment.raw_nbytes.append(raw_nbytes)
+            segment.checksum.append(checksum)
+            segment.kinds.append(self._kinds.setdefault(kind, len(self._kinds)))
+        if segment.kind != TABLES:
+            self.keys.append(entry.key)
+
+    def catalog(self, keys: Keys, order: NDArray[np.intp] | None = None) -> Catalog:
+        """The columns; with `order`, units are renumbered: the first is the one that was `order[0]`."""
+        bases, firsts, base, first = [], [], 0, 0
+        for s in self.segments:
+            bases.append(base)
+            firsts.append(first)
+            base, first = extent(base, s.nbytes_of_file), first + len(s)
+        segments = tuple(
+            Segment(s.number, s.kind, len(s), s.nbytes_of_file, b) for s, b in zip(self.segments, bases, strict=True)
+        )
+        return Catalog(
+            uuid=self.uuid,
+            segments=segments,
+            offset=_joined(
+                [_u64(s.offset) + np.uint64(b) for s, b in zip(self.segments, bases, strict=True)], np.uint64
+            ),
+            nbytes=_joined([_u64(s.nbytes) for s in self.segments], np.uint64),
+            raw_nbytes=_joined([_u64(s.raw_nbytes) for s in self.segments], np.uint64),
+            checksum=_joined([_u64(s.checksum) for s in self.segments], np.uint64),
+            kind=_joined([np.array(s.kinds, dtype=np.uint32) for s in self.segments], np.uint32),
+            kinds=np.frombuffer(b"".join(self._kinds), KIND_ROW),
+            fields={self._field_name(name): self._column(name, firsts, order) for name in sorted(self._fields)},
+            keys=keys,
+            tables={name: firsts[at] + record for name, (at, record) in self.tables.items()},
+        )
+
+    def _field_name(self, name: bytes) -> str:
+        try:
+            return name.decode()
+        except UnicodeDecodeError as error:
+            raise ArenaDamaged("journal", f"a field's name is not UTF-8: {name!r}") from error
+
+    def _column(self, name: bytes, firsts: list[int], order: NDArray[np.intp] | None) -> U32:
+        units, orders, records = self._fields[name]
+        column = np.full(len(self.keys), ABSENT, np.uint32)
+        column[_u64(units)] = np.array(firsts, dtype=np.uint64)[_u64(orders)] + _u64(records)
+        return column if order is None else column[order]
+
+
+def _u64(values: array[int]) -> U64:
+    return np.array(values, dtype=np.uint64)
+
+
+def _joined(parts: list[NDArray[np.generic]], dtype: type[np.generic]) -> NDArray:  # type: ignore[type-arg]
+    return np.concatenate(parts) if parts else np.zeros(0, dtype)

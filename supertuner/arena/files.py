@@ -1,0 +1,185 @@
+"""The files of one arena's folder: no link is followed, nothing is half written unnoticed, errors name the file."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+from supertuner.arena import locks
+from supertuner.core.errors import ArenaDamaged, ArenaError, ArenaFull
+from supertuner.core.types import bytes_text
+
+GONE = ".gone-"
+"""Prefix of a folder whose arena was removed and whose files are being unlinked."""
+HEAD, BUILDER, INDEX, INDEX_TEMPORARY = "head", "builder", "index", "index.tmp"
+
+_SEGMENT_FILE = re.compile(r"([0-9]{4,9})\.(data|journal)")
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG)
+
+
+@dataclass(slots=True)
+class Folder:
+    """An open arena folder. Its files are opened relative to the folder itself, wherever its name has gone since."""
+
+    path: Path
+    fd: int = field(default=-1)
+
+    @classmethod
+    def open(cls, path: Path) -> Folder:
+        """Raises FileNotFoundError where there is none."""
+        try:
+            return cls(path, os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC))
+        except (NotADirectoryError, OSError) as error:
+            if error.errno in (errno.ENOTDIR, errno.ELOOP):
+                raise ArenaDamaged(path, "is a link or a file, not an arena's folder", "remove it by hand") from error
+            raise
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def is_current(self) -> bool:
+        """Whether the arena's name still leads to this folder."""
+        return locks.same_file(self.fd, str(self.path))
+
+    def file(self, name: str) -> Path:
+        return self.path / name
+
+    def has(self, name: str) -> bool:
+        try:
+            os.stat(name, dir_fd=self.fd, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def create(self, name: str) -> int:
+        """A new file, open for reading and writing. Raises FileExistsError if the name is taken."""
+        with naming(self.file(name)):
+            return self._open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+
+    def open_lock(self, name: str) -> int:
+        """A file whose only use is its lock; made if missing."""
+        with naming(self.file(name)):
+            return self._open(name, os.O_RDWR | os.O_CREAT)
+
+    def open_file(self, name: str) -> int:
+        """A regular file of the arena, to read. A missing one, a link or a device is damage."""
+        try:
+            fd = self._open(name, os.O_RDONLY | os.O_NONBLOCK)
+        except OSError as error:
+            what = {errno.ENOENT: "is missing", errno.ELOOP: "is a link"}.get(
+                error.errno or 0, f"cannot be read: {error}"
+            )
+            raise ArenaDamaged(self.file(name), what) from error
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise ArenaDamaged(self.file(name), "is not a regular file")
+        return fd
+
+    def read(self, name: str, limit: int) -> bytes:
+        """The first `limit` bytes of a file."""
+        fd = self.open_file(name)
+        try:
+            with naming(self.file(name)):
+                return os.pread(fd, limit, 0)
+        finally:
+            os.close(fd)
+
+    def unlink(self, name: str) -> None:
+        """Remove a file, if it is there."""
+        try:
+            os.unlink(name, dir_fd=self.fd)
+        except FileNotFoundError:
+            return
+
+    def names(self) -> list[str]:
+        return sorted(os.listdir(self.fd))
+
+    def segments(self, suffix: str = "journal") -> list[int]:
+        """Numbers of the segments that have a file of this suffix."""
+        found = (_SEGMENT_FILE.fullmatch(name) for name in self.names())
+        return sorted(int(match[1]) for match in found if match and match[2] == suffix)
+
+    def stored_bytes(self) -> int:
+        """Bytes that the files really take: pages and blocks, not lengths."""
+        total = 0
+        for name in self.names():
+            try:
+                total += os.stat(name, dir_fd=self.fd, follow_symlinks=False).st_blocks * 512
+            except FileNotFoundError:  # removed while we counted
+                continue
+        return total
+
+    def _open(self, name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=self.fd)
+
+
+def discard(folder: Folder) -> None:
+    """Remove an arena whose exclusive lock we hold, or which we build. Its name is free at once, its bytes soon after.
+
+    A kill in between leaves a folder whose name begins with GONE, for the next sweep.
+    """
+    gone = folder.path.with_name(GONE + uuid.uuid4().hex)
+    with naming(folder.path):
+        os.rename(folder.path, gone)
+        empty(folder, gone)
+
+
+def empty(folder: Folder, path: Path) -> None:
+    """Unlink everything in `folder`, which now lies at `path`, and the folder itself."""
+    for name in folder.names():
+        folder.unlink(name)
+    os.rmdir(path)
+
+
+class naming:  # not a generator: this stands around every write of a unit
+    """Turn the system's refusals into errors that name file and remedy. FileExistsError is an answer: it passes."""
+
+    __slots__ = ("file",)
+
+    def __init__(self, file: object) -> None:
+        self.file = file
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not isinstance(error, OSError) or isinstance(error, FileExistsError):
+            return
+        if error.errno in _FULL:
+            raise ArenaFull(_no_room(self.file, error)) from error
+        raise ArenaError(
+            f"{self.file}: {error.strerror or error}; check the disk or memory below it, "
+            "or use another home (arena.home, arena.disk_home)"
+        ) from error
+
+
+def write_all(fd: int, content: bytes | memoryview, offset: int) -> None:
+    """pwrite until all is there. Not through a map: on a full tmpfs that is a SIGBUS, here it is an error."""
+    done = os.pwrite(fd, content, offset)
+    if done == len(content):
+        return
+    rest = memoryview(content)
+    while done < len(content):
+        done += os.pwrite(fd, rest[done:], offset + done)
+
+
+def _no_room(file: object, error: OSError) -> str:
+    parent = Path(str(file)).parent
+    left = ""
+    if parent.is_dir():
+        room = os.statvfs(parent)
+        left = f" ({bytes_text(room.f_bavail * room.f_frsize)} left below {parent.parent})"
+    return (
+        f"{file}: {error.strerror}{left}; free some with `supertuner arena rm`, enlarge that file system, "
+        "or name another home (arena.home, arena.disk_home)"
+    )

@@ -1,0 +1,222 @@
+"""The index of a sealed arena: written once, mapped by every reader, and no byte of it without a checksum.
+
+The header states counts; where each column lies follows from them. So there is no offset in it that could lie.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from supertuner.arena.catalog import KIND_ROW, Catalog, Segment, SortedKeys, extent
+from supertuner.arena.checks import check_catalog
+from supertuner.arena.files import INDEX, INDEX_TEMPORARY, Folder, naming, write_all
+from supertuner.arena.format import (
+    INDEX_MAGIC,
+    INDEX_NBYTES,
+    MAX_FIELDS,
+    MAX_INFO_NBYTES,
+    pack_header,
+    round_up,
+    unpack_header,
+)
+from supertuner.core.errors import ArenaDamaged, ArenaError
+from supertuner.core.types import JSON
+
+_ALIGN = 64
+_COUNTS = struct.Struct("<7Q")
+_SEGMENT_ROW = np.dtype([("number", "<u4"), ("kind", "<u4"), ("records", "<u8"), ("nbytes", "<u8")])
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    units: int
+    records: int
+    kinds: int
+    fields: int
+    segments: int
+    key_nbytes: int
+    info_nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    name: str
+    dtype: np.dtype[Any]
+    count: int
+    begin: int
+    end: int
+    """Padded with zeros to a multiple of 64; the checksum covers the padding."""
+
+
+def sections(counts: Counts) -> list[Section]:
+    """Where every column lies."""
+    columns: list[tuple[str, np.dtype[Any], int]] = [
+        ("offset", np.dtype("<u8"), counts.records),
+        ("nbytes", np.dtype("<u8"), counts.records),
+        ("raw_nbytes", np.dtype("<u8"), counts.records),
+        ("checksum", np.dtype("<u8"), counts.records),
+        ("key_end", np.dtype("<u8"), counts.units),
+        ("kind", np.dtype("<u4"), counts.records),
+        ("fields", np.dtype("<u4"), counts.fields * counts.units),
+        ("segments", _SEGMENT_ROW, counts.segments),
+        ("kinds", KIND_ROW, counts.kinds),
+        ("keys", np.dtype("u1"), counts.key_nbytes),
+        ("info", np.dtype("u1"), counts.info_nbytes),
+    ]
+    placed, at = [], INDEX_NBYTES
+    for name, dtype, count in columns:
+        end = round_up(at + dtype.itemsize * count, _ALIGN)
+        placed.append(Section(name, dtype, count, at, end))
+        at = end
+    return placed
+
+
+def write_index(folder: Folder, catalog: Catalog, keys: list[bytes], meta: Mapping[str, JSON]) -> None:
+    """Seal: a complete, synced file takes the index's name, or none does. `keys` are in order."""
+    columns = _columns(catalog, keys, _info(catalog, meta))
+    counts = Counts(
+        units=len(keys),
+        records=len(catalog.offset),
+        kinds=len(catalog.kinds),
+        fields=len(catalog.fields),
+        segments=len(catalog.segments),
+        key_nbytes=len(columns["keys"]),
+        info_nbytes=len(columns["info"]),
+    )
+    folder.unlink(INDEX_TEMPORARY)
+    fd = folder.create(INDEX_TEMPORARY)
+    try:
+        with naming(folder.file(INDEX)):
+            checksums = [_write_section(fd, section, columns[section.name]) for section in sections(counts)]
+            body = _COUNTS.pack(*astuple(counts)) + struct.pack(f"<{len(checksums)}Q", *checksums)
+            write_all(fd, pack_header(INDEX_MAGIC, catalog.uuid, body, INDEX_NBYTES), 0)
+            os.fsync(fd)
+            os.rename(INDEX_TEMPORARY, INDEX, src_dir_fd=folder.fd, dst_dir_fd=folder.fd)
+            os.fsync(folder.fd)
+    finally:
+        os.close(fd)
+
+
+def read_index(folder: Folder, uuid: bytes) -> Catalog:
+    """The validated catalog of a sealed arena, zero-copy on a shared map of the index."""
+    file = folder.file(INDEX)
+    fd = folder.open_file(INDEX)
+    try:
+        with naming(file):
+            size = os.fstat(fd).st_size
+            found, body = unpack_header(file, os.pread(fd, INDEX_NBYTES, 0), INDEX_MAGIC, INDEX_NBYTES)
+            counts = Counts(*_COUNTS.unpack_from(body))
+            layout = sections(counts)
+            _check_header(file, found == uuid, counts, size)
+            memory = mmap.mmap(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
+    finally:
+        os.close(fd)
+    _check_sections(file, memory, layout, struct.unpack_from(f"<{len(layout)}Q", body, _COUNTS.size))
+    parts = {s.name: np.frombuffer(memory, s.dtype, s.count, s.begin) for s in layout}
+    catalog = _catalog(file, uuid, counts, parts)
+    check_catalog(file, catalog)
+    return catalog
+
+
+def _check_header(file: object, same_arena: bool, counts: Counts, size: int) -> None:
+    if not same_arena:
+        raise ArenaDamaged(file, "belongs to another arena than `head` beside it")
+    expected = sections(counts)[-1].end
+    if expected != size:
+        raise ArenaDamaged(file, f"has {size} bytes; its header speaks of {expected}")
+    if counts.info_nbytes > MAX_INFO_NBYTES or counts.fields > MAX_FIELDS:
+        raise ArenaDamaged(file, f"states {counts.fields} fields and {counts.info_nbytes} bytes of description")
+
+
+def _check_sections(file: object, memory: mmap.mmap, layout: list[Section], checksums: tuple[int, ...]) -> None:
+    view = memoryview(memory)
+    for section, checksum in zip(layout, checksums, strict=True):
+        if xxhash.xxh3_64_intdigest(view[section.begin : section.end]) != checksum:
+            raise ArenaDamaged(file, f"the checksum of its {section.name} does not hold")
+
+
+def _catalog(file: object, uuid: bytes, counts: Counts, parts: dict[str, NDArray[Any]]) -> Catalog:
+    info = _read_info(file, parts["info"].tobytes(), counts.fields)
+    _check_key_ends(file, parts["key_end"], counts.key_nbytes)
+    segments, base = [], 0
+    for number, kind, records, nbytes in parts["segments"].tolist():
+        segments.append(Segment(number, kind, records, nbytes, base))
+        base = extent(base, segments[-1].nbytes)
+    columns = parts["fields"].reshape(counts.fields, counts.units)
+    return Catalog(
+        uuid=uuid,
+        segments=tuple(segments),
+        fields=dict(zip(info["fields"], columns, strict=True)),
+        keys=SortedKeys(parts["key_end"].data, parts["keys"].data),
+        tables=info["tables"],
+        meta=info["meta"],
+        **{name: parts[name] for name in ("offset", "nbytes", "raw_nbytes", "checksum", "kind", "kinds")},
+    )
+
+
+def _check_key_ends(file: object, ends: NDArray[np.uint64], key_nbytes: int) -> None:
+    last = int(ends[-1]) if len(ends) else 0
+    if last != key_nbytes or (len(ends) and ends[0] == 0) or (ends[1:] <= ends[:-1]).any():
+        raise ArenaDamaged(file, "its keys do not fill the place they have")
+
+
+def _info(catalog: Catalog, meta: Mapping[str, JSON]) -> bytes:
+    info = {"fields": list(catalog.fields), "tables": dict(catalog.tables), "meta": dict(meta)}
+    text = json.dumps(info, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    if len(text) > MAX_INFO_NBYTES:
+        raise ArenaError(
+            f"meta of {len(text)} bytes is more than the {MAX_INFO_NBYTES} an arena takes; put it in a table"
+        )
+    return text
+
+
+def _read_info(file: object, text: bytes, fields: int) -> dict[str, Any]:
+    try:
+        info = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ArenaDamaged(file, f"its description is not JSON: {error}") from error
+    shapes = {"fields": list, "tables": dict, "meta": dict}
+    if not isinstance(info, dict) or {k: type(v) for k, v in info.items()} != shapes:
+        raise ArenaDamaged(file, "its description is not one of fields, tables and meta")
+    names, tables = info["fields"], info["tables"]
+    if len(names) != fields or not all(isinstance(n, str) for n in names) or len(set(names)) != fields:
+        raise ArenaDamaged(file, f"names {len(names)} fields for {fields} columns")
+    if not all(type(record) is int for record in tables.values()):
+        raise ArenaDamaged(file, "its tables are not records")
+    return info
+
+
+def _columns(catalog: Catalog, keys: list[bytes], info: bytes) -> dict[str, NDArray[Any]]:
+    rows = [(s.number, s.kind, s.records, s.nbytes) for s in catalog.segments]
+    fields = list(catalog.fields.values())
+    return {
+        "offset": catalog.offset,
+        "nbytes": catalog.nbytes,
+        "raw_nbytes": catalog.raw_nbytes,
+        "checksum": catalog.checksum,
+        "key_end": np.cumsum(np.fromiter(map(len, keys), np.uint64, len(keys)), dtype=np.uint64),
+        "kind": catalog.kind,
+        "fields": np.concatenate(fields) if fields else np.zeros(0, np.uint32),
+        "segments": np.array(rows, _SEGMENT_ROW),
+        "kinds": catalog.kinds,
+        "keys": np.frombuffer(b"".join(keys), np.uint8),
+        "info": np.frombuffer(info, np.uint8),
+    }
+
+
+def _write_section(fd: int, section: Section, column: NDArray[Any]) -> int:
+    assert column.dtype == section.dtype and len(column) == section.count, section
+    padding = bytes(section.end - section.begin - column.nbytes)
+    content = memoryview(column.tobytes() + padding)
+    write_all(fd, content, section.begin)
+    return xxhash.xxh3_64_intdigest(content)

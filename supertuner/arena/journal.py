@@ -1,0 +1,145 @@
+"""A segment's journal: one checksummed entry per committed unit, appended at once; what is not whole does not count.
+
+An entry is its body's length and checksum (seeded with its place in the file), then the body: the key, and per field
+a name, a kind, and where the bytes are. A file's length grows only after its bytes are there, and the data were
+written before the entry; so an entry found whole speaks of data wholly written, on every memory model. An entry that
+the file's end cuts is a torn tail.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import xxhash
+
+from supertuner.arena.files import Folder, naming
+from supertuner.arena.format import (
+    JOURNAL_MAGIC,
+    JOURNAL_NBYTES,
+    KIND_NBYTES,
+    MAX_FIELDS,
+    MAX_KEY_NBYTES,
+    check_segment,
+    segment_name,
+)
+from supertuner.core.errors import ArenaDamaged
+
+_ENTRY = struct.Struct("<QQ")
+_BODY = struct.Struct("<II")
+_FIELD = struct.Struct("<QQQQHH")
+_MAX_BODY_NBYTES = _BODY.size + MAX_KEY_NBYTES + MAX_FIELDS * (_FIELD.size + KIND_NBYTES + 256)
+_CHUNK = 1 << 20
+
+
+class Placed(NamedTuple):
+    """One field of a committed unit. The kind is a packed row: equal rows are equal kinds."""
+
+    name: bytes
+    kind: bytes
+    offset: int
+    nbytes: int
+    raw_nbytes: int
+    checksum: int
+
+
+class Entry(NamedTuple):
+    end: int
+    """Where in the journal it ends."""
+    key: bytes
+    fields: list[Placed]
+
+
+def pack_entry(position: int, key: bytes, fields: Sequence[Placed]) -> bytes:
+    parts = [_BODY.pack(len(key), len(fields)), key]
+    for name, kind, *numbers in fields:
+        short = kind.rstrip(b"\0")
+        parts += (_FIELD.pack(*numbers, len(name), len(short)), name, short)
+    body = b"".join(parts)
+    return _ENTRY.pack(len(body), xxhash.xxh3_64_intdigest(body, position)) + body
+
+
+def unpack_body(file: object, body: bytes) -> tuple[bytes, list[Placed]]:
+    """Key and fields of a body whose checksum holds; what is still wrong with it is damage or an attack."""
+    try:
+        key_nbytes, count = _BODY.unpack_from(body)
+        at = _BODY.size + key_nbytes
+        key = body[_BODY.size : at]
+        fields = []
+        for _ in range(min(count, MAX_FIELDS)):
+            *numbers, name_nbytes, kind_nbytes = _FIELD.unpack_from(body, at)
+            split = at + _FIELD.size + name_nbytes
+            at = split + kind_nbytes
+            fields.append(Placed(body[split - name_nbytes : split], body[split:at].ljust(KIND_NBYTES, b"\0"), *numbers))
+    except struct.error as error:
+        raise ArenaDamaged(file, "a journal entry is shorter than it says") from error
+    if at != len(body) or not 0 < key_nbytes <= MAX_KEY_NBYTES:
+        raise ArenaDamaged(
+            file, f"a journal entry of {len(body)} bytes states {count} fields and a key of {key_nbytes} bytes"
+        )
+    return key, fields
+
+
+class Journal:
+    """Reads a segment's journal from its beginning on, as far as it is whole."""
+
+    def __init__(self, folder: Folder, number: int, uuid: bytes) -> None:
+        """Raises ArenaDamaged unless it is the journal of that segment of that arena."""
+        self.number = number
+        self.file = folder.file(segment_name(number, "journal"))
+        self.position = JOURNAL_NBYTES
+        self.fd = folder.open_file(segment_name(number, "journal"))
+        try:
+            with naming(self.file):
+                header = os.pread(self.fd, JOURNAL_NBYTES, 0)
+            self.kind = check_segment(self.file, header, JOURNAL_MAGIC, uuid, number)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def advance(self) -> Iterator[Entry]:
+        """The entries since the last one that was taken; ends at the file's end or at what is not whole."""
+        while True:
+            chunk = self._read(_CHUNK)
+            begin, before = self.position, self.position
+            while (entry := self._entry(chunk, begin)) is not None:
+                self.position = entry.end
+                yield entry
+            if self.position == before:
+                return
+
+    def is_wrong(self) -> bool:
+        """Whether what follows is an entry of full length whose checksum does not hold: damage, not a torn tail."""
+        chunk = self._read(_ENTRY.size)
+        if len(chunk) < _ENTRY.size:
+            return False
+        nbytes = _ENTRY.unpack(chunk)[0]
+        return bool(self.position + _ENTRY.size + nbytes <= os.fstat(self.fd).st_size)
+
+    def _read(self, nbytes: int) -> bytes:
+        with naming(self.file):
+            chunk = os.pread(self.fd, nbytes, self.position)
+            if len(chunk) < _ENTRY.size:
+                return chunk
+            whole = _ENTRY.size + _ENTRY.unpack_from(chunk)[0]
+            if nbytes < whole <= _MAX_BODY_NBYTES and nbytes >= _CHUNK:
+                chunk = os.pread(self.fd, whole, self.position)
+        return chunk
+
+    def _entry(self, chunk: bytes, begin: int) -> Entry | None:
+        at = self.position - begin
+        if len(chunk) - at < _ENTRY.size:
+            return None
+        nbytes, checksum = _ENTRY.unpack_from(chunk, at)
+        body = chunk[at + _ENTRY.size : at + _ENTRY.size + nbytes]
+        if len(body) < nbytes or xxhash.xxh3_64_intdigest(body, self.position) != checksum:
+            return None
+        key, fields = unpack_body(self.file, body)
+        return Entry(self.position + _ENTRY.size + nbytes, key, fields)

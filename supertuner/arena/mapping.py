@@ -1,0 +1,59 @@
+"""All segments of an arena as one range of memory, shared with every process and harmed by none.
+
+It is mapped copy-on-write: a tensor made on it can be written by mistake, and only this process sees that page change.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Sequence
+
+from supertuner.arena.catalog import Segment
+from supertuner.arena.files import Folder
+from supertuner.arena.format import segment_name
+from supertuner.core.errors import ArenaError
+
+_MAP_FIXED = 0x10
+_MAP_NORESERVE = 0x4000  # Linux on x86-64 and aarch64; Python names it only from 3.13 on
+_FAILED = ctypes.c_void_p(-1).value
+
+
+def map_segments(folder: Folder, segments: Sequence[Segment], total: int) -> mmap.mmap:
+    """The segments at their bases. It is unmapped when the last view of it is gone, not before."""
+    try:
+        memory = mmap.mmap(-1, total, flags=mmap.MAP_PRIVATE | _MAP_NORESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    except OSError as error:
+        raise ArenaError(
+            f"{folder.path}: cannot map {total} bytes: {error.strerror}; raise `ulimit -v`, "
+            "or set vm.overcommit_memory to 0 or 1"
+        ) from error
+    begin = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    libc_mmap = _libc_mmap()
+    for segment in segments:
+        fd = folder.open_file(segment_name(segment.number, "data"))
+        try:
+            flags = mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE
+            where = begin + segment.base
+            got = libc_mmap(where, segment.nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
+            if got == _FAILED:
+                file = folder.file(segment_name(segment.number, "data"))
+                raise ArenaError(f"{file}: cannot be mapped: {os.strerror(ctypes.get_errno())}")
+        finally:
+            os.close(fd)
+    return memory
+
+
+def _libc_mmap() -> ctypes._NamedFuncPointer:
+    function = ctypes.CDLL(None, use_errno=True).mmap
+    function.restype = ctypes.c_void_p
+    function.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_long,
+    ]
+    return function

@@ -1,0 +1,81 @@
+"""Payloads as bytes and back: what numpy and torch give us, and the kind it is stored under."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeAlias, Union
+
+import numpy as np
+from numpy.typing import NDArray
+
+from supertuner.arena.format import DTYPES, Kind
+
+if TYPE_CHECKING:
+    import torch
+
+Payload: TypeAlias = Union[bytes, bytearray, memoryview, NDArray[Any], "torch.Tensor"]
+
+_BYTES = Kind("uint8", None)
+
+
+def is_torch(value: object) -> bool:
+    """Whether this is a torch tensor, asked without importing torch."""
+    return any(base.__module__ == "torch" and base.__name__ == "Tensor" for base in type(value).__mro__)
+
+
+def as_bytes(payload: Payload) -> tuple[memoryview, Kind]:
+    """The payload's bytes (no copy where it is contiguous) and its kind."""
+    if isinstance(payload, np.ndarray):
+        return _of_array(payload)
+    if is_torch(payload):
+        return _of_tensor(payload)
+    view = memoryview(payload)  # type: ignore[arg-type]
+    return (view if view.format == "B" and view.ndim == 1 else view.cast("B")), _BYTES
+
+
+def compressed(payload: Payload, codec: str, raw_nbytes: int | None) -> tuple[memoryview, Kind, int]:
+    """Bytes of a codec, which stand for `raw_nbytes` others."""
+    content, _ = as_bytes(payload)
+    assert raw_nbytes is not None, f"a payload of codec {codec!r} needs raw_nbytes, its size when unpacked"
+    return content, Kind("uint8", None, codec), raw_nbytes
+
+
+def checked_dtype(name: str) -> str:
+    if name not in DTYPES:
+        raise ValueError(f"an arena cannot store {name}; it stores {', '.join(DTYPES)}")
+    return name
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    import torch
+
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    try:
+        return np.dtype(name)
+    except TypeError as error:
+        raise ValueError(f"numpy has no {name}; take it with tensor(), or its bytes with view()") from error
+
+
+def _of_array(array: NDArray[Any]) -> tuple[memoryview, Kind]:
+    dtype = checked_dtype(array.dtype.name)
+    little = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
+    shape = None if array.ndim == 1 else array.shape
+    return _flat(little), Kind(dtype, shape)
+
+
+def _of_tensor(tensor: Any) -> tuple[memoryview, Kind]:
+    import torch
+
+    assert tensor.device.type == "cpu", f"a tensor on {tensor.device}; bring it to the CPU first"
+    dtype = checked_dtype(str(tensor.dtype).removeprefix("torch."))
+    flat = tensor.detach().contiguous().reshape(-1)
+    shape = None if tensor.ndim == 1 else tuple(tensor.shape)
+    return _flat(flat.view(torch.uint8).numpy()), Kind(dtype, shape)
+
+
+def _flat(array: NDArray[Any]) -> memoryview:
+    return array.reshape(-1).view(np.uint8).data

@@ -1,0 +1,230 @@
+"""A sealed arena as this process sees it: zero-copy, read-only, and locked against removal while it is open."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from supertuner.arena.catalog import Catalog
+from supertuner.arena.files import INDEX, Folder
+from supertuner.arena.format import ABSENT, Kind
+from supertuner.arena.gather import Indices, Out, checked_out, copy_rows, records_of, units_of
+from supertuner.arena.payload import numpy_dtype, torch_dtype
+from supertuner.arena.verify import Stopped, check_record, verify_arena
+from supertuner.core.errors import ArenaDamaged, ArenaError
+from supertuner.core.events import Progress, Silence
+from supertuner.core.types import JSON
+
+if TYPE_CHECKING:
+    import torch
+
+Verify: TypeAlias = Literal["on_demand", "background", "always"]
+"""When payload checksums are checked: only by `verify()`, by a thread after attaching, or before every read."""
+
+
+class Reader:
+    """Views stay good after `close()`, as long as somebody holds them; only the lock ends there."""
+
+    def __init__(
+        self, folder: Folder, catalog: Catalog, memory: mmap.mmap, verify: Verify, on_close: Callable[[], None]
+    ) -> None:
+        self._folder = folder
+        self._on_close = on_close
+        self._always = verify == "always"
+        self._fault: ArenaDamaged | ArenaError | None = None
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._show(catalog, memory)
+        if verify == "background":
+            self._thread = threading.Thread(target=self._verify_quietly, name="arena-verify", daemon=True)
+            self._thread.start()
+
+    def __len__(self) -> int:
+        return len(self._catalog.keys)
+
+    @property
+    def name(self) -> str:
+        return self._folder.path.name
+
+    @property
+    def meta(self) -> Mapping[str, JSON]:
+        """What was given to `seal`."""
+        return self._catalog.meta
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        return tuple(self._catalog.fields)
+
+    @property
+    def tables(self) -> tuple[str, ...]:
+        return tuple(self._catalog.tables)
+
+    def key(self, i: int) -> str:
+        self._check_unit(i)
+        key = self._catalog.keys.at(i)
+        try:
+            return key.decode()
+        except UnicodeDecodeError as error:
+            raise ArenaDamaged(self._folder.file(INDEX), f"key {i} is not UTF-8: {key[:80]!r}") from error
+
+    def find(self, key: str) -> int | None:
+        """The unit of that key, or None."""
+        return self._catalog.keys.find(key.encode(errors="surrogatepass"))
+
+    def has(self, i: int, field: str) -> bool:
+        self._check_unit(i)
+        return field in self._columns and self._columns[field][i] != ABSENT
+
+    def view(self, i: int, field: str = "media") -> memoryview:
+        """The stored bytes, read-only; of a compressed record, the compressed ones."""
+        record = self._record(i, field)
+        begin = self._offset[record]
+        return self._bytes[begin : begin + self._nbytes[record]]
+
+    def array(self, i: int, field: str = "media") -> NDArray[Any]:
+        """The record as a read-only array of its dtype and shape."""
+        return self._array(self._record(i, field))
+
+    def tensor(self, i: int, field: str = "media") -> torch.Tensor:
+        """The record as a tensor on the arena's memory. Writing to it changes this process's copy of the page only."""
+        import torch
+
+        record = self._record(i, field)
+        kind, raw_nbytes = self._raw_kind(record), self._raw_nbytes[record]
+        dtype, shape = torch_dtype(kind.dtype), kind.shape_of(raw_nbytes)
+        if not raw_nbytes:
+            return torch.empty(shape, dtype=dtype)
+        flat = torch.frombuffer(
+            self._memory, dtype=dtype, count=raw_nbytes // kind.itemsize, offset=self._offset[record]
+        )
+        return flat.view(shape)
+
+    def codec(self, i: int, field: str = "media") -> str:
+        return self._kind(self._record(i, field)).codec
+
+    def nbytes(self, i: int, field: str = "media") -> int:
+        """Stored bytes."""
+        return int(self._nbytes[self._record(i, field)])
+
+    def raw_nbytes(self, i: int, field: str = "media") -> int:
+        """Bytes once unpacked."""
+        return int(self._raw_nbytes[self._record(i, field)])
+
+    def gather(self, indices: Indices, out: Out, field: str = "media") -> None:
+        """Copy the units' records into the rows of `out`, a contiguous numpy array or CPU tensor of shape [k, …].
+
+        A row has the records' dtype and shape, or is their bytes (uint8). Records of different sizes: ValueError.
+        """
+        self._check_state(field)
+        records = records_of(self._catalog, units_of(indices, len(self)), field)
+        flat, nbytes = checked_out(self._catalog, records, out)
+        if self._always:
+            for record in records.tolist():
+                check_record(self._folder, self._catalog, self._bytes, record)
+        copy_rows(self._bytes, self._catalog.offset[records], flat, nbytes)
+
+    def table(self, name: str) -> NDArray[Any]:
+        """A column of the whole dataset, read-only and zero-copy."""
+        if name not in self._catalog.tables:
+            raise KeyError(f"no table {name!r} in {self.name}; it has {', '.join(self.tables) or 'none'}")
+        record = self._catalog.tables[name]
+        self._check_record(record)
+        return self._array(record)
+
+    def verify(self, progress: Progress | None = None) -> None:
+        """Check every byte of every file of the arena; raises ArenaDamaged naming the file."""
+        total = int(self._catalog.nbytes.sum())
+        with (progress or Silence()).phase(f"verifying {self.name}", items=len(self._offset), nbytes=total) as phase:
+            verify_arena(self._folder, phase, stop=lambda: False)
+
+    def close(self) -> None:
+        """Give up the lock. Views that were given out stay good."""
+        if self._folder.fd < 0:
+            return
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+        self._columns.clear()
+        self._folder.close()
+        self._on_close()
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _show(self, catalog: Catalog, memory: mmap.mmap) -> None:
+        """Let these be what the reader shows. Columns are kept as memoryviews too: one number of them costs little."""
+        self._catalog = catalog
+        self._memory = memory
+        self._bytes = memoryview(memory).toreadonly()
+        self._offset, self._nbytes = catalog.offset.data, catalog.nbytes.data
+        self._raw_nbytes = catalog.raw_nbytes.data
+        self._columns = {name: column.data for name, column in catalog.fields.items()}
+        self._kinds: dict[int, Kind] = {}
+
+    def _record(self, i: int, field: str) -> int:
+        self._check_state(field)
+        self._check_unit(i)
+        record = int(self._columns[field][i])
+        if record == ABSENT:
+            raise KeyError(f"unit {i} ({self.key(i)!r}) has no field {field!r}")
+        self._check_record(record)
+        return record
+
+    def _check_state(self, field: str) -> None:
+        if self._fault is not None:
+            raise self._fault
+        if field not in self._columns:
+            assert self._folder.fd >= 0, "this reader is closed"
+            raise KeyError(f"no field {field!r} in {self.name}; it has {', '.join(self.fields) or 'none'}")
+
+    def _check_unit(self, i: int) -> None:
+        if not 0 <= i < len(self._catalog.keys):
+            raise IndexError(f"unit {i} of {len(self)}")
+
+    def _check_record(self, record: int) -> None:
+        if self._always:
+            check_record(self._folder, self._catalog, self._bytes, record)
+
+    def _kind(self, record: int) -> Kind:
+        number = int(self._catalog.kind[record])
+        kind = self._kinds.get(number)
+        if kind is None:
+            if len(self._kinds) > 1024:
+                self._kinds.clear()
+            kind = self._kinds[number] = self._catalog.kind_of(number)
+        return kind
+
+    def _raw_kind(self, record: int) -> Kind:
+        kind = self._kind(record)
+        if kind.codec != "raw":
+            raise ValueError(f"this record is compressed with {kind.codec}; unpack the bytes of view()")
+        return kind
+
+    def _array(self, record: int) -> NDArray[Any]:
+        kind, raw_nbytes = self._raw_kind(record), self._raw_nbytes[record]
+        dtype, count = numpy_dtype(kind.dtype), raw_nbytes // kind.itemsize
+        flat: NDArray[Any] = np.frombuffer(self._bytes, dtype, count, self._offset[record])
+        return flat.reshape(kind.shape_of(raw_nbytes))
+
+    def _verify_quietly(self) -> None:
+        """Background verification: its finding is raised at the next read."""
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        phase = Silence().phase("")
+        try:
+            verify_arena(self._folder, phase, self._stop.is_set)
+        except Stopped:
+            return
+        except ArenaError as error:
+            self._fault = error

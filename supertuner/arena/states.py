@@ -1,0 +1,74 @@
+"""What state an arena's folder is in and whether its time is over, told by its files and locks; changes nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from supertuner.arena import locks
+from supertuner.arena.files import BUILDER, HEAD, INDEX, Folder
+from supertuner.arena.format import Head, Life
+from supertuner.arena.sealed import open_sealed, read_head
+from supertuner.core.errors import ArenaDamaged
+from supertuner.core.types import JSON
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaInfo:
+    name: str
+    state: Literal["sealed", "building", "remains", "damaged"]
+    nbytes: int
+    """Bytes really taken."""
+    units: int | None = None
+    """None while it is not sealed."""
+    created: float | None = None
+    life: Life | None = None
+    users: bool = False
+    """Whether anyone builds it or is attached."""
+    meta: Mapping[str, JSON] | None = None
+    problem: str = ""
+
+
+def describe(folder: Folder) -> ArenaInfo:
+    name, nbytes, users = folder.path.name, folder.stored_bytes(), locks.is_held(folder.fd)
+    try:
+        if folder.has(INDEX):
+            head, catalog = open_sealed(folder)
+            return ArenaInfo(name, "sealed", nbytes, len(catalog.keys), head.created, head.life, users, catalog.meta)
+        state: Literal["building", "remains"] = "building" if _is_building(folder) else "remains"
+        if not folder.has(HEAD):
+            return ArenaInfo(name, state, nbytes, users=users)
+        head = read_head(folder)
+        return ArenaInfo(name, state, nbytes, None, head.created, head.life, users)
+    except ArenaDamaged as error:
+        return ArenaInfo(name, "damaged", nbytes, users=users, problem=str(error))
+
+
+def has_ended(folder: Folder, now: float) -> bool:
+    """Whether an arena that nobody has open should go: remains of a dead builder, or a life that is over."""
+    head = head_or_none(folder)
+    if head is None:  # a sealed arena with a damaged head is the user's to remove; unsealed, nothing of it can be used
+        return not folder.has(INDEX)
+    if not isinstance(head.life, str) and now > head.created + head.life * 3600:
+        return True
+    return head.life == "run" if folder.has(INDEX) else not head.resumable
+
+
+def head_or_none(folder: Folder) -> Head | None:
+    """The head, or None where a build had not come so far or it cannot be trusted."""
+    try:
+        return read_head(folder)
+    except ArenaDamaged:
+        return None
+
+
+def _is_building(folder: Folder) -> bool:
+    if not folder.has(BUILDER):
+        return False
+    fd = folder.open_file(BUILDER)
+    try:
+        return locks.is_held(fd)
+    finally:
+        os.close(fd)

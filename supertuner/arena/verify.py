@@ -1,0 +1,100 @@
+"""Whether an arena's bytes are the ones that were written: every payload, and zeros everywhere between them."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+
+import xxhash
+
+from supertuner.arena.catalog import Catalog, Segment
+from supertuner.arena.checks import check_keys, check_used_once
+from supertuner.arena.files import INDEX, Folder, naming
+from supertuner.arena.format import PAGE, segment_name
+from supertuner.arena.mapping import map_segments
+from supertuner.arena.sealed import open_sealed
+from supertuner.core.errors import ArenaDamaged
+from supertuner.core.events import Phase
+
+_CHUNK = 1 << 20
+_PULSE = 256
+
+
+class Stopped(Exception):
+    """A background verification was asked to end."""
+
+
+def verify_arena(folder: Folder, phase: Phase, stop: Callable[[], bool]) -> None:
+    """Read everything again from the files, through a map of its own. Raises ArenaDamaged, or Stopped."""
+    _, catalog = open_sealed(folder)
+    count = 0
+
+    def pulse() -> None:
+        nonlocal count
+        count += 1
+        if count % _PULSE == 0 and stop():
+            raise Stopped
+
+    check_used_once(folder.file(INDEX), catalog)
+    check_keys(folder.file(INDEX), catalog, pulse)
+    view = memoryview(map_segments(folder, catalog.segments, catalog.total)).toreadonly()
+    first = 0
+    for segment in catalog.segments:
+        for record in range(first, first + segment.records):
+            pulse()
+            check_record(folder, catalog, view, record)
+            phase.advance(items=1, nbytes=int(catalog.nbytes[record]))
+        check_gaps(folder, catalog, segment, first, pulse)
+        first += segment.records
+
+
+def check_record(folder: Folder, catalog: Catalog, view: memoryview, record: int) -> None:
+    """Raise ArenaDamaged unless the record's bytes, as `view` shows them, have their checksum."""
+    begin, nbytes = int(catalog.offset[record]), int(catalog.nbytes[record])
+    if xxhash.xxh3_64_intdigest(view[begin : begin + nbytes]) != int(catalog.checksum[record]):
+        segment = catalog.segment_of(record)
+        raise ArenaDamaged(
+            folder.file(segment_name(segment.number, "data")),
+            f"the checksum of record {record} ({nbytes} bytes at {begin - segment.base}) does not hold",
+        )
+
+
+def check_gaps(folder: Folder, catalog: Catalog, segment: Segment, first: int, pulse: Callable[[], None]) -> None:
+    """Raise ArenaDamaged unless all bytes outside the header and the records are zero. Holes are skipped, not read."""
+    name = segment_name(segment.number, "data")
+    records = slice(first, first + segment.records)
+    begins = [*(catalog.offset[records] - segment.base).tolist(), segment.nbytes]
+    sizes = [0, *catalog.nbytes[records].tolist()]
+    fd = folder.open_file(name)
+    try:
+        with naming(folder.file(name)):
+            after = PAGE
+            for begin, size in zip(begins, sizes, strict=True):
+                pulse()
+                after += size
+                _check_zeros(folder.file(name), fd, after, begin)
+                after = begin
+    finally:
+        os.close(fd)
+
+
+def _check_zeros(file: object, fd: int, begin: int, end: int) -> None:
+    while begin < end:
+        if end - begin > PAGE or begin % PAGE == 0:
+            begin = _next_data(fd, begin)
+        chunk = os.pread(fd, max(0, min(end - begin, _CHUNK)), begin)
+        if chunk.count(0) != len(chunk):
+            at = begin + len(chunk) - len(chunk.lstrip(b"\0"))
+            raise ArenaDamaged(file, f"byte {at} lies between records and is not zero")
+        begin += len(chunk) or end
+
+
+def _next_data(fd: int, begin: int) -> int:
+    """The first byte from `begin` on that is stored; beyond the file if none is."""
+    try:
+        return os.lseek(fd, begin, os.SEEK_DATA)
+    except OSError as error:
+        if error.errno == errno.ENXIO:
+            return os.fstat(fd).st_size
+        raise

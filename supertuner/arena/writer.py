@@ -1,0 +1,270 @@
+"""One writer, one segment: units are put together and committed one by one, and an uncommitted one leaves no trace."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from types import TracebackType
+
+import xxhash
+
+from supertuner.arena import locks
+from supertuner.arena.files import HEAD, INDEX, Folder, naming, write_all
+from supertuner.arena.format import (
+    DATA_MAGIC,
+    JOURNAL_MAGIC,
+    JOURNAL_NBYTES,
+    MAX_FIELDS,
+    MAX_KEY_NBYTES,
+    PAGE,
+    Kind,
+    end_of,
+    pack_kind,
+    pack_segment,
+    place,
+    round_up,
+    segment_name,
+)
+from supertuner.arena.journal import Placed, pack_entry
+from supertuner.arena.payload import Payload, as_bytes, compressed
+from supertuner.core.errors import ArenaBusy, ArenaError, BrokenMedia
+
+_CHUNK = 256 << 10
+"""Read, checksummed and written in such pieces, each is in the cache all three times."""
+_KEPT = 1 << 20
+"""Up to this size a file's bytes stay in the writer's buffer; larger ones are looked at where they were written."""
+_GATE_S = 60.0
+
+
+class Writer:
+    """A segment being written. For one thread; open as many as there are threads."""
+
+    def __init__(self, folder: Folder, uuid: bytes, kind: int) -> None:
+        self._folder = folder
+        self.number, self._journal, self._data = open_segment(folder, uuid, kind)
+        self._data_file = folder.file(segment_name(self.number, "data"))
+        self._journal_file = folder.file(segment_name(self.number, "journal"))
+        self._end = PAGE
+        self._journal_end = JOURNAL_NBYTES
+        self._buffer = bytearray()
+        self._kinds: dict[Kind, bytes] = {}
+        self._open: Unit | None = None
+        self.units = 0
+
+    def begin(self, key: str) -> Unit:
+        """Start a unit. One at a time: commit or abort it before the next."""
+        assert self._open is None, f"unit {self._open and self._open.key!r} is still open"
+        assert self._data >= 0, "this writer is closed"
+        encoded = _encoded(key)
+        self._open = Unit(self, encoded)
+        return self._open
+
+    def close(self) -> None:
+        """Give up an open unit and release the segment. What was committed stays."""
+        if self._data < 0:
+            return
+        try:
+            if self._open is not None:
+                self._open.abort()
+        finally:
+            os.close(self._data)
+            os.close(self._journal)
+            self._data = self._journal = -1
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _write(self, content: memoryview, offset: int) -> int:
+        """Write at `offset`, and return the checksum of what was written."""
+        if len(content) <= _CHUNK:
+            with naming(self._data_file):
+                write_all(self._data, content, offset)
+            return xxhash.xxh3_64_intdigest(content)
+        digest = xxhash.xxh3_64()
+        with naming(self._data_file):
+            for at in range(0, len(content), _CHUNK):
+                digest.update(content[at : at + _CHUNK])
+                write_all(self._data, content[at : at + _CHUNK], offset + at)
+        return digest.intdigest()
+
+    def _copy_file(self, fd: int, nbytes: int, offset: int) -> tuple[memoryview, int]:
+        """Bring a file's first bytes to `offset`; a view and their checksum. Errors of reading pass as they are."""
+        if len(self._buffer) < min(nbytes, _KEPT):
+            self._buffer = bytearray(min(round_up(nbytes, _CHUNK), _KEPT))
+        buffer, digest = memoryview(self._buffer), xxhash.xxh3_64()
+        for at in range(0, nbytes, _CHUNK):
+            here = at % _KEPT
+            chunk = buffer[here : here + min(_CHUNK, nbytes - at)]
+            _read_full(fd, chunk, at, nbytes)
+            digest.update(chunk)
+            with naming(self._data_file):
+                write_all(self._data, chunk, offset + at)
+        if nbytes <= _KEPT:
+            return buffer[:nbytes].toreadonly(), digest.intdigest()
+        shared = mmap.mmap(self._data, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=offset)
+        return memoryview(shared), digest.intdigest()
+
+    def _kind(self, kind: Kind) -> bytes:
+        row = self._kinds.get(kind)
+        if row is None:
+            if len(self._kinds) > 1024:
+                self._kinds.clear()
+            row = self._kinds[kind] = pack_kind(kind)
+        return row
+
+    def _commit(self, key: bytes, fields: list[Placed], end: int) -> None:
+        if os.fstat(self._journal).st_nlink == 0:
+            raise ArenaError(
+                f"{self._folder.path}: the build was abandoned by its owner; nothing more can be committed"
+            )
+        entry = pack_entry(self._journal_end, key, fields)
+        with naming(self._journal_file):
+            try:
+                write_all(self._journal, entry, self._journal_end)
+            except OSError:
+                os.ftruncate(self._journal, self._journal_end)
+                raise
+        self._journal_end += len(entry)
+        self._end = end
+        self._open = None
+        self.units += 1
+
+    def _abort(self) -> None:
+        """Take back what was written since the last commit: the pages are freed and read as zeros again."""
+        self._open = None
+        with naming(self._data_file):
+            if os.fstat(self._data).st_size > self._end:
+                os.ftruncate(self._data, self._end)
+
+
+class Unit:
+    """What is committed together under one key. As a context manager it commits, or aborts on an error."""
+
+    def __init__(self, writer: Writer, key: bytes) -> None:
+        self.key = key
+        self._writer = writer
+        self._end = writer._end
+        self._fields: list[Placed] = []
+
+    def put(self, field: str, payload: Payload, *, codec: str = "raw", raw_nbytes: int | None = None) -> None:
+        """Add bytes, an array or a tensor. With a codec, `raw_nbytes` is its size when unpacked."""
+        if codec == "raw":
+            content, kind = as_bytes(payload)
+            real = len(content)
+            assert raw_nbytes in (None, real), f"raw bytes are {real}, not {raw_nbytes}"
+        else:
+            content, kind, real = compressed(payload, codec, raw_nbytes)
+        offset = self._place(field, len(content))
+        checksum = self._writer._write(content, offset)
+        self._add(field, kind, offset, len(content), real, checksum)
+
+    def put_file(self, field: str, fd: int, nbytes: int) -> memoryview:
+        """Add the first `nbytes` of an open file, read once; a read-only view of them, good until the next put_file.
+
+        The view is for looking into the file: abort if it will not do. A file that turns out shorter is BrokenMedia, an
+        error in reading it is the system's own OSError, an error in writing is an ArenaError.
+        """
+        offset = self._place(field, nbytes)
+        view, checksum = self._writer._copy_file(fd, nbytes, offset)
+        self._add(field, Kind("uint8", None), offset, nbytes, nbytes, checksum)
+        return view
+
+    def commit(self) -> None:
+        """From here on the unit is there for every reader; before, for none."""
+        assert self._writer._open is self, "this unit was committed or aborted already"
+        self._writer._commit(self.key, self._fields, self._end)
+
+    def abort(self) -> None:
+        assert self._writer._open is self, "this unit was committed or aborted already"
+        self._writer._abort()
+
+    def __enter__(self) -> Unit:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._writer._open is not self:
+            return
+        if error is None:
+            self.commit()
+        else:
+            self.abort()
+
+    def _place(self, field: str, nbytes: int) -> int:
+        assert self._writer._open is self, "this unit was committed or aborted already"
+        assert 0 < len(field) <= 64 and all(f.name != field.encode() for f in self._fields), (
+            f"field {field!r}: put twice?"
+        )
+        assert len(self._fields) < MAX_FIELDS
+        return place(self._end, nbytes)
+
+    def _add(self, field: str, kind: Kind, offset: int, nbytes: int, raw_nbytes: int, checksum: int) -> None:
+        row = self._writer._kind(kind)
+        self._fields.append(Placed(field.encode(), row, offset, nbytes, raw_nbytes, checksum))
+        self._end = end_of(offset, nbytes)
+
+
+def open_segment(folder: Folder, uuid: bytes, kind: int) -> tuple[int, int, int]:
+    """A new segment of an arena that is not sealed: (number, journal, data). The journal is locked while it is open."""
+    gate = folder.open_file(HEAD)
+    try:
+        if not locks.lock(gate, exclusive=False, wait_s=_GATE_S):
+            raise ArenaBusy(f"{folder.path}: is being sealed; no writer can join any more")
+        if folder.has(INDEX):
+            raise ArenaError(f"{folder.path}: is sealed; nothing can be added")
+        number, journal = _claim(folder)
+        return number, journal, _begin_segment(folder, uuid, kind, number, journal)
+    finally:
+        os.close(gate)
+
+
+def _begin_segment(folder: Folder, uuid: bytes, kind: int, number: int, journal: int) -> int:
+    """The data file of a claimed segment. The journal's header comes last: a journal that has one has data."""
+    data = -1
+    try:
+        locks.lock(journal, exclusive=True)
+        data = folder.create(segment_name(number, "data"))
+        with naming(folder.file(segment_name(number, "data"))):
+            write_all(data, pack_segment(DATA_MAGIC, uuid, number, kind), 0)
+            write_all(journal, pack_segment(JOURNAL_MAGIC, uuid, number, kind), 0)
+    except BaseException:
+        os.close(journal)
+        if data >= 0:
+            os.close(data)
+        raise
+    return data
+
+
+def _encoded(key: str) -> bytes:
+    try:
+        encoded = key.encode()
+    except UnicodeEncodeError as error:
+        raise ArenaError(f"{key!r} cannot be a key: it is not Unicode text; rename the file") from error
+    if not 0 < len(encoded) <= MAX_KEY_NBYTES:
+        raise ArenaError(f"a key of {len(encoded)} bytes ({key[:80]!r}); an arena takes 1 to {MAX_KEY_NBYTES}")
+    return encoded
+
+
+def _claim(folder: Folder) -> tuple[int, int]:
+    """The next free number, ours by having made its journal."""
+    number = max(folder.segments("journal") + folder.segments("data"), default=-1) + 1
+    while True:
+        try:
+            return number, folder.create(segment_name(number, "journal"))
+        except FileExistsError:
+            number += 1
+
+
+def _read_full(fd: int, chunk: memoryview, at: int, nbytes: int) -> None:
+    done = 0
+    while done < len(chunk):
+        got = os.preadv(fd, [chunk[done:]], at + done)
+        if got == 0:
+            raise BrokenMedia(f"ends after {at + done} of {nbytes} bytes; it changed while it was read")
+        done += got
