@@ -47,9 +47,16 @@ class Meter:
             self._raw -= raw
             self.taken -= stored
 
+    def ran_out(self, why: str) -> str:
+        """The message for a file system that was full before the budget was used: others write to it, too."""
+        return (
+            f"datasets[{self._dataset}] stopped after {bytes_text(self.taken)}: {why}; about "
+            f"{bytes_text(self._forecast() - self.taken)} are missing"
+        )
+
     def _forecast(self) -> int:
         """What the whole dataset would take, by what it took so far."""
-        return max(self._bound.nbytes + 1, int(self.taken / max(1, self._raw) * self._raw_total))
+        return max(self.taken, int(self.taken / max(1, self._raw) * self._raw_total))
 
     def _look(self) -> None:
         left = self._host.memory_available() if self._host else None

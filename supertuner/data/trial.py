@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from supertuner.core.errors import BrokenMedia
 from supertuner.data.compress import Choice, Setting, Trial, choose, compress, tried_codecs
+from supertuner.data.fit import stored_bytes
 from supertuner.data.probe.sniff import HEAD_BYTES, sniff
 from supertuner.data.reading import read_span
 from supertuner.data.sources.listing import Item, Source, Span
@@ -51,5 +52,6 @@ def spread(items: Sequence[Item]) -> list[Item]:
 
 
 def _trial(format: str, contents: list[bytes], codecs: tuple[str, ...]) -> Trial:
-    after = {codec: sum(len(compress(codec, content)) for content in contents) for codec in codecs}
-    return Trial(format, len(contents), sum(map(len, contents)), after)
+    """Sizes are counted in pages: what is saved inside the last page of a file is not saved."""
+    after = {codec: sum(stored_bytes(len(compress(codec, content))) for content in contents) for codec in codecs}
+    return Trial(format, len(contents), sum(stored_bytes(len(content)) for content in contents), after)

@@ -1,11 +1,10 @@
-"""What a folder of files is to a dataset: which files are samples, which captions are theirs, and what is left out and why."""
+"""Which files of a folder are samples, which captions are theirs, and what is left out and why."""
 
 import json
 import os
 import time
 
 import pytest
-from tests.data.media_files import picture, write
 
 from supertuner.config.data import Captions, Dataset
 from supertuner.core.errors import SourceError
@@ -13,6 +12,7 @@ from supertuner.core.types import MediaKind
 from supertuner.data.reading import read_captions
 from supertuner.data.sources import format_of, open_source
 from supertuner.data.sources.folder import FolderSource
+from tests.data.media_files import picture, write
 
 JPEG = picture("jpeg", (8, 8))
 
@@ -102,7 +102,9 @@ def test_sidecars_give_one_caption_or_one_per_line(tmp_path):
 def test_sidecars_may_have_another_ending_or_keep_the_pictures(tmp_path):
     write(tmp_path, {"a.jpg": JPEG, "a.caption": "one", "b.jpg": JPEG, "b.jpg.caption": "two", "c.caption": "nobody's"})
     assert texts(tmp_path, extension=".caption") == {"a": ("one",), "b": ("two",)}
-    assert any("1 caption file left out" in n and "c.caption" in n for n in listing(tmp_path, extension=".caption").notes)
+    assert any(
+        "1 caption file left out" in n and "c.caption" in n for n in listing(tmp_path, extension=".caption").notes
+    )
 
 
 def test_filename_constant_and_none(tmp_path):
@@ -143,7 +145,9 @@ def test_a_metadata_file_elsewhere_with_other_columns(tmp_path, kind):
     root = write(tmp_path / "set", {"a.jpg": JPEG})
     path = metadata(tmp_path, kind, ROWS)
     assert texts(root, metadata_file=path)["a"] == ("one",)
-    with pytest.raises(SourceError, match=r"needs the columns 'path'.*it has 'file_name', 'text'.*captions\.file_column"):
+    with pytest.raises(
+        SourceError, match=r"needs the columns 'path'.*it has 'file_name', 'text'.*captions\.file_column"
+    ):
         texts(root, metadata_file=path, file_column="path")
 
 
@@ -168,7 +172,8 @@ def test_several_rows_of_one_file_are_several_captions(tmp_path):
 def test_a_caption_in_a_table_that_is_not_utf8_or_not_text_sets_only_its_own_sample_aside(tmp_path):
     write(tmp_path, {"a.jpg": JPEG, "b.jpg": JPEG, "c.jpg": JPEG})
     (tmp_path / "metadata.jsonl").write_bytes(
-        b'{"file_name": "a.jpg", "text": "\xff"}\n{"file_name": "b.jpg", "text": 3}\n{"file_name": "c.jpg", "text": "c"}'
+        b'{"file_name": "a.jpg", "text": "\xff"}\n{"file_name": "b.jpg", "text": 3}\n'
+        b'{"file_name": "c.jpg", "text": "c"}'
     )
     found = listing(tmp_path)
     assert [item.key for item in found.items] == ["c"]

@@ -1,0 +1,49 @@
+"""Who stages: the first process that asks builds the arena, the others wait for it and find it there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from supertuner.arena.build import Build
+from supertuner.arena.format import Life
+from supertuner.arena.home import Home
+from supertuner.arena.reader import Reader, Verify
+from supertuner.arena.states import ArenaInfo
+from supertuner.core.errors import ArenaBusy, ArenaError, ArenaMissing
+from supertuner.core.events import Progress
+from supertuner.data.fingerprint import same_dataset
+
+_POLL_S = 0.05
+
+
+def claim(home: Home, name: str, life: Life, verify: Verify, progress: Progress) -> Build | Reader:
+    """A build of our own, or the arena, validated and held. Waits as long as another process builds it."""
+    found = _try(home, name, life, verify)
+    if found is not None:
+        return found
+    with progress.phase(f"waiting for another process that stages {name}"):
+        while (found := _try(home, name, life, verify)) is None:
+            time.sleep(_POLL_S)
+    return found
+
+
+def older_versions(arenas: Sequence[ArenaInfo], dataset_id: str, name: str) -> list[ArenaInfo]:
+    """Sealed arenas of the same dataset as it was before its files or settings changed."""
+    return [a for a in arenas if a.name != name and a.state == "sealed" and same_dataset(a.name, dataset_id)]
+
+
+def _try(home: Home, name: str, life: Life, verify: Verify) -> Build | Reader | None:
+    """What is possible now; None if another process is building. A damaged arena is an error, not a reason to build."""
+    try:
+        return home.attach(name, verify=verify)
+    except ArenaMissing:
+        home.sweep()  # dead builders' remains may hold the memory that we need now
+    try:
+        return home.build(name, life=life)
+    except ArenaBusy:
+        return None
+    except ArenaError:
+        if any(a.name == name and a.state == "sealed" for a in home.ls()):
+            return None  # sealed between our two looks: the next one finds it
+        raise

@@ -1,0 +1,20 @@
+"""Which folder a dataset's arena lives in: memory for `in_memory`, a disk for `disk`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from supertuner.arena.home import Home, default_home
+from supertuner.config.data import Dataset
+from supertuner.config.tree import RunConfig
+
+
+def home_path(dataset: Dataset, config: RunConfig) -> Path:
+    """The configured home of this type of dataset, or the default one."""
+    if dataset.type == "in_memory":
+        return config.arena.home or default_home()
+    return config.arena.disk_home or config.run.output_dir / "arenas"
+
+
+def home_of(dataset: Dataset, config: RunConfig) -> Home:
+    return Home(home_path(dataset, config))

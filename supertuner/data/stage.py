@@ -1,0 +1,247 @@
+"""Staging: a dataset's files become one arena of this node, or the arena that already holds them is reused."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from supertuner.arena.build import Build
+from supertuner.arena.format import Life
+from supertuner.arena.home import Home
+from supertuner.arena.reader import Reader, Verify
+from supertuner.config.data import Dataset
+from supertuner.core.errors import ArenaFull, DoesNotFit, SourceError
+from supertuner.core.events import Decided, Measured, Progress, SetAside, Sink, Warned
+from supertuner.core.host import Host
+from supertuner.core.types import GIB, JSON, MIB, bytes_text
+from supertuner.data import fit, trial
+from supertuner.data.claim import claim, older_versions
+from supertuner.data.columns import CAPTION_INDEX, tables
+from supertuner.data.compress import RAW, Choice
+from supertuner.data.crew import Crew, chunked
+from supertuner.data.fingerprint import STAGED_VERSION, arena_name, fingerprint
+from supertuner.data.meter import Meter
+from supertuner.data.result import FormatFigures, StageResult, judge
+from supertuner.data.room import room_of
+from supertuner.data.sources import open_source
+from supertuner.data.sources.listing import Left, Listing, Source
+from supertuner.data.staged import SET_ASIDE, StagedDataset
+from supertuner.data.worker import Job, StageWorker
+
+MOST_THREADS = 72
+_CHUNK_FILES = 64
+_CHUNK_BYTES = 16 * MIB
+
+
+@dataclass(frozen=True, slots=True)
+class Stager:
+    """Where datasets are staged on this node, and who is told about it."""
+
+    home: Home
+    host: Host
+    sink: Sink
+    progress: Progress
+    life: Life = "until_removed"
+    verify: Verify = "on_demand"
+
+    def stage(self, dataset: Dataset, place: str = "") -> StageResult:
+        """Stage `dataset`, or find it staged. An arena kept for "run" only ends here: use `open` to work with it."""
+        result, staged = self.open(dataset, place)
+        staged.close()
+        return result
+
+    def open(self, dataset: Dataset, place: str = "") -> tuple[StageResult, StagedDataset]:
+        """Stage or reuse, and hold. `place` is what the dataset's block is called in the configuration."""
+        began = time.perf_counter()
+        place = place or f"datasets[{dataset.id}]"
+        source = open_source(dataset)
+        with self.progress.phase(f"listing {dataset.id}"):
+            mark = fingerprint(dataset, source.identity())
+        name = arena_name(dataset.id, mark)
+        claimed = claim(self.home, name, self.life, self.verify, self.progress)
+        if isinstance(claimed, Build):
+            with claimed as build:
+                _Staging(self, dataset, source, build, mark, place).run()
+                staged = StagedDataset.open(self.home, name, verify=self.verify)
+        else:
+            staged = StagedDataset.of(claimed)
+        try:
+            result = self._result(dataset, staged, began, name, reused=isinstance(claimed, Reader))
+            self._report(dataset, result, place)
+        except BaseException:
+            staged.close()
+            raise
+        return result, staged
+
+    def _result(self, dataset: Dataset, staged: StagedDataset, began: float, name: str, *, reused: bool) -> StageResult:
+        """The figures as the arena itself holds them, so that a reused one reports what a fresh one did."""
+        meta = staged.meta
+        arenas = self.home.ls()
+        return StageResult(
+            dataset=dataset.id,
+            kind=staged.kind,
+            arena=name,
+            home=str(self.home.path),
+            fingerprint=staged.fingerprint,
+            reused=reused,
+            files=len(staged),
+            nbytes=int(meta["bytes"]),
+            stored_bytes=next(arena.nbytes for arena in arenas if arena.name == name),
+            seconds=time.perf_counter() - began,
+            formats=dict(meta["formats"]),
+            set_aside=tuple(SetAside(dataset.id, file, reason) for file, reason in staged.set_aside()),
+            without_caption=int(meta["without_caption"]),
+            older=tuple((old.name, old.nbytes) for old in older_versions(arenas, dataset.id, name)),
+        )
+
+    def _report(self, dataset: Dataset, result: StageResult, place: str) -> None:
+        """What the user should know of a dataset that is there now, fresh or reused."""
+        name = f"datasets[{dataset.id}]"
+        if result.reused:
+            reason = "nothing has changed since it was staged"
+            self.sink.emit(Decided(f"{name}.arena", f"{result.arena} reused", reason))
+            for one in result.set_aside:
+                self.sink.emit(one)
+            judge(dataset, result.set_aside, result.files, place)
+        if result.without_caption and dataset.captions.source != "none":
+            text = f"{result.without_caption} of {result.files} samples have no caption; they get an empty one"
+            self.sink.emit(Warned(f"{name}.captions", text))
+        for old, nbytes in result.older:
+            text = f"an older version is still kept ({bytes_text(nbytes)}): `supertuner arena rm {old}`"
+            self.sink.emit(Warned(f"{name}.arena", text))
+        self.sink.emit(Measured(f"{name}.staging", result.figures()))
+
+
+class _Staging:
+    """One dataset on its way into an arena that is being built."""
+
+    def __init__(self, stager: Stager, dataset: Dataset, source: Source, build: Build, mark: str, place: str) -> None:
+        self._to = stager
+        self._dataset = dataset
+        self._name = f"datasets[{dataset.id}]"
+        self._source = source
+        self._build = build
+        self._mark = mark
+        self._place = place
+
+    def run(self) -> None:
+        """List, decide, copy, judge, seal. An error on the way leaves nothing behind: the build is abandoned."""
+        listing = self._listing()
+        choices = self._choices(listing)
+        workers = self._copy(listing, choices)
+        set_aside = self._set_aside(listing, workers)
+        staged = sum(len(worker.columns) for worker in workers)
+        judge(self._dataset, set_aside, staged, self._place)
+        self._seal(listing, workers, set_aside)
+
+    def _listing(self) -> Listing:
+        listing = self._source.listing()
+        for note in listing.notes:
+            self._to.sink.emit(Warned(self._name, note))
+        if not listing.items and not listing.left:
+            notes = "".join(f"; {note}" for note in listing.notes)
+            where = self._dataset.instance_data_dir
+            raise SourceError(f"{self._name}: no {self._dataset.dataset_type} files in {str(where)!r}{notes}")
+        self._decide("captions", listing.captions_from.partition(":")[0], listing.captions_from)
+        return listing
+
+    def _choices(self, listing: Listing) -> dict[str, Choice]:
+        """Codecs by format, with their reasons; none if everything is to be stored as it is."""
+        setting = self._dataset.in_memory.compression
+        choices = trial.choices(setting, listing.items, self._source)
+        for choice in choices.values():
+            self._decide(f"in_memory.compression.{choice.format}", choice.codec, choice.reason)
+            if setting != "auto" and not choice.gains:
+                text = f"{choice.codec} gains nothing on {choice.format} ({choice.reason}), and every read pays for it"
+                self._warn("in_memory.compression", f'{text}; leave it out or set "auto"')
+        return {} if all(choice.codec == RAW for choice in choices.values()) else choices
+
+    def _copy(self, listing: Listing, choices: Mapping[str, Choice]) -> list[StageWorker]:
+        sizes = [item.nbytes for item in listing.items]
+        bound = self._budget()
+        keys = sum(len(item.key) for item in listing.items)
+        need = sum(map(fit.stored_bytes, sizes)) + keys + fit.UNIT_BYTES * len(sizes)
+        if not choices:  # compressed sizes are known only when they are there: the meter watches them
+            fit.require(self._dataset.id, need, len(sizes), bound)
+        room = bound.nbytes - (need - sum(map(fit.stored_bytes, sizes)))
+        host = self._to.host if self._in_memory else None
+        meter = Meter(self._dataset.id, fit.Budget(room, bound.bound_by, bound.remedy), host, len(sizes), sum(sizes))
+        chunks = chunked(sizes, files=_CHUNK_FILES, nbytes=_CHUNK_BYTES)
+        title = f"staging {self._dataset.id}"
+        with self._to.progress.phase(title, items=len(sizes), nbytes=sum(sizes)) as phase:
+            job = Job(self._dataset, self._source, listing, self._build, meter, choices, phase)
+            try:
+                return Crew(lambda: StageWorker(job), chunks, self._threads()).run()
+            except ArenaFull as error:
+                raise DoesNotFit(meter.ran_out(str(error))) from error
+
+    def _budget(self) -> fit.Budget:
+        """How much may be stored; says so where that is less than the user asked for."""
+        settings = self._dataset.in_memory
+        room = room_of(self._to.home.path, self._to.host, settings.memory_limit_gb)
+        self._in_memory = room.in_memory
+        lowered = fit.lowered(room)
+        if lowered is not None:
+            text = f"is {settings.memory_limit_gb:g}, and this machine can give {bytes_text(lowered)}; lowered to that"
+            self._warn("in_memory.memory_limit_gb", text)
+            self._decide("in_memory.memory_limit_gb", round(lowered / GIB, 3), text)
+        if not room.in_memory and settings.memory_limit_gb is not None:
+            self._warn("in_memory.memory_limit_gb", "has no effect: this dataset's arena lies on a disk")
+        if not room.in_memory and self._dataset.type == "in_memory":
+            self._warn("type", f"is in_memory, and arena.home {self._to.home.path} is on a disk; name one on tmpfs")
+        return fit.budget(room)
+
+    def _threads(self) -> int:
+        asked = self._dataset.in_memory.num_workers
+        threads = asked or min(MOST_THREADS, self._to.host.cpus())
+        reason = "as configured" if asked else f"the CPUs this process may use, at most {MOST_THREADS}"
+        self._decide("in_memory.num_workers", threads, reason)
+        return threads
+
+    def _set_aside(self, listing: Listing, workers: Sequence[StageWorker]) -> list[SetAside]:
+        """Everything broken, in one order whatever the threads did, and told."""
+        left: list[Left] = [*listing.left, *(one for worker in workers for _, one in worker.left)]
+        found = [SetAside(self._dataset.id, one.file, one.reason) for one in sorted(left)]
+        for one in found:
+            self._to.sink.emit(one)
+        return found
+
+    def _seal(self, listing: Listing, workers: Sequence[StageWorker], set_aside: Sequence[SetAside]) -> None:
+        columns = tables([worker.columns for worker in workers])
+        for table, values in columns.items():
+            self._build.put_table(table, values)
+        self._build.put_table(SET_ASIDE, _json_column([[one.file, one.reason] for one in set_aside]))
+        formats: dict[str, FormatFigures] = {}
+        for worker in workers:
+            for format, figures in worker.formats.items():
+                formats.setdefault(format, FormatFigures()).add(figures)
+        self._build.seal(
+            {
+                "holds": "staged dataset",
+                "version": STAGED_VERSION,
+                "dataset": self._dataset.id,
+                "kind": self._dataset.dataset_type.value,
+                "fingerprint": self._mark,
+                "bytes": sum(figures.nbytes for figures in formats.values()),
+                "formats": {format: figures.as_json() for format, figures in sorted(formats.items())},
+                "captions": listing.captions_from,
+                "set_aside": len(set_aside),
+                "without_caption": int(np.count_nonzero(np.diff(columns[CAPTION_INDEX]) == 0)),
+            }
+        )
+
+    def _decide(self, what: str, value: JSON, reason: str) -> None:
+        self._to.sink.emit(Decided(f"{self._name}.{what}", value, reason))
+
+    def _warn(self, what: str, text: str) -> None:
+        self._to.sink.emit(Warned(f"{self._name}.{what}", text))
+
+
+def _json_column(value: JSON) -> NDArray[Any]:
+    return np.frombuffer(json.dumps(value).encode(), np.uint8)

@@ -1,0 +1,103 @@
+"""A staged dataset as the rest of `data/` sees it: media and captions by number, facts as columns shared by all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from itertools import pairwise
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from supertuner.arena.home import Home
+from supertuner.arena.reader import Reader, Verify
+from supertuner.core.errors import ArenaDamaged
+from supertuner.core.types import MediaKind
+from supertuner.data.columns import CAPTION_BYTES, CAPTION_INDEX, CAPTION_OFFSETS
+from supertuner.data.compress import RAW, decompress
+from supertuner.data.fingerprint import STAGED_VERSION
+
+MEDIA = "media"
+"""The field of a unit that holds a file's bytes."""
+SET_ASIDE = "set_aside"
+"""The table that holds what was broken, as JSON."""
+
+
+class StagedDataset:
+    """Views, not copies: every process of the node that opens it shares the same memory."""
+
+    def __init__(self, reader: Reader) -> None:
+        meta = reader.meta
+        if meta.get("holds") != "staged dataset" or meta.get("version") != STAGED_VERSION:
+            what = f"holds {meta.get('holds')!r} of version {meta.get('version')}, not a staged dataset"
+            raise ArenaDamaged("arena", f"{what} of version {STAGED_VERSION}")
+        self._reader = reader
+        self.meta: Mapping[str, Any] = meta
+        self.id = str(meta["dataset"])
+        self.kind = MediaKind(str(meta["kind"]))
+        self.fingerprint = str(meta["fingerprint"])
+        self.width: NDArray[np.int32] = reader.table("width")
+        self.height: NDArray[np.int32] = reader.table("height")
+        """As displayed."""
+        self.orientation: NDArray[np.int32] = reader.table("orientation")
+        """EXIF orientation (1 to 8) that a decoder must apply to get what is displayed."""
+        self.frames: NDArray[np.int32] = reader.table("frames")
+        self.fps: NDArray[np.float32] = reader.table("fps")
+        self.seconds: NDArray[np.float32] = reader.table("seconds")
+        self.sample_rate: NDArray[np.int32] = reader.table("sample_rate")
+        self.channels: NDArray[np.int32] = reader.table("channels")
+        self._caption_index = reader.table(CAPTION_INDEX)
+        self._caption_offsets = reader.table(CAPTION_OFFSETS)
+        self._caption_bytes = reader.table(CAPTION_BYTES)
+
+    @classmethod
+    def open(cls, home: Home, arena: str, *, verify: Verify = "on_demand") -> StagedDataset:
+        """Attach to the arena of that name, validated."""
+        return cls.of(home.attach(arena, verify=verify))
+
+    @classmethod
+    def of(cls, reader: Reader) -> StagedDataset:
+        """The dataset that `reader` shows; it is closed if it shows none."""
+        try:
+            return cls(reader)
+        except BaseException:
+            reader.close()
+            raise
+
+    def __len__(self) -> int:
+        return len(self._reader)
+
+    def key(self, i: int) -> str:
+        return self._reader.key(i)
+
+    def find(self, key: str) -> int | None:
+        return self._reader.find(key)
+
+    def media(self, i: int) -> memoryview:
+        """The file's bytes as they were in the source: a view, or unpacked into fresh memory if stored compressed."""
+        stored = self._reader.view(i, MEDIA)
+        codec = self._reader.codec(i, MEDIA)
+        return stored if codec == RAW else decompress(codec, stored, self._reader.raw_nbytes(i, MEDIA))
+
+    def captions(self, i: int) -> tuple[str, ...]:
+        """All captions of a sample, in their order; empty if it has none."""
+        first, last = int(self._caption_index[i]), int(self._caption_index[i + 1])
+        offsets = self._caption_offsets[first : last + 1].tolist()
+        return tuple(self._caption_bytes[a:b].tobytes().decode() for a, b in pairwise(offsets))
+
+    def set_aside(self) -> list[tuple[str, str]]:
+        """Files that were broken when the dataset was staged, and why."""
+        return [(file, reason) for file, reason in json.loads(self._reader.table(SET_ASIDE).tobytes())]
+
+    def close(self) -> None:
+        self._reader.close()
+
+    def __enter__(self) -> StagedDataset:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
