@@ -14,7 +14,9 @@ from PIL import Image
 FORMATS = {"jpeg": "JPEG", "png": "PNG", "webp": "WEBP"}
 
 
-def picture(format: str = "jpeg", size: tuple[int, int] = (64, 48), seed: int = 0, orientation: int = 1, **save) -> bytes:
+def picture(
+    format: str = "jpeg", size: tuple[int, int] = (64, 48), seed: int = 0, orientation: int = 1, **save
+) -> bytes:
     """An encoded picture of noise (so that every seed gives other bytes)."""
     pixels = np.random.default_rng(seed).integers(0, 255, (size[1], size[0], 3), dtype=np.uint8)
     if orientation != 1:

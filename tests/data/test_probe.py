@@ -6,7 +6,6 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.data.media_files import picture, png_claiming, sound, video
 from PIL import Image, ImageOps
 
 from supertuner.core.errors import BrokenMedia
@@ -14,6 +13,7 @@ from supertuner.core.types import MediaKind
 from supertuner.data.probe import probe
 from supertuner.data.probe.exif import orientation
 from supertuner.data.probe.facts import MAX_PIXELS
+from tests.data.media_files import picture, png_claiming, sound, video
 
 
 def image_facts(content: bytes):
@@ -33,7 +33,12 @@ def test_displayed_size_agrees_with_pillow_for_every_orientation(format, turn):
 
 @pytest.mark.parametrize(
     ("format", "save"),
-    [("jpeg", {"progressive": True}), ("webp", {"lossless": True}), ("png", {"optimize": True}), ("jpeg", {"quality": 5})],
+    [
+        ("jpeg", {"progressive": True}),
+        ("webp", {"lossless": True}),
+        ("png", {"optimize": True}),
+        ("jpeg", {"quality": 5}),
+    ],
 )
 def test_other_ways_to_save_a_picture_are_understood(format, save):
     facts = image_facts(picture(format, (33, 65), **save))

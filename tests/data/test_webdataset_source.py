@@ -7,7 +7,6 @@ import tarfile
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.data.media_files import picture, tar
 
 from supertuner.config.data import Captions
 from supertuner.core.types import MediaKind
@@ -15,6 +14,7 @@ from supertuner.data.reading import read_captions, read_span
 from supertuner.data.sources.listing import Span
 from supertuner.data.sources.tar_index import members
 from supertuner.data.sources.webdataset import WebDatasetSource
+from tests.data.media_files import picture, tar
 
 JPEG = picture("jpeg", (8, 8))
 
@@ -35,7 +35,9 @@ def indexed(path):
 
 def test_samples_are_members_up_to_the_first_dot_with_their_bytes_and_captions(tmp_path):
     other = picture("png", (9, 9))
-    path = tar(tmp_path / "s.tar", {"d.x/a.jpg": JPEG, "d.x/a.txt": "one", "b.left.png": other, "b.txt": "two", "b.cls": "3"})
+    path = tar(
+        tmp_path / "s.tar", {"d.x/a.jpg": JPEG, "d.x/a.txt": "one", "b.left.png": other, "b.txt": "two", "b.cls": "3"}
+    )
     assert texts(path) == {"s/b": ("two",), "s/d.x/a": ("one",)}
     found = listing(path)
     assert {i.key: read_span(i.media) for i in found.items} == {"s/b": other, "s/d.x/a": JPEG}
@@ -118,7 +120,9 @@ def test_pickles_in_a_shard_are_never_loaded(tmp_path):
         def __reduce__(self):
             return (open, (str(tmp_path / "exploded"), "w"))
 
-    found = texts(tar(tmp_path / "s.tar", {"a.jpg": JPEG, "a.pyd": pickle.dumps(Bomb()), "a.pth": pickle.dumps(Bomb())}))
+    found = texts(
+        tar(tmp_path / "s.tar", {"a.jpg": JPEG, "a.pyd": pickle.dumps(Bomb()), "a.pth": pickle.dumps(Bomb())})
+    )
     assert found == {"s/a": ()} and not (tmp_path / "exploded").exists()
 
 
@@ -139,4 +143,4 @@ def test_a_damaged_shard_never_gives_a_span_outside_of_itself(tmp_path_factory, 
     size = path.stat().st_size
     for item in listing(path).items:
         assert isinstance(item.media, Span)
-        assert 0 <= item.media.offset and item.media.offset + item.media.nbytes <= size
+        assert item.media.offset >= 0 and item.media.offset + item.media.nbytes <= size
