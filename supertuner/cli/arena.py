@@ -1,0 +1,134 @@
+"""`supertuner arena`: see, check and remove what this node holds for this user."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from supertuner.arena.home import Home
+    from supertuner.arena.states import ArenaInfo
+
+app = typer.Typer(help="See, check and remove staged data of this node.", no_args_is_help=True)
+
+HomeOption = Annotated[
+    Path | None, typer.Option("--home", help="The arenas' folder; without it, this user's on tmpfs.", metavar="FOLDER")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")]
+
+
+@app.command("ls")
+def list_arenas(home: HomeOption = None, as_json: JsonOption = False) -> None:
+    """List arenas: how much they hold, whether anyone uses them, and how long they stay."""
+    opened = _home(home)
+    infos = opened.ls()
+    if as_json:
+        typer.echo(json.dumps([_record(info) for info in infos], indent=2, ensure_ascii=False))
+        return
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not infos:
+        console.print(f"no arenas in {opened.path}", soft_wrap=True)
+        return
+    console.print(_table(infos, str(opened.path)))
+    for info in infos:
+        if info.problem:
+            typer.echo(info.problem)
+
+
+@app.command()
+def verify(
+    names: Annotated[list[str] | None, typer.Argument(help="Which; without any, all.", metavar="[NAME]...")] = None,
+    home: HomeOption = None,
+) -> None:
+    """Check every byte of arenas against its checksum. Exit code 1 if one is damaged."""
+    from supertuner.core.errors import ArenaDamaged
+    from supertuner.sinks.console import Console
+
+    opened = _home(home)
+    chosen = names or [info.name for info in opened.ls() if info.state in ("sealed", "damaged")]
+    damaged = 0
+    with Console() as console:
+        for name in chosen:
+            try:
+                with opened.attach(name) as reader:
+                    reader.verify(console)
+                    typer.echo(f"{name}: whole, {len(reader)} units")
+            except ArenaDamaged as error:
+                typer.echo(f"{name}: damaged: {error}", err=True)
+                damaged += 1
+    if damaged:
+        raise typer.Exit(1)
+
+
+@app.command()
+def rm(
+    names: Annotated[list[str], typer.Argument(help="Which.", metavar="NAME...")],
+    home: HomeOption = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Remove arenas. One that is in use is not removed."""
+    from supertuner.core.types import bytes_text
+
+    opened = _home(home)
+    sizes = {info.name: info.nbytes for info in opened.ls()}
+    if not yes:
+        listed = ", ".join(f"{name} ({bytes_text(sizes.get(name, 0))})" for name in names)
+        typer.confirm(f"remove {listed} from {opened.path}?", abort=True)
+    for name in names:
+        opened.remove(name)
+        typer.echo(f"removed {name}, {bytes_text(sizes.get(name, 0))}")
+
+
+def _home(path: Path | None) -> Home:
+    from supertuner.arena.home import Home, default_home
+
+    return Home(path or default_home())
+
+
+def _record(info: ArenaInfo) -> dict[str, object]:
+    return {
+        "name": info.name,
+        "state": info.state,
+        "nbytes": info.nbytes,
+        "units": info.units,
+        "created": info.created,
+        "life": info.life,
+        "users": info.users,
+        "meta": info.meta,
+        "problem": info.problem,
+    }
+
+
+def _table(infos: list[ArenaInfo], title: str) -> object:
+    from rich import box
+    from rich.table import Table
+
+    from supertuner.core.types import bytes_text
+
+    table = Table("name", "state", title=title, title_justify="left", box=box.SIMPLE)
+    for heading in ("size", "units"):
+        table.add_column(heading, justify="right")
+    for heading in ("made", "stays", "in use"):
+        table.add_column(heading)
+    for info in infos:
+        units = "" if info.units is None else str(info.units)
+        made = "" if info.created is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(info.created))
+        in_use = "yes" if info.users else "no"
+        table.add_row(info.name, info.state, bytes_text(info.nbytes), units, made, _stays(info), in_use)
+    return table
+
+
+def _stays(info: ArenaInfo) -> str:
+    if info.state == "remains":
+        return "until the next start"
+    if info.life is None:
+        return ""
+    if isinstance(info.life, str):
+        return {"until_removed": "until removed", "run": "while in use"}[info.life]
+    return f"{info.life:g} h"
