@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from supertuner.config import place as places
@@ -62,7 +63,9 @@ def _layer(variable: str, setting: str, text: str, folder: Path) -> Layer:
         check_plain(text)
     except Unreadable as error:
         return Layer(problems=[Problem(source.name, str(error))])
-    return Translation(source).at(where, text)
+    layer = Translation(source).at(where, text)
+    layer.given = {w: replace(one, dialect="") for w, one in layer.given.items()}  # a variable is nobody's dialect
+    return layer
 
 
 def _unknown(variable: str, known: tuple[str, ...]) -> str:

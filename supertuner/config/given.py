@@ -35,6 +35,8 @@ class Given:
     dialect: str = ""
     weak: bool = False
     """A consequence of another key, which gives way to the same setting given by name."""
+    was_relative: bool = False
+    """A path that was made absolute."""
 
     def origin(self) -> str:
         """`run.json: train_batch_size (SimpleTuner)`."""

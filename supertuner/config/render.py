@@ -6,8 +6,9 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias, TypeGuard
 
 import yaml
 
@@ -22,8 +23,8 @@ _YAML_WORDS = frozenset(["y", "n", "yes", "no", "on", "off", "true", "false", "n
 
 
 def canonical(values: Mapping[Place, Given], folder: Path) -> dict[str, JSON]:
-    """What files and --set gave, in our names and order; paths inside `folder` relative to it."""
-    kept = {w: _path_from(w, one, folder) for w, one in values.items() if not one.source.name.startswith("environment")}
+    """What files and --set gave, in our names and order, as a file in `folder` would say it."""
+    kept = {w: _path_from(one, folder) for w, one in values.items() if not one.source.name.startswith("environment")}
     tree, gaps = assemble(kept)
     assert not gaps, gaps
     ordered = _ordered(tree, "")
@@ -36,14 +37,9 @@ def rendered(tree: Mapping[str, JSON], language: Language) -> str:
     return writers[language](tree)
 
 
-def _path_from(where: Place, given: Given, folder: Path) -> Given:
-    """A path below the file's folder is written relative to it, so that both can move together."""
-    key = places.key_at(where)
-    if key is None or not key.is_path or not isinstance(given.value, str):
-        return given
-    inside = Path(given.value).is_relative_to(folder)
-    value = os.path.relpath(given.value, folder) if inside else given.value
-    return Given(value, given.source, given.written, given.dialect, given.weak)
+def _path_from(given: Given, folder: Path) -> Given:
+    """A path that was relative where it was written is relative where it will be written."""
+    return replace(given, value=os.path.relpath(str(given.value), folder)) if given.was_relative else given
 
 
 def _ordered(node: JSON, block: str) -> JSON:
@@ -82,14 +78,27 @@ def _yaml(tree: Mapping[str, JSON]) -> str:
 def _toml(tree: Mapping[str, JSON]) -> str:
     """TOML has no null: it is left out, which means the same, as every setting that takes null has it as default."""
     lines: list[str] = []
-    _toml_table(tree, "", lines)
+    _toml_table(_without_nulls(tree), "", lines)
     return "\n".join(lines).strip("\n") + "\n"
+
+
+def _without_nulls(table: Mapping[str, JSON]) -> dict[str, JSON]:
+    """Without nulls, and without the blocks that held nothing else; an entry of a list stays, since it counts."""
+    kept: dict[str, JSON] = {}
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            value = _without_nulls(value) or None
+        elif _is_tables(value):
+            value = [_without_nulls(entry) for entry in value]
+        if value is not None:
+            kept[name] = value
+    return kept
 
 
 def _toml_table(table: Mapping[str, JSON], name: str, lines: list[str]) -> None:
     inner = {k: v for k, v in table.items() if isinstance(v, Mapping) or _is_tables(v)}
     for key, value in table.items():
-        if key not in inner and value is not None:
+        if key not in inner:
             lines.append(f"{key} = {_toml_value(value)}")
     for key, value in inner.items():
         path = f"{name}.{key}".lstrip(".")
@@ -102,7 +111,7 @@ def _toml_table(table: Mapping[str, JSON], name: str, lines: list[str]) -> None:
                 _toml_table(entry, path, lines)
 
 
-def _is_tables(value: JSON) -> bool:
+def _is_tables(value: JSON) -> TypeGuard[list[Mapping[str, JSON]]]:
     return isinstance(value, list) and bool(value) and all(isinstance(entry, Mapping) for entry in value)
 
 

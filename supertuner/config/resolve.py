@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +32,9 @@ def _absolute(where: Place, given: Given) -> Given:
     key = places.key_at(where)
     if key is None or not key.is_path or not isinstance(given.value, str) or not given.value:
         return given
-    path = Path(given.value)
-    if given.value.startswith("~"):
-        path = path.expanduser()
+    path = Path(os.path.expanduser(given.value))
     # lexical, so that a link in the path stays a link
-    return Given(_normal(given.source.folder / path), given.source, given.written, given.dialect, given.weak)
+    return replace(given, value=_normal(given.source.folder / path), was_relative=not path.is_absolute())
 
 
 def _normal(path: Path) -> str:
@@ -53,12 +53,10 @@ def missing_paths(given: Mapping[Place, Given], found: Mapping[Place, Given]) ->
         name = where[-1]
         if name not in ("instance_data_dir", "metadata_file") or not isinstance(one.value, str) or not one.value:
             continue
-        path = Path(one.value)
-        if path.is_file() if name == "metadata_file" else path.is_dir() or _is_tar(path):
+        is_file = os.path.isfile(one.value)
+        if is_file if name == "metadata_file" else os.path.isdir(one.value) or (is_file and one.value.endswith(".tar")):
             continue
-        what = "a file" if name == "metadata_file" else "a folder"
-        if name == "instance_data_dir" and path.is_file():
-            what = "a folder or a .tar file"
+        what = "a file" if name == "metadata_file" else "a folder or a .tar file" if is_file else "a folder"
         hint = f" ({one.hint()})" if one.hint() else ""
         yield Problem(
             places.show(where), f"{shown(given[where].value)} is not {what}{_looked(one, given[where])}{hint}"
@@ -69,10 +67,6 @@ def _looked(found: Given, given: Given) -> str:
     if found.value == given.value:
         return ""
     return f" (looked in the folder of {found.source.name})" if found.source.is_file else f" (looked for {found.value})"
-
-
-def _is_tar(path: Path) -> bool:
-    return path.suffix == ".tar" and path.is_file()
 
 
 def resolved(config: RunConfig, host: Host) -> tuple[RunConfig, list[Warned], dict[Place, str]]:

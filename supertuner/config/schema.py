@@ -22,7 +22,9 @@ def json_schema_text() -> str:
 
 
 def _untitled(node: Any) -> Any:
-    """Without the titles that pydantic makes of names: they say nothing that the name does not."""
+    """Without titles, which pydantic makes of names and which say nothing new; with a word on who will read it."""
     if isinstance(node, dict):
+        if "pending" in node:
+            node = {**node, "description": f"{node['description']} (Nothing reads it until {node['pending']} lands.)"}
         return {name: _untitled(inner) for name, inner in node.items() if name != "title" or not isinstance(inner, str)}
     return [_untitled(inner) for inner in node] if isinstance(node, list) else node

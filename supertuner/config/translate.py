@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 from supertuner.config import place as places
 from supertuner.config.conversions import No, Outcome, Put, Said, to
@@ -138,6 +138,9 @@ class Translation:
             text, value = value, from_text(value)
         if text is not None:
             value = fitted(value, text, key)
+        if key.is_path and value == "":
+            self._problem(written, "is empty; give a path, or leave it out")
+            return
         given = Given(value, self._source, written, dialect, weak)
         other = self.layer.given.get(where)
         if other is None or (other.weak and not weak):
@@ -178,7 +181,7 @@ class Translation:
         if not isinstance(value, str) or not value:
             self._problem(written, f"{shown(value)} is not the path of a file")
             return
-        path = self._source.folder / Path(value).expanduser()
+        path = self._source.folder / os.path.expanduser(value)
         try:
             content = read_bytes(path)
             tree = parse_bytes(content, path.name)

@@ -1,0 +1,188 @@
+"""Every problem of a file comes in one pass, each with its place, its value, what is allowed and the nearest key."""
+
+from __future__ import annotations
+
+import random
+import string
+
+import pytest
+
+from supertuner.config import place as places
+from supertuner.config.dialects import dataset_rows, inherited, run_rows
+from supertuner.config.load import load
+from supertuner.config.problems import edits, nearest
+from supertuner.core.errors import ConfigError
+
+
+def test_all_errors_of_a_file_come_in_one_pass_and_read_as_promised(tmp_path):
+    (tmp_path / "run.json").write_text("""{
+      "datasets": [{"in_memory": {"memory_limt_gb": 3}}, {"instance_data_dir": "data/cats"}],
+      "gh200_optimizations": {"initial_effective_batch_size": 4, "target_effective_batch_size": 2}
+    }""")
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path / "run.json", environ={})
+    assert (
+        str(caught.value)
+        == """\
+config error in run.json
+  datasets[0].in_memory.memory_limt_gb: not a setting; did you mean memory_limit_gb?
+  gh200_optimizations.target_effective_batch_size: 2 is below initial_effective_batch_size 4; a ramp goes up
+  datasets[1].instance_data_dir: "data/cats" is not a folder (looked in the folder of run.json)
+3 errors; nothing was started"""
+    )
+    assert caught.value.exit_code == 2
+
+
+def test_wrong_values_do_not_hide_contradictions_between_the_others(refuse):
+    problems = refuse(
+        {
+            "datasets": [{"id": "a", "resolution": "x"}, {"id": "a", "frames": 17}, {"id": "b", "weight": -1}],
+            "train": {"batch_size": 0, "max_steps": 5, "num_epochs": 5},
+        }
+    )
+    assert {p.split(":")[0] for p in problems} == {
+        "datasets[0].resolution",
+        "datasets[1].frames",
+        "datasets[2].weight",
+        "train.batch_size",
+        "train.num_epochs",
+        "datasets[0].id",
+        "datasets[1].id",
+    }
+
+
+def test_a_contradiction_with_a_value_that_is_itself_wrong_is_not_reported(refuse):
+    tree = {"gh200_optimizations": {"enable_batch_size_rampup": True, "initial_effective_batch_size": "4"}}
+    (problem,) = refuse(tree)
+    assert '"4" is not allowed' in problem
+
+
+@pytest.mark.parametrize(
+    ("tree", "says"),
+    [
+        ({"batch_size": 4}, "batch_size: not a setting; did you mean train.batch_size?"),
+        ({"memory_limit_gb": 4}, "did you mean datasets[].in_memory.memory_limit_gb?"),
+        (
+            {"datasets": [{"compression": "lz4"}]},
+            "datasets[0].compression: not a setting; did you mean in_memory.compression?",
+        ),
+        ({"train-batch-size": 4}, "did you mean train_batch_size?"),
+        ({"qwertyuiop": 4}, "qwertyuiop: not a setting; known here: run, datasets, arena"),
+        (
+            {"arena": {"keep": -1}},
+            'arena.keep: -1 is not allowed; allowed: one of "until_removed", "run" or a number above 0',
+        ),
+        ({"datasets": [{"in_memory": {"compression": "lz5"}}]}, 'did you mean "lz4"?'),
+        ({"datasets": [{"frames": [17, "x"], "dataset_type": "video"}]}, 'datasets[0].frames[1]: "x" is not allowed'),
+        ({"datasets": [{"id": "../etc"}]}, 'datasets[0].id: "../etc" is not allowed; allowed: text of letters'),
+        ({"train": {"batch_size": True}}, "train.batch_size: true is not allowed"),
+        ({"train": {"gradient_checkpointing": 1}}, "1 is not allowed; allowed: true or false"),
+        ({"train": {"batch_size": 4.0}}, "train.batch_size: 4.0 is not allowed"),
+        ({"train": {"batch_size": None}}, "train.batch_size: null is not allowed"),
+        ({"train": 5}, "train: 5 is not a block; a block holds batch_size"),
+        ({"datasets": {}}, "datasets: {} is not a list of datasets"),
+        ({"datasets": [5]}, "datasets[0]: 5 is not a block"),
+        ({"datasets": [{"captions": {"source": "constant"}}]}, "datasets[0].captions.constant: source is"),
+        ({"datasets": [{"resolution": 32}]}, "datasets[0].resolution: 32 is below bucket_step 64"),
+        (
+            {"datasets": [{"dataset_type": "audio", "augment": {"flip": 0.5}}]},
+            "datasets[0].augment.flip: has no meaning",
+        ),
+        ({"datasets": [{"frames": 17}]}, 'datasets[0].frames: 17 needs dataset_type "video", not "image"'),
+        ({"gh200_optimizations": {"enable_batch_size_rampup": True}}, "initial_effective_batch_size: is missing"),
+        ({"initial_effective_batch_size": 64, "train_batch_size": 32}, "64 is above what the ramp would end at"),
+        ({"optimizer": {"min_lr": 1e-3, "max_lr": 1e-4}}, "optimizer.max_lr: 0.0001 is below min_lr 0.001"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_place_value_and_remedy(refuse, tree, says):
+    (problem,) = refuse(tree)
+    assert says in problem
+
+
+@pytest.mark.parametrize(
+    ("tree", "place", "says"),
+    [
+        (
+            {"datasets": [{"captions": {"keep_tags": 2}}]},
+            "datasets[0].captions.keep_tags",
+            "while shuffle_tags is false",
+        ),
+        ({"datasets": [{"resolution": [1000, 512]}]}, "datasets[0].resolution", "lowered to 960"),
+        ({"datasets": [{"dataset_type": "video", "frames": 16}]}, "datasets[0].frames", "4n + 1"),
+        ({"datasets": [{"fps": 16}]}, "datasets[0].fps", 'no effect with dataset_type "image"'),
+        ({"optimizer": {"lr_bump": 1e-6}}, "optimizer.lr_bump", 'only with name: "automagic"'),
+        ({"datasets": [{"id": "a"}]}, "datasets[0]", "nothing to stage"),
+        (
+            {
+                "initial_effective_batch_size": 4,
+                "gh200_optimizations": {"enable_batch_size_rampup": False},
+                "train_batch_size": 8,
+            },
+            "gh200_optimizations.initial_effective_batch_size",
+            "no effect while",
+        ),
+    ],
+)
+def test_what_is_unwise_is_warned_about(load_text, tree, place, says):
+    assert any(note.what == place and says in note.message for note in load_text(tree).notes)
+
+
+def test_a_wise_configuration_has_no_notes(load_text, tmp_path):
+    (tmp_path / "cats").mkdir()
+    loaded = load_text({"datasets": [{"instance_data_dir": "cats", "resolution": 512}]}, check_paths=True)
+    assert loaded.notes == ()
+
+
+def test_a_dataset_may_be_a_tar_file_but_no_other_file(load_text, refuse, tmp_path):
+    (tmp_path / "a.tar").write_bytes(b"")
+    (tmp_path / "a.zip").write_bytes(b"")
+    load_text({"datasets": [{"instance_data_dir": "a.tar"}]}, check_paths=True)
+    (problem,) = refuse({"datasets": [{"instance_data_dir": "a.zip"}]}, check_paths=True)
+    assert '"a.zip" is not a folder or a .tar file' in problem
+
+
+def every_key() -> list[tuple[str, str]]:
+    """(pattern of the block, name) of every key at every level, blocks included."""
+    return [(block, name) for block in places.blocks() for name in places.names_in(block)]
+
+
+def typos(word: str, chance: random.Random) -> list[str]:
+    at = chance.randrange(len(word))
+    letter = chance.choice(string.ascii_lowercase)
+    swap = chance.randrange(max(1, len(word) - 1))
+    return [
+        word[:at] + word[at + 1 :],
+        word[:at] + letter + word[at + 1 :],
+        word[:at] + letter + word[at:],
+        word[:swap] + word[swap : swap + 2][::-1] + word[swap + 2 :],
+    ]
+
+
+def test_a_one_letter_typo_in_any_key_is_refused_and_the_right_key_suggested(refuse):
+    chance = random.Random(1)
+    tried, right, wrong = 0, 0, []
+    for block, name in every_key():
+        known = {*places.names_in(block), *run_rows(), *dataset_rows(""), *inherited(), "config", "dataset", ""}
+        for typo in {t for _ in range(2) for t in typos(name, chance)} - known:
+            tree: object = {typo: 1}
+            for step in reversed([s for s in block.split(".") if s]):
+                tree = {"datasets": [tree]} if step == "datasets[]" else {step: tree}
+            (problem,) = refuse(tree)
+            assert typo in problem.split(": ")[0]
+            tried += 1
+            if f"did you mean {name}?" in problem:
+                right += 1
+            else:
+                wrong.append((block, name, typo, problem))
+    assert tried > 500
+    assert right / tried >= 0.95, wrong
+
+
+def test_edits_count_letters():
+    assert edits("seed", "seed") == 0
+    assert [edits("seed", w) for w in ("sed", "seeed", "sead", "sede")] == [1, 1, 1, 1]
+    assert edits("", "abc") == 3
+
+
+def test_a_word_that_is_like_nothing_gets_no_suggestion():
+    assert nearest("zzzzzz", ["batch_size", "seed"]) is None
