@@ -1,0 +1,64 @@
+"""A configuration's data, ready for batches: every dataset staged or found, its buckets shared, all in one order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from supertuner.arena.format import Life
+from supertuner.arena.home import Home
+from supertuner.config.data import Dataset
+from supertuner.config.tree import RunConfig
+from supertuner.core.errors import SourceError
+from supertuner.core.events import Progress, Sink, Warned
+from supertuner.core.host import Host
+from supertuner.data.corpus import Corpus, corpus_of
+from supertuner.data.homes import home_of
+from supertuner.data.members import Members, shared_members
+from supertuner.data.samples import Samples
+from supertuner.data.stage import Stager
+
+
+@contextmanager
+def open_corpus(
+    config: RunConfig, *, host: Host, sink: Sink, progress: Progress, life: Life | None = None
+) -> Iterator[Corpus]:
+    """Stage what is not staged yet, tell which samples fit no bucket, give the corpus; leaving closes the datasets.
+
+    `life` is how long a fresh arena stays, if not as `arena.keep` says.
+    """
+    if not config.datasets:
+        raise SourceError("the configuration names no dataset; add one under datasets")
+    kept = config.arena.keep if life is None else life
+    homes: dict[str, Home] = {}
+    with ExitStack() as opened:
+        datasets: list[tuple[Dataset, Samples]] = []
+        for number, dataset in enumerate(config.datasets):
+            home = homes[dataset.id] = home_of(dataset, config)
+            _, staged = Stager(home, host, sink, progress, life=kept).open(dataset, f"datasets[{number}]")
+            opened.callback(staged.close)
+            datasets.append((dataset, staged))
+
+        def members(settings: Dataset, samples: Samples) -> Members:
+            return shared_members(settings, samples, homes[settings.id], kept)
+
+        corpus = corpus_of(
+            datasets,
+            seed=config.run.seed,
+            batch_size=config.train.batch_size,
+            drop_last=config.loader.drop_last,
+            members=members,
+        )
+        tell_left_out(corpus, sink)
+        yield corpus
+
+
+def tell_left_out(corpus: Corpus, sink: Sink) -> None:
+    """Each sample that fits no bucket, with its reason, and how many there are."""
+    for part in corpus.parts:
+        for one in part.left_out():
+            sink.emit(one)
+        count, total = len(part.members.left_out), len(part.samples)
+        if count:
+            text = f"{count} of {total} samples fit no bucket and are not used; the list says why"
+            sink.emit(Warned(f"datasets[{part.samples.id}]", text))

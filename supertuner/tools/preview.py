@@ -1,0 +1,84 @@
+"""What the model will see: one decoded, augmented batch of every bucket on a contact sheet, from the real order."""
+
+from __future__ import annotations
+
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from supertuner.core.durable import write_bytes
+from supertuner.core.types import MediaKind
+from supertuner.data.corpus import Corpus
+from supertuner.data.windows import MicroBatch, single
+from supertuner.tools.sheet import Cell, Section, draw_sheet
+
+if TYPE_CHECKING:
+    from supertuner.data.batches import Batch
+
+CELLS = 8
+"""Samples shown of a batch."""
+
+SECTIONS = 48
+"""Buckets shown: those with the most samples."""
+
+
+def first_batches(corpus: Corpus, epoch: int) -> list[MicroBatch]:
+    """For every dataset and bucket with draws in the epoch, the batch that the epoch's first draw of it is in."""
+    order = corpus.order
+    layout = order.layout(epoch)
+    found = []
+    for group in range(len(order.groups)):
+        if layout.chunk_begin[group + 1] == layout.chunk_begin[group]:
+            continue
+        position = layout.begin + int(layout.where(np.array([group]), layout.first[[group]])[0])
+        found.append(single(order, next(order.batches(position))))
+    return found
+
+
+def write_preview(corpus: Corpus, out: Path, *, epoch: int = 0, threads: int = 1) -> int:
+    """Write the sheet of an epoch to `out` as PNG; how many buckets it shows."""
+    from supertuner.data.batches import Decoders
+
+    order = corpus.order
+    batches = first_batches(corpus, epoch)
+    largest = sorted(batches, key=lambda b: -len(order.groups[int(b.draws.group[0])].members))[:SECTIONS]
+    shown = [micro for micro in batches if micro in largest]
+    with Decoders(corpus, threads) as decoders:
+        sections = [_section(corpus, micro, decoders.make(_part(micro))) for micro in shown]
+    note = (
+        f"seed {corpus.seed}, epoch {epoch}: {order.epoch_length(epoch)} samples in {len(order.groups)} buckets, "
+        f"batches of {order.batch_size}"
+    )
+    if len(shown) < len(batches):
+        note += f"; the {len(shown)} largest are shown"
+    write_bytes(out, _png(draw_sheet("one batch of every bucket", note, sections)))
+    return len(shown)
+
+
+def _part(micro: MicroBatch) -> MicroBatch:
+    """As much of a batch as is shown."""
+    return MicroBatch(micro.bucket, micro.draws.take(slice(0, CELLS)))
+
+
+def _section(corpus: Corpus, micro: MicroBatch, batch: Batch) -> Section:
+    group = corpus.order.groups[int(micro.draws.group[0])]
+    more = f", {len(micro) - len(batch)} more in the batch" if len(micro) > len(batch) else ""
+    count = len(group.members)
+    note = f"{group.dataset_id}: {count} sample{'s' if count != 1 else ''}{more}"
+    seconds = batch.bucket.samples / batch.bucket.sample_rate if batch.bucket.kind is MediaKind.AUDIO else 0.0
+    cells = [
+        Cell(media.numpy(), caption, key, seconds)
+        for media, caption, key in zip(batch.media, batch.captions, batch.keys, strict=True)
+    ]
+    return Section(batch.bucket.label, note, tuple(cells))
+
+
+def _png(sheet: object) -> bytes:
+    from PIL.Image import Image
+
+    assert isinstance(sheet, Image)
+    buffer = BytesIO()
+    sheet.save(buffer, format="PNG", optimize=True)
+    return buffer.getvalue()

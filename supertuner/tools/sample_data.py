@@ -1,0 +1,184 @@
+"""A small captioned dataset of drawn shapes and played tones, to try things with: one seed, one set of files."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+COLOURS = {
+    "red": (214, 48, 49),
+    "green": (46, 160, 67),
+    "blue": (38, 99, 214),
+    "yellow": (240, 190, 30),
+    "purple": (142, 68, 173),
+    "orange": (230, 120, 30),
+}
+GROUNDS = {"white": (245, 245, 240), "grey": (176, 182, 190), "pale blue": (200, 220, 240), "dark": (44, 48, 58)}
+SHAPES = ("circle", "square", "triangle", "star")
+PICTURE_SIZES = ((640, 640), (768, 512), (512, 768), (896, 512), (700, 500))
+VIDEO_SIZES = ((320, 192), (192, 320))
+TONES = {"low": 196.0, "middle": 392.0, "high": 784.0}
+WAVES = ("sine", "square", "sawtooth")
+VIDEO_FPS, AUDIO_RATE = 16, 24_000
+_FINER = 3
+"""Pictures are drawn so much larger and reduced, which smooths their edges."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleData:
+    config: Path
+    """A configuration that names the datasets."""
+    images: int
+    videos: int
+    sounds: int
+
+
+def make_sample_data(folder: Path, *, images: int = 30, videos: int = 6, sounds: int = 6, seed: int = 0) -> SampleData:
+    """Write `images`, `videos` and `sounds` below `folder`, captions beside them, and a configuration for all."""
+    random = Random(seed)
+    looks = list(product(COLOURS, SHAPES, GROUNDS))
+    random.shuffle(looks)
+    for name in ("images", "videos", "sounds"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    for number in range(images):
+        _write_picture(folder / "images", number, looks[number % len(looks)], random)
+    for number in range(videos):
+        _write_video(folder / "videos", number, looks[-1 - number % len(looks)], random)
+    for number in range(sounds):
+        _write_sound(folder / "sounds", number, random)
+    config = folder / "config.json"
+    config.write_text(json.dumps(_config(), indent=2) + "\n")
+    return SampleData(config, images, videos, sounds)
+
+
+def draw(size: tuple[int, int], look: tuple[str, str, str], centre: tuple[float, float], radius: float) -> Image:
+    """A shape of one colour on a ground of another. Centre and radius are shares of the sides and the shorter side."""
+    from PIL import Image, ImageDraw
+
+    colour, shape, ground = look
+    width, height = size[0] * _FINER, size[1] * _FINER
+    picture = Image.new("RGB", (width, height), GROUNDS[ground])
+    pen = ImageDraw.Draw(picture)
+    x, y, r = centre[0] * width, centre[1] * height, radius * min(width, height)
+    if shape == "circle":
+        pen.ellipse((x - r, y - r, x + r, y + r), fill=COLOURS[colour])
+    else:
+        corners = {"square": 4, "triangle": 3, "star": 10}[shape]
+        turn = np.pi / 4 if shape == "square" else np.pi / 2
+        angles = turn + 2 * np.pi * np.arange(corners) / corners
+        reach = r * np.where((np.arange(corners) % 2 == 1) & (shape == "star"), 0.45, 1.0)
+        points = [
+            (float(x + a), float(y - b)) for a, b in zip(reach * np.cos(angles), reach * np.sin(angles), strict=True)
+        ]
+        pen.polygon(points, fill=COLOURS[colour])
+    return picture.resize(size, Image.Resampling.BOX)
+
+
+def tone(wave: str, hertz: float, seconds: float) -> NDArray[np.float32]:
+    """A tone plucked twice a second, in stereo, moving from left to right: samples × 2."""
+    time = np.arange(round(seconds * AUDIO_RATE)) / AUDIO_RATE
+    phase = (time * hertz) % 1
+    shape = {
+        "sine": np.sin(2 * np.pi * phase),
+        "square": np.where(phase < 0.5, 0.6, -0.6),
+        "sawtooth": 1.2 * phase - 0.6,
+    }
+    loudness = np.minimum((time % 0.5) / 0.02, 1) * np.exp(-2.5 * (time % 0.5))
+    right = np.linspace(0.2, 0.8, len(time))
+    stereo = np.column_stack([1 - right, right]) * (1.2 * shape[wave] * loudness)[:, None]
+    played: NDArray[np.float32] = stereo.astype(np.float32)
+    return played
+
+
+def _write_picture(folder: Path, number: int, look: tuple[str, str, str], random: Random) -> None:
+    centre = (random.uniform(0.35, 0.65), random.uniform(0.35, 0.65))
+    picture = draw(PICTURE_SIZES[number % len(PICTURE_SIZES)], look, centre, random.uniform(0.2, 0.32))
+    kind = ("jpg", "png", "webp")[number % 3]
+    picture.save(folder / f"{number:03d}.{kind}", quality=92)  # PNG has no quality, and ignores it
+    colour, shape, ground = look
+    _caption(folder, number, f"{_a(colour)} {shape} on a {ground} ground, {shape}, {colour}, flat drawing")
+
+
+def _write_video(folder: Path, number: int, look: tuple[str, str, str], random: Random) -> None:
+    import av
+
+    size = VIDEO_SIZES[number % len(VIDEO_SIZES)]
+    count = (20, 37)[number % 4 // 2]
+    rightwards = random.random() < 0.5
+    with av.open(folder / f"{number:03d}.mp4", mode="w") as container:
+        codec = "libx264" if "libx264" in av.codec.codecs_available else "mpeg4"
+        stream = container.add_stream(codec, rate=VIDEO_FPS)
+        assert isinstance(stream, av.VideoStream)
+        stream.width, stream.height, stream.pix_fmt = *size, "yuv420p"
+        for frame in range(count):
+            way = frame / (count - 1)
+            across = 0.2 + 0.6 * (way if rightwards else 1 - way)
+            picture = draw(size, look, (across, 0.5 + 0.15 * float(np.sin(2 * np.pi * way))), 0.22)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(np.asarray(picture), format="rgb24")))
+        container.mux(stream.encode(None))
+    colour, shape, ground = look
+    where = "right" if rightwards else "left"
+    _caption(folder, number, f"{_a(colour)} {shape} moves to the {where} on a {ground} ground")
+
+
+def _write_sound(folder: Path, number: int, random: Random) -> None:
+    import soundfile
+
+    wave, (pitch, hertz) = WAVES[number % len(WAVES)], random.choice(sorted(TONES.items()))
+    kind = ("wav", "flac")[number % 2]
+    soundfile.write(folder / f"{number:03d}.{kind}", tone(wave, hertz, 1.3 + 0.9 * (number % 3)), AUDIO_RATE)
+    _caption(folder, number, f"a {pitch} {wave} tone, plucked")
+
+
+def _a(word: str) -> str:
+    return f"an {word}" if word[0] in "aeiou" else f"a {word}"
+
+
+def _caption(folder: Path, number: int, text: str) -> None:
+    (folder / f"{number:03d}.txt").write_text(text + "\n")
+
+
+def _config() -> dict[str, object]:
+    """Small buckets and a little of each augmentation for a contact sheet to show. Clips say "left": they keep it."""
+    colour = {"flip": 0.5, "brightness": 0.1, "contrast": 0.1, "saturation": 0.2, "hue": 0.02}
+    tags = {"trigger_word": "shapeworld", "shuffle_tags": True, "keep_tags": 1, "dropout": 0.1}
+    return {
+        "run": {"name": "sample", "seed": 0},
+        "datasets": [
+            {
+                "id": "pictures",
+                "dataset_type": "image",
+                "instance_data_dir": "images",
+                "resolution": 256,
+                "crop": "random",
+                "augment": colour,
+                "captions": tags,
+            },
+            {
+                "id": "clips",
+                "dataset_type": "video",
+                "instance_data_dir": "videos",
+                "resolution": 192,
+                "frames": [17, 33],
+                "fps": VIDEO_FPS,
+                "augment": {"brightness": 0.1},
+            },
+            {
+                "id": "tones",
+                "dataset_type": "audio",
+                "instance_data_dir": "sounds",
+                "audio": {"sample_rate": AUDIO_RATE, "channels": 2, "max_seconds": 3, "step_seconds": 1},
+            },
+        ],
+        "train": {"batch_size": 4},
+    }
