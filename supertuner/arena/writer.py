@@ -83,6 +83,8 @@ class Writer:
         """Write at `offset`, and return the checksum of what was written."""
         if len(content) <= _CHUNK:
             with naming(self._data_file):
+                if not len(content):
+                    os.ftruncate(self._data, offset)  # the file reaches every record's place, an empty one's too
                 write_all(self._data, content, offset)
             return xxhash.xxh3_64_intdigest(content)
         digest = xxhash.xxh3_64()
@@ -104,6 +106,8 @@ class Writer:
             digest.update(chunk)
             with naming(self._data_file):
                 write_all(self._data, chunk, offset + at)
+        if not nbytes:
+            return memoryview(b""), self._write(memoryview(b""), offset)
         if nbytes <= _KEPT:
             return buffer[:nbytes].toreadonly(), digest.intdigest()
         shared = mmap.mmap(self._data, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=offset)

@@ -1,0 +1,26 @@
+"""What every test of the arena starts from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from supertuner.arena.home import Home
+from tests.arena.making import fresh_home
+
+
+@pytest.fixture
+def home() -> Iterator[Home]:
+    with fresh_home() as made:
+        yield made
+
+
+@pytest.fixture(params=["memory", "disk"])
+def any_home(request: pytest.FixtureRequest, tmp_path: pytest.TempPathFactory) -> Iterator[Home]:
+    """The same promises hold on tmpfs and on disk."""
+    if request.param == "disk":
+        yield Home(tmp_path / "arenas")  # type: ignore[operator]
+    else:
+        with fresh_home() as made:
+            yield made

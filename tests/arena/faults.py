@@ -1,0 +1,199 @@
+"""Faults for arenas: processes killed at random microseconds, and bits, lengths and places that change. Counted by tests."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from supertuner.arena.build import Build
+from supertuner.arena.home import Home
+from supertuner.core.errors import ArenaDamaged
+from tests.arena.making import build, contents, fork, units, wait
+
+LONGEST_US = 6000
+
+
+def kill_after_a_moment(work: Callable[[], None], rng: random.Random) -> None:
+    """Run `work`, which never ends by itself, and kill it at a random microsecond."""
+    child = fork(work)
+    # Half of the kills come in the first millisecond, where everything is opened and locked.
+    time.sleep(rng.choice((rng.uniform(0, 1000), rng.uniform(0, LONGEST_US))) / 1e6)
+    os.kill(child, signal.SIGKILL)
+    assert wait(child) == -signal.SIGKILL, "the child failed before it was killed"
+
+
+def kill_builders(home: Home, rounds: int, seed: int) -> int:
+    """Builders that seal, read and remove in a loop: after each kill the next start works; how many left it sealed."""
+    rng, content, sealed = random.Random(seed), units(12), 0
+
+    def work() -> None:
+        while True:
+            build(home, "a", content, writers=2)
+            contents(home, "a")
+            home.remove("a")
+
+    for _ in range(rounds):
+        kill_after_a_moment(work, rng)
+        got = home.attach_or_build("a")
+        if isinstance(got, Build):
+            got.close()
+            build(home, "a", content)
+        else:
+            sealed += 1
+            got.close()
+        assert contents(home, "a") == content
+        home.remove("a")
+        home.sweep()
+        assert os.listdir(home.path) == [], "something stayed behind"
+    return sealed
+
+
+def kill_writers(home: Home, rounds: int, seed: int) -> int:
+    """Writers of another process: what they said they committed is sealed; how many units that were."""
+    rng, total = random.Random(seed), 0
+    for number in range(rounds):
+        name = f"a{number}"
+        with home.build(name) as begun:
+            reading, writing = os.pipe()
+
+            def work(name: str = name, number: int = number, writing: int = writing) -> None:
+                writer = home.join(name).writer()
+                for i in range(1 << 30):
+                    with writer.begin(f"{i}") as unit:
+                        unit.put("media", number.to_bytes(4, "little") * (i % 5000))
+                    os.write(writing, b"%d\n" % i)
+
+            kill_after_a_moment(work, rng)
+            os.close(writing)
+            said = b"".join(iter(lambda fd=reading: os.read(fd, 1 << 16), b""))  # type: ignore[misc]
+            os.close(reading)
+            begun.seal({})
+        found = contents(home, name)
+        assert set(said.decode().split()) <= set(found), "a committed unit was lost"
+        assert all(payload == number.to_bytes(4, "little") * (int(i) % 5000) for i, payload in found.items())
+        total += len(found)
+        home.remove(name)
+    return total
+
+
+def kill_resumed(home: Home, rounds: int, seed: int) -> int:
+    """One resumable arena, its builder killed again and again: committed units only grow; how many there are."""
+    rng, known = random.Random(seed), frozenset[str]()
+
+    def work() -> None:
+        with home.build("a", resume=True) as begun:
+            number = len(begun.committed())
+            begun.put_table("t", np.arange(100))
+            writer = begun.writer()
+            while True:
+                with writer.begin(f"{number:06d}") as unit:
+                    unit.put("media", b"%06d" % number * 1000)
+                number += 1
+
+    for _ in range(rounds):
+        kill_after_a_moment(work, rng)
+        with home.build("a", resume=True) as begun:
+            assert known <= begun.committed()
+            known = begun.committed()
+    with home.build("a", resume=True) as begun:
+        begun.seal({})
+    assert contents(home, "a") == {key: key.encode() * 1000 for key in known}
+    home.remove("a")
+    return len(known)
+
+
+def kill_readers(home: Home, rounds: int, seed: int) -> None:
+    """Readers of every kind: none of them keeps an arena from being removed."""
+    rng, content = random.Random(seed), units(10)
+
+    def work() -> None:
+        while True:
+            for verify in ("on_demand", "always", "background"):
+                with home.attach("a", verify=verify) as reader:  # type: ignore[arg-type]
+                    reader.view(3)
+
+    for _ in range(rounds):
+        build(home, "a", content)
+        kill_after_a_moment(work, rng)
+        home.remove("a")
+
+
+def damage_rounds(home: Home, rounds: int, seed: int) -> dict[str, int]:
+    """Change one thing at a time in a sealed arena: attach or verify must find it; how many of each were tried."""
+    rng = random.Random(seed)
+    build(home, "a", units(24, seed=1), writers=3)
+    build(home, "b", units(24, seed=2), writers=3)
+    folder, other = home.path / "a", home.path / "b"
+    tried: dict[str, int] = {}
+    for _ in range(rounds):
+        kind = rng.choice(("flip", "flip", "flip", "flip", "truncate", "swap bytes", "swap files"))
+        undo, what = {"flip": _flip, "truncate": _truncate, "swap bytes": _swap_bytes, "swap files": _swap_files}[kind](
+            rng, folder, other
+        )
+        with pytest.raises(ArenaDamaged) as raised:
+            contents(home, "a")
+            pytest.fail(f"{what} was not found")
+        assert str(home.path) in str(raised.value), f"{what}: {raised.value}"
+        undo()
+        tried[kind] = tried.get(kind, 0) + 1
+    contents(home, "a")
+    return tried
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.iterdir() if file.stat().st_size)
+
+
+def _flip(rng: random.Random, folder: Path, other: Path) -> tuple[Callable[[], None], str]:
+    file = rng.choice(_files(folder))
+    at, bit = rng.randrange(file.stat().st_size), 1 << rng.randrange(8)
+
+    def flip() -> None:
+        with file.open("r+b", buffering=0) as opened:
+            byte = os.pread(opened.fileno(), 1, at)[0]
+            os.pwrite(opened.fileno(), bytes([byte ^ bit]), at)
+
+    flip()
+    return flip, f"bit {bit} of byte {at} of {file.name}"
+
+
+def _truncate(rng: random.Random, folder: Path, other: Path) -> tuple[Callable[[], None], str]:
+    file = rng.choice(_files(folder))
+    content = file.read_bytes()
+    length = rng.choice((rng.randrange(len(content)), len(content) - 1, len(content) // 4096 * 4096 // 2))
+    os.truncate(file, length)
+    return lambda: void(file.write_bytes(content)), f"{file.name} cut to {length} of {len(content)}"
+
+
+def _swap_bytes(rng: random.Random, folder: Path, other: Path) -> tuple[Callable[[], None], str]:
+    file = rng.choice(_files(folder))
+    content = file.read_bytes()
+    while True:
+        size = rng.choice((1, 8, 16, 4096))
+        a, b = sorted(rng.randrange(max(1, len(content) - size)) // size * size for _ in range(2))
+        changed = bytearray(content)
+        changed[a : a + size], changed[b : b + size] = content[b : b + size], content[a : a + size]
+        if changed != content and len(changed) == len(content):
+            break
+    file.write_bytes(changed)
+    return lambda: void(file.write_bytes(content)), f"{size} bytes at {a} and {b} of {file.name} swapped"
+
+
+def _swap_files(rng: random.Random, folder: Path, other: Path) -> tuple[Callable[[], None], str]:
+    first, kept = rng.choice(_files(folder)), folder.parent / ".kept"
+    second = rng.choice([f for f in (*_files(folder), *_files(other)) if f != first])
+    shutil.copyfile(first, kept)
+    shutil.copyfile(second, first)
+    return lambda: void(shutil.copyfile(kept, first)), f"{first} replaced by {second}"
+
+
+def void(value: object) -> None:
+    """Drop what an undo returns."""

@@ -1,0 +1,72 @@
+"""Homes and small arenas for tests: on tmpfs where there is one, gone afterwards."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from supertuner.arena.home import Home
+
+
+@contextmanager
+def fresh_home() -> Iterator[Home]:
+    below = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    path = Path(tempfile.mkdtemp(prefix="supertuner-test-", dir=below))
+    try:
+        yield Home(path)
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def units(count: int, seed: int = 0) -> dict[str, bytes]:
+    """Keys and payloads of many sizes: empty, part of a page, whole pages, 64 KiB and more."""
+    rng = random.Random(seed)
+    sizes = (0, 1, 100, 4095, 4096, 4097, 9000, 65536, 70000)
+    return {f"folder/{rng.getrandbits(32):08x}-{i}": rng.randbytes(sizes[i % len(sizes)]) for i in range(count)}
+
+
+def build(home: Home, name: str, content: dict[str, bytes], writers: int = 2) -> None:
+    """A sealed arena of `content`, with a table."""
+    with home.build(name) as begun:
+        opened = [begun.writer() for _ in range(writers)]
+        for number, (key, payload) in enumerate(content.items()):
+            with opened[number % writers].begin(key) as unit:
+                unit.put("media", payload)
+        begun.put_table("lengths", np.array([len(p) for p in content.values()], np.int32))
+        begun.seal({"made": "by a test"})
+
+
+def contents(home: Home, name: str) -> dict[str, bytes]:
+    with home.attach(name) as reader:
+        reader.verify()
+        return {reader.key(i): bytes(reader.view(i)) for i in range(len(reader))}
+
+
+def fork(work: Callable[[], None]) -> int:
+    """Run `work` in a child process that never returns here; its pid. The child starts warm, in a millisecond."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # threads of numpy's libraries: the child uses none
+        pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        work()
+        code = 0
+    except BaseException:  # noqa: BLE001 - the child's last word before _exit
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def wait(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

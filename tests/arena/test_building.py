@@ -1,0 +1,239 @@
+"""Building: nothing is seen before its commit, several processes write at once, and a dead builder's units can be resumed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import numpy as np
+import pytest
+
+from supertuner.arena.home import Home
+from supertuner.core.errors import ArenaBusy, ArenaError, ArenaMissing
+from tests.arena.making import build, contents, fork, units, wait
+
+
+def test_reader_sees_nothing_until_the_unit_is_committed(any_home: Home) -> None:
+    with any_home.build("a") as begun, any_home.attach_live("a") as live:
+        unit = begun.writer().begin("k")
+        unit.put("media", b"x" * 5000)
+        assert live.refresh() == 0 and len(live) == 0
+        unit.commit()
+        assert live.refresh() == 1
+        assert live.key(0) == "k" and bytes(live.view(0)) == b"x" * 5000 and live.find("k") == 0
+        live.verify()
+
+
+def test_nothing_can_be_attached_before_the_seal(home: Home) -> None:
+    with home.build("a") as begun:
+        with begun.writer().begin("k") as unit:
+            unit.put("media", b"1")
+        with pytest.raises(ArenaMissing, match="not sealed"):
+            home.attach("a")
+        begun.seal({})
+        with home.attach("a") as reader:
+            assert len(reader) == 1
+
+
+def test_an_aborted_unit_leaves_no_trace(any_home: Home) -> None:
+    with any_home.build("a") as begun:
+        writer = begun.writer()
+        for number in range(6):
+            unit = writer.begin(f"{number}")
+            unit.put("media", bytes([number + 1]) * 150_000)
+            unit.put("more", b"?")
+            unit.abort() if number % 2 else unit.commit()
+        writer.begin("open").put("media", b"!" * 100_000)
+        writer.close()
+        begun.seal({})
+    with any_home.attach("a") as reader:
+        assert [reader.key(i) for i in range(len(reader))] == ["0", "2", "4"]
+        reader.verify()
+
+
+def test_an_error_inside_a_unit_aborts_it(home: Home) -> None:
+    with home.build("a") as begun:
+        writer = begun.writer()
+        with pytest.raises(RuntimeError), writer.begin("bad") as unit:
+            unit.put("media", b"x" * 9000)
+            raise RuntimeError
+        begun.seal({})
+    assert contents(home, "a") == {}
+
+
+def test_leaving_without_seal_leaves_nothing(home: Home) -> None:
+    with pytest.raises(RuntimeError), home.build("a") as begun:
+        with begun.writer().begin("k") as unit:
+            unit.put("media", b"1" * 100_000)
+        raise RuntimeError
+    assert os.listdir(home.path) == []
+
+
+def test_many_threads_write_at_once(home: Home) -> None:
+    content = units(200)
+    with home.build("a") as begun:
+
+        def work(part: int) -> None:
+            writer = begun.writer()
+            for key in sorted(content)[part::8]:
+                with writer.begin(key) as unit:
+                    unit.put("media", content[key])
+
+        threads = [threading.Thread(target=work, args=(part,)) for part in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        begun.seal({})
+    assert contents(home, "a") == content
+
+
+def test_other_processes_join_a_build_and_a_live_reader_follows_them(any_home: Home) -> None:
+    content = units(90)
+
+    def work(part: int) -> None:
+        with any_home.join("a") as joined, joined.writer() as writer:
+            for key in sorted(content)[part::3]:
+                with writer.begin(key) as unit:
+                    unit.put("media", content[key])
+
+    with any_home.build("a") as begun, any_home.attach_live("a") as live:
+        children = [fork(lambda part=part: work(part)) for part in range(3)]  # type: ignore[misc]
+        seen: dict[str, bytes] = {}
+        while len(live) < len(content):
+            before = len(live)
+            for unit in range(before, before + live.refresh()):
+                seen[live.key(unit)] = bytes(live.view(unit))
+        assert [wait(child) for child in children] == [0, 0, 0]
+        assert seen == content and begun.committed() == set(content)
+        begun.seal({})
+    assert contents(any_home, "a") == content
+
+
+def test_a_live_reader_keeps_its_numbers_when_the_arena_is_sealed(home: Home) -> None:
+    with home.build("a") as begun, home.attach_live("a") as live:
+        for key in ("c", "b"):
+            with begun.writer().begin(key) as unit:
+                unit.put("media", key.encode())
+            live.refresh()
+        with begun.writer().begin("a") as unit:
+            unit.put("media", b"a")
+        begun.put_table("t", np.arange(3))
+        begun.seal({"x": 1})
+        assert live.refresh() == 1 and live.sealed and live.refresh() == 0
+        assert [live.key(i) for i in range(3)] == ["c", "b", "a"]
+        assert [bytes(live.view(i)) for i in range(3)] == [b"c", b"b", b"a"]
+        assert live.table("t").tolist() == [0, 1, 2] and live.meta == {"x": 1}
+        live.verify()
+
+
+def test_a_live_reader_and_a_joined_writer_learn_that_the_build_was_abandoned(home: Home) -> None:
+    begun = home.build("a")
+    live, joined = home.attach_live("a"), home.join("a")
+    unit = joined.writer().begin("k")
+    unit.put("media", b"1")
+    begun.abandon()
+    with pytest.raises(ArenaError, match="abandoned"):
+        unit.commit()
+    with pytest.raises(ArenaMissing, match="abandoned"):
+        live.refresh()
+    joined.close()
+    live.close()
+    assert os.listdir(home.path) == []
+
+
+def test_sealing_waits_for_no_writer_of_another_process_but_says_so(home: Home) -> None:
+    with home.build("a") as begun, home.join("a") as joined:
+        writer = joined.writer()
+        with pytest.raises(ArenaBusy, match="still writes this segment"):
+            begun.seal({})
+        with writer.begin("k") as unit:
+            unit.put("media", b"1")
+        writer.close()
+        begun.seal({})
+        with pytest.raises(ArenaError, match="sealed"):
+            joined.writer()
+    assert contents(home, "a") == {"k": b"1"}
+
+
+def test_nobody_joins_what_nobody_builds(home: Home) -> None:
+    with pytest.raises(ArenaMissing):
+        home.join("a")
+    build(home, "a", units(3))
+    with pytest.raises(ArenaMissing, match="nobody is building"):
+        home.join("a")
+
+
+@pytest.mark.parametrize("how", ["killed", "left"])
+def test_committed_units_of_a_builder_that_ended_are_resumed(any_home: Home, how: str) -> None:
+    content = units(30)
+    keys = sorted(content)
+
+    def work() -> None:
+        with any_home.build("a", resume=True) as begun:
+            begun.put_table("t", np.arange(10))
+            writer = begun.writer()
+            for key in keys[:20]:
+                with writer.begin(key) as unit:
+                    unit.put("media", content[key])
+            writer.begin(keys[20]).put("media", b"never committed" * 1000)
+            if how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    assert wait(fork(work)) == (-signal.SIGKILL if how == "killed" else 0)
+    assert any_home.sweep() == [], "a resumable build is kept"
+    with any_home.build("a", resume=True) as begun:
+        assert begun.committed() == set(keys[:20])
+        begun.put_table("t", np.arange(3))
+        writer = begun.writer()
+        for key in keys[20:]:
+            with writer.begin(key) as unit:
+                unit.put("media", content[key])
+        begun.seal({})
+    assert contents(any_home, "a") == content
+    with any_home.attach("a") as reader:
+        assert reader.table("t").tolist() == [0, 1, 2]
+
+
+def test_resuming_drops_units_whose_bytes_did_not_reach_the_disk(home: Home) -> None:
+    with home.build("a", resume=True) as begun:
+        writer = begun.writer()
+        for number in range(4):
+            with writer.begin(f"{number}") as unit:
+                unit.put("media", bytes([number + 1]) * 4096)
+    with (home.path / "a" / "0000.data").open("r+b") as data:
+        data.seek(4096 * 3)
+        data.write(bytes(4096))  # the third unit: as after a power cut
+    with home.build("a", resume=True) as begun:
+        assert begun.committed() == {"0", "1"}
+        begun.seal({})
+    assert sorted(contents(home, "a")) == ["0", "1"]
+
+
+def test_a_build_without_resume_starts_afresh(home: Home) -> None:
+    with home.build("a", resume=True) as begun, begun.writer().begin("old") as unit:
+        unit.put("media", b"1")
+    with home.build("a") as begun:
+        assert begun.committed() == frozenset()
+        begun.seal({})
+    assert contents(home, "a") == {}
+
+
+def test_stored_bytes_count_pages_not_lengths(home: Home) -> None:
+    with home.build("a") as begun:
+        writer = begun.writer()
+        for number in range(20):
+            with writer.begin(f"{number}") as unit:
+                unit.put("media", bytes(65536 + 1))
+        taken = begun.stored_bytes()
+        assert 20 * 17 * 4096 <= taken <= 20 * 17 * 4096 + 10 * 4096, "the padding to 64 KiB is free"
+
+
+def test_a_forked_child_that_ends_does_not_end_its_parents_build(home: Home) -> None:
+    with home.build("a") as begun:
+        with begun.writer().begin("k") as unit:
+            unit.put("media", b"1")
+        assert wait(fork(begun.close)) == 0
+        begun.seal({})
+    assert contents(home, "a") == {"k": b"1"}

@@ -1,0 +1,200 @@
+"""The home: who may remove what, when an arena's life ends, and which folders are refused."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from supertuner.arena.build import Build
+from supertuner.arena.home import Home
+from supertuner.arena.reader import Reader
+from supertuner.core.errors import ArenaBusy, ArenaDamaged, ArenaError, ArenaMissing
+from tests.arena.making import build, contents, fork, units, wait
+
+
+def die_holding(home: Home, name: str) -> None:
+    """A builder that is killed with one committed and one open unit."""
+
+    def work() -> None:
+        writer = home.build(name).writer()
+        with writer.begin("k") as unit:
+            unit.put("media", b"1" * 10_000)
+        writer.begin("open").put("media", b"2" * 10_000)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert wait(fork(work)) == -signal.SIGKILL
+
+
+def test_an_attached_arena_is_not_removed(home: Home) -> None:
+    build(home, "a", units(3))
+    with home.attach("a"), pytest.raises(ArenaBusy, match="in use"):
+        home.remove("a")
+    home.remove("a")
+    with pytest.raises(ArenaMissing, match="no such arena"):
+        home.attach("a")
+    with pytest.raises(ArenaMissing):
+        home.remove("a")
+    assert os.listdir(home.path) == []
+
+
+def test_an_arena_has_one_builder_at_a_time(home: Home) -> None:
+    with home.build("a"):
+        with pytest.raises(ArenaBusy, match="another process builds it"):
+            home.build("a")
+        with pytest.raises(ArenaBusy):
+            home.remove("a")
+    with home.build("a") as begun:
+        begun.seal({})
+    with pytest.raises(ArenaError, match="built already.*arena rm a"):
+        home.build("a")
+
+
+def test_remains_of_a_dead_builder_do_not_stop_the_next(any_home: Home) -> None:
+    die_holding(any_home, "a")
+    assert [info.state for info in any_home.ls()] == ["remains"]
+    content = units(5)
+    build(any_home, "a", content)
+    assert contents(any_home, "a") == content
+
+
+def test_sweep_reclaims_remains_and_leaves_the_rest(home: Home) -> None:
+    die_holding(home, "dead")
+    build(home, "kept", units(3))
+    (home.path / ".gone-1234").mkdir()
+    (home.path / ".gone-1234" / "0000.data").write_bytes(b"x" * 5000)
+    with home.build("building"):
+        assert sorted(home.sweep()) == [".gone-1234", "dead"]
+        assert [info.name for info in home.ls()] == ["building", "kept"]
+
+
+def test_a_life_in_hours_ends_when_they_are_over_and_nobody_is_attached(home: Home) -> None:
+    for name, hours in (("short", 0.05 / 3600), ("long", 1.0)):
+        with home.build(name, life=hours) as begun:
+            begun.seal({})
+    time.sleep(0.06)
+    with home.attach("short"):
+        assert home.sweep() == []
+    assert home.sweep() == ["short"]
+
+
+def test_the_life_of_a_run_ends_with_its_last_reader(home: Home) -> None:
+    with home.build("a", life="run") as begun:
+        begun.seal({})
+        first = home.attach("a")
+    second = home.attach("a")
+    assert home.sweep() == []
+    first.close()
+    assert [info.name for info in home.ls()] == ["a"]
+    second.close()
+    assert os.listdir(home.path) == []
+
+
+def test_the_life_of_a_run_ends_when_its_readers_were_killed(home: Home) -> None:
+    with home.build("a", life="run") as begun:
+        begun.seal({})
+
+        def work() -> None:
+            home.attach("a")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        wait(fork(work))
+    assert home.sweep() == ["a"]
+
+
+def test_ls_tells_states_users_and_sizes(home: Home) -> None:
+    build(home, "sealed", units(9))
+    build(home, "broken", units(2))
+    (home.path / "broken" / "index").write_bytes(b"garbage")
+    with home.build("building"), home.attach("sealed"):
+        infos = {info.name: info for info in home.ls()}
+    assert {name: (info.state, info.users) for name, info in infos.items()} == {
+        "broken": ("damaged", False),
+        "building": ("building", True),
+        "sealed": ("sealed", True),
+    }
+    assert infos["sealed"].units == 9 and infos["sealed"].meta == {"made": "by a test"}
+    assert infos["sealed"].nbytes >= sum(map(len, units(9).values()))
+    assert "index" in infos["broken"].problem
+    home.remove("broken")
+
+
+def test_of_several_processes_one_builds_and_the_others_wait_and_attach(home: Home) -> None:
+    content = units(20)
+
+    def work() -> None:
+        got = home.attach_or_build("a", wait_s=30)
+        if isinstance(got, Build):
+            with got:
+                time.sleep(0.1)
+                writer = got.writer()
+                for key, payload in content.items():
+                    with writer.begin(key) as unit:
+                        unit.put("media", payload)
+                got.seal({})
+        else:
+            assert len(got) == len(content)
+            got.close()
+
+    assert [wait(child) for child in [fork(work) for _ in range(4)]] == [0, 0, 0, 0]
+    got = home.attach_or_build("a")
+    assert isinstance(got, Reader) and len(got) == 20
+    got.close()
+
+
+@pytest.mark.parametrize("name", ["", ".hidden", "..", "a/b", "x" * 129, "a b", "ü", "a\n"])
+def test_a_name_that_could_surprise_is_refused(home: Home, name: str) -> None:
+    for act in (home.build, home.attach, home.remove, home.join, home.attach_live):
+        with pytest.raises(ArenaError, match="cannot name an arena"):
+            act(name)
+
+
+def test_a_home_that_others_could_change_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to("real")
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    (tmp_path / "file").write_text("")
+    for name, problem in (("link", "is a link"), ("open", "others may write"), ("file", "is a link or a file")):
+        with pytest.raises(ArenaError, match=problem):
+            Home(tmp_path / name)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
+def test_a_home_of_another_user_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    os.chown(tmp_path / "theirs", 12345, 12345)
+    with pytest.raises(ArenaError, match="belongs to user 12345"):
+        Home(tmp_path / "theirs")
+
+
+def test_a_new_home_is_for_its_user_alone(tmp_path: Path) -> None:
+    home = Home(tmp_path / "deep" / "home")
+    build(home, "a", units(3))
+    assert (tmp_path / "deep" / "home").stat().st_mode & 0o777 == 0o700
+    assert all(file.stat().st_mode & 0o077 == 0 for file in (tmp_path / "deep" / "home").rglob("*"))
+
+
+def test_a_link_in_the_place_of_an_arena_is_not_followed(home: Home) -> None:
+    build(home, "a", units(3))
+    (home.path / "b").symlink_to("a")
+    for act in (home.build, home.attach, home.remove):
+        with pytest.raises(ArenaDamaged, match="is a link"):
+            act("b")
+    assert home.sweep() == [] and {i.name: i.state for i in home.ls()} == {"a": "sealed", "b": "damaged"}
+
+
+def test_locks_do_not_pass_to_programs_that_are_started(home: Home) -> None:
+    build(home, "a", units(3))
+    with home.attach("a"):
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], close_fds=False)
+    try:
+        home.remove("a")
+    finally:
+        child.kill()
+        child.wait()
