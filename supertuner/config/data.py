@@ -47,7 +47,7 @@ class InMemory(Block):
 
 class Captions(Block):
     source: Literal["auto", "sidecar", "metadata", "filename", "constant", "none"] = "auto"
-    """Where captions come from; "auto": the metadata file if there is one, else files beside the samples, else none."""
+    """Where captions come from; "auto": `constant`, else a metadata file, else files beside the samples, else none."""
     extension: Annotated[str, Field(pattern=r"^\.[A-Za-z0-9_.-]+$", json_schema_extra=_ENDING)] = ".txt"
     """Ending of caption files beside the samples."""
     metadata_file: Path | None = None
@@ -187,6 +187,12 @@ class Dataset(Block):
                     yield Remark(f"augment.{key}", "has no meaning for sound; remove it", ("dataset_type",))
 
     def doubts(self) -> Iterator[Remark]:
+        uneven = [side for side in self.resolution if side % self.bucket_step]
+        if uneven and self.dataset_type is not MediaKind.AUDIO:
+            message = (
+                f"{uneven[0]} is not a multiple of bucket_step {self.bucket_step}; buckets come as close as they can"
+            )
+            yield Remark("resolution", message)
         odd = [count for count in self.frames if count % 4 != 1]
         if self.dataset_type is MediaKind.VIDEO and odd:
             yield Remark(

@@ -78,11 +78,13 @@ def resolved(config: RunConfig, host: Host) -> tuple[RunConfig, list[Warned], di
     names = _ids(config.datasets)
     for index, dataset in enumerate(config.datasets):
         update: dict[str, Any] = {"id": names[index]}
-        for field, value, message in (*_lowered_memory(dataset, total), *_lowered_resolution(dataset)):
-            where: Place = ("datasets", index, *(places.parse(field) or ()))
-            notes.append(Warned(places.show(where), message))
-            changed[where] = message
-            update[str(where[2])] = value
+        most = _most_memory(dataset, total)
+        if most is not None:
+            where: Place = ("datasets", index, "in_memory", "memory_limit_gb")
+            limit = dataset.in_memory.memory_limit_gb
+            changed[where] = f"{limit:g} is more than this machine has; lowered to {most:g}"
+            notes.append(Warned(places.show(where), changed[where]))
+            update["in_memory"] = dataset.in_memory.model_copy(update={"memory_limit_gb": most})
         if dataset.instance_data_dir is None:
             notes.append(Warned(f"datasets[{index}]", "names no instance_data_dir: there is nothing to stage"))
         datasets.append(dataset.model_copy(update=update))
@@ -90,22 +92,12 @@ def resolved(config: RunConfig, host: Host) -> tuple[RunConfig, list[Warned], di
     return config.model_copy(update={"datasets": tuple(datasets), "run": run}), notes, changed
 
 
-def _lowered_memory(dataset: Dataset, total: int | None) -> Iterator[tuple[str, Any, str]]:
+def _most_memory(dataset: Dataset, total: int | None) -> float | None:
+    """What the limit must be lowered to, if it is above what this machine has."""
     limit = dataset.in_memory.memory_limit_gb
     if limit is None or total is None or limit * GIB <= total:
-        return
-    most = math.floor(total / GIB * 100) / 100
-    message = f"{limit:g} is more than this machine has; lowered to {most:g}"
-    yield "in_memory.memory_limit_gb", dataset.in_memory.model_copy(update={"memory_limit_gb": most}), message
-
-
-def _lowered_resolution(dataset: Dataset) -> Iterator[tuple[str, Any, str]]:
-    step = dataset.bucket_step
-    lowered = tuple(dict.fromkeys(side - side % step for side in dataset.resolution))
-    if lowered != dataset.resolution and dataset.dataset_type != "audio":
-        odd = next(side for side in dataset.resolution if side % step)
-        message = f"{odd} is not a multiple of bucket_step {step}; lowered to {odd - odd % step}"
-        yield "resolution", lowered, message
+        return None
+    return math.floor(total / GIB * 100) / 100
 
 
 def _ids(datasets: tuple[Dataset, ...]) -> list[str]:

@@ -103,7 +103,7 @@ def test_a_repeat_of_zero_in_our_own_names_is_refused_and_explained(refuse):
 
 def test_root_settings_reach_datasets_that_say_nothing_themselves(simpletuner):
     pictures, clips = simpletuner.config.datasets
-    assert (pictures.resolution, clips.resolution) == ((1024,), (448,))  # 480 is no multiple of 64
+    assert (pictures.resolution, clips.resolution) == ((1024,), (480,))
     assert [d.captions.dropout for d in simpletuner.config.datasets] == [0.1, 0.1]
     assert simpletuner.origins["datasets[0].resolution"] == "run.json: --resolution (SimpleTuner)"
 

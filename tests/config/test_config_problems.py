@@ -107,7 +107,11 @@ def test_what_cannot_work_is_refused_with_place_value_and_remedy(refuse, tree, s
             "datasets[0].captions.keep_tags",
             "while shuffle_tags is false",
         ),
-        ({"datasets": [{"resolution": [1000, 512]}]}, "datasets[0].resolution", "lowered to 960"),
+        (
+            {"datasets": [{"resolution": [1000, 512]}]},
+            "datasets[0].resolution",
+            "1000 is not a multiple of bucket_step 64",
+        ),
         ({"datasets": [{"dataset_type": "video", "frames": 16}]}, "datasets[0].frames", "4n + 1"),
         ({"datasets": [{"fps": 16}]}, "datasets[0].fps", 'no effect with dataset_type "image"'),
         ({"optimizer": {"lr_bump": 1e-6}}, "optimizer.lr_bump", 'only with name: "automagic"'),

@@ -1,0 +1,79 @@
+"""The schema and the docs describe every setting, and they agree."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from supertuner.config import place as places
+from supertuner.config.data import Dataset
+from supertuner.config.dialects import DATASET, RUN, inherited
+from supertuner.config.environment import VARIABLES
+from supertuner.config.schema import json_schema
+from supertuner.config.tree import RunConfig
+from supertuner.config.values import shown
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs/configuration.md"
+
+
+def test_every_field_of_the_schema_has_a_description():
+    schema = json_schema()
+    blocks = {"the root": schema, **schema["$defs"]}
+    for name, block in blocks.items():
+        for field, node in block.get("properties", {}).items():
+            assert node.get("description", "").endswith((".", ".)")), f"{name}.{field}"
+
+
+def test_every_block_of_the_schema_forbids_unknown_keys():
+    schema = json_schema()
+    assert schema["additionalProperties"] is False
+    assert all(b["additionalProperties"] is False for b in schema["$defs"].values() if "properties" in b)
+
+
+def test_blocks_are_frozen():
+    with pytest.raises(ValueError, match="frozen"):
+        RunConfig().train.batch_size = 3  # type: ignore[misc]
+
+
+def test_defaults_pass_their_own_checks():
+    RunConfig.model_validate_json(RunConfig(datasets=(Dataset(id="a"),)).model_dump_json(), strict=True)
+
+
+def rows() -> list[str]:
+    """The line of the docs for every setting: name, default, description."""
+    schema = json_schema()
+    found = []
+    for name, block in places.blocks().items():
+        properties = schema["$defs"].get(block.__name__, schema)["properties"]
+        for field in places.names_in(name):
+            if f"{name}.{field}".lstrip(".") in places.settings():
+                default = properties[field].get("default")
+                text = "" if default is None else f"`{shown(default)}`"
+                found.append(f"| `{field}` | {text} | {' '.join(properties[field]['description'].split())} |")
+    return found
+
+
+def test_the_docs_describe_every_setting_as_the_schema_does():
+    lines = DOCS.read_text().splitlines()
+    assert [row for row in rows() if row not in lines] == []
+
+
+def test_the_docs_have_no_setting_that_is_not_there():
+    section = DOCS.read_text().split("## All settings")[1]
+    assert [line for line in section.splitlines() if line.startswith("| `") and line not in rows()] == []
+
+
+def test_the_docs_say_what_every_variable_gives():
+    text = DOCS.read_text()
+    for variable, setting in VARIABLES.items():
+        assert re.search(rf"\| `{variable}` \| `{re.escape(setting)}` \|", text), variable
+
+
+def test_the_docs_name_every_foreign_key_that_has_an_effect():
+    text = DOCS.read_text()
+    missing = [row.written for row in (*RUN, *DATASET) if row.convert and f"`{row.written}`" not in text]
+    missing += [name for name in inherited() if f"`{name}`" not in text]
+    assert missing == []
