@@ -5,9 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import PurePath
 
 from supertuner.core.types import JSON
+
+GIVEN = "config.given"
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +23,16 @@ class KeptConfig:
     """`.yaml`, `.json`, `.toml`."""
     resolved: Mapping[str, JSON]
     origins: Mapping[str, str]
-    """Setting → where its value came from."""
+    """Setting → where its value came from; one that is missing here is a default."""
+    attachments: Mapping[str, bytes] = field(default_factory=dict)
+    """Further files that the configuration named and that were read as part of it, by name."""
+
+    def files(self) -> dict[str, bytes]:
+        """What is kept byte for byte, by the name it is kept under; the configuration itself comes first."""
+        kept = {f"{GIVEN}{self.extension}": self.given}
+        for number, (name, content) in enumerate(self.attachments.items(), start=1):
+            kept[f"{GIVEN}.{number}.{PurePath(name).name}"] = content
+        return kept
 
     @property
     def digest(self) -> str:

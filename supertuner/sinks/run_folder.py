@@ -1,7 +1,7 @@
 """A run's folder: the configuration as given and as resolved, every decision with its reason, every event.
 
     run.json               what this folder is: format, name, digest of the configuration, when it was begun
-    config.given.<ext>     the configuration file, byte for byte
+    config.given.*         the configuration file, byte for byte, and the files that it named
     config.resolved.json   every setting with its value, and where each came from
     decisions.json         every decision made at run time: what, value, reason
     set_aside.jsonl        every file that is not used, and why
@@ -27,7 +27,7 @@ from supertuner.core.errors import RunFolderError
 from supertuner.core.events import Decided, Event, SetAside
 from supertuner.core.types import JSON
 from supertuner.sinks.jsonlines import JsonLines, event_record, line_bytes, now_text, people_time, read_lines
-from supertuner.sinks.kept_config import KeptConfig, differences
+from supertuner.sinks.kept_config import GIVEN, KeptConfig, differences
 
 FORMAT = 1
 RUN = "run.json"
@@ -105,9 +105,11 @@ class RunFolder:
         if run.exists():
             _refuse_other_run(self.path, config)
             return
-        durable.write_bytes(self.path / f"config.given{config.extension}", config.given)
-        durable.write_json(self.path / RESOLVED, {"values": config.resolved, "origins": config.origins})
-        durable.write_json(run, {"format": FORMAT, "name": name, "config_digest": config.digest, "begun": now_text()})
+        for file, content in config.files().items():
+            durable.write_bytes(self.path / file, content)
+        durable.write_json(self.path / RESOLVED, {"config": config.resolved, "origins": config.origins})
+        facts = {"config_file": next(iter(config.files())), "config_digest": config.digest}
+        durable.write_json(run, {"format": FORMAT, "name": name, "begun": now_text(), **facts})
 
     def _remember(self, event: Decided) -> bool:
         """A decision that repeats the last one of its name is not kept twice."""
@@ -172,7 +174,7 @@ def _refuse_foreign(path: Path) -> None:
         raise RunFolderError(f"{path} is a file; choose another run.output_dir or run.name")
     names = sorted(entry.name for entry in path.iterdir())
     ours = {RUN, RESOLVED, DECISIONS, SET_ASIDE, EVENTS, LOCK}
-    foreign = [n for n in names if n not in ours and not n.startswith("config.given.") and not _is_temporary(n)]
+    foreign = [n for n in names if n not in ours and not n.startswith(f"{GIVEN}.") and not _is_temporary(n)]
     if RUN not in names and foreign:
         some = ", ".join(foreign[:3]) + (", …" if len(foreign) > 3 else "")
         raise RunFolderError(
@@ -188,7 +190,7 @@ def _refuse_other_run(path: Path, config: KeptConfig) -> None:
         )
     if run.get("config_digest") == config.digest:
         return
-    kept = _read_object(path / RESOLVED).get("values")
+    kept = _read_object(path / RESOLVED).get("config")
     lines = differences(config.resolved, kept if isinstance(kept, Mapping) else {})
     shown = [f"  {line}" for line in lines[:DIFFERENCES_SHOWN]]
     if len(lines) > DIFFERENCES_SHOWN:

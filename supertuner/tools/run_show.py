@@ -31,7 +31,7 @@ class RunView:
     name: str
     begun: str
     in_use_by: str | None
-    config_file: str | None
+    config_file: str
     settings: list[dict[str, JSON]]
     """Settings that somebody gave: path, value, origin."""
     decisions: list[dict[str, JSON]]
@@ -48,13 +48,12 @@ def read_run(path: Path) -> RunView:
     run = _load(path / RUN)
     config = _load(path / RESOLVED)
     events = list(read_lines(path / EVENTS))
-    given = next(iter(sorted(path.glob("config.given.*"))), None)
     return RunView(
         path=str(path),
         name=str(run.get("name")),
         begun=str(run.get("begun")),
         in_use_by=holder_of(path),
-        config_file=given.name if given else None,
+        config_file=str(run.get("config_file")),
         settings=given_settings(config),
         decisions=latest_decisions(_load_list(path / DECISIONS)),
         warnings=_once({"what": e["what"], "message": e["message"]} for e in events if e["event"] == "warned"),
@@ -68,7 +67,7 @@ def given_settings(config: Mapping[str, JSON]) -> list[dict[str, JSON]]:
     origins = config.get("origins")
     if not isinstance(origins, Mapping):
         return []
-    values = dict(leaves(config.get("values")))
+    values = dict(leaves(config.get("config")))
     return [
         {"path": path, "value": values.get(path), "origin": origin}
         for path, origin in origins.items()
