@@ -30,7 +30,9 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: JSON) -> None:
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    """A file name that is not UTF-8 has surrogates in it: they become JSON's own escapes, and are read back as such."""
+    text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    write_bytes(path, text.encode(errors="backslashreplace"))
 
 
 def sync_folder(folder: Path) -> None:

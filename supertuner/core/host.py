@@ -1,4 +1,4 @@
-"""What this machine grants this process: CPUs and memory, containers included. A fact may be unknown (None), never zero.
+"""What this machine grants this process: CPUs and memory, containers included. A fact may be unknown (None), not zero.
 
 Everything is read below `root`, so that a test can describe another machine by a folder of files.
 """

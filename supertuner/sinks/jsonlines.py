@@ -35,13 +35,12 @@ class JsonLines:
         _cut_torn_tail(self._handle)
 
     def append(self, record: Mapping[str, JSON]) -> None:
-        line = line_bytes(record)
+        rest = memoryview(line_bytes(record))
         try:
-            written = os.write(self._handle, line)
+            while rest:  # a disk that fills up takes a part first, and says why at the next call
+                rest = rest[os.write(self._handle, rest) :]
         except OSError as error:
             raise RunFolderError(f"{self.path} cannot be written: {error.strerror}") from error
-        if written != len(line):
-            raise RunFolderError(f"{self.path} cannot be written: the disk is full")
 
     def emit(self, event: Event, /) -> None:
         self.append(event_record(event))

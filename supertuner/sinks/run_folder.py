@@ -107,6 +107,7 @@ class RunFolder:
             return
         for file, content in config.files().items():
             durable.write_bytes(self.path / file, content)
+        durable.write_json(self.path / DECISIONS, [])
         durable.write_json(self.path / RESOLVED, {"config": config.resolved, "origins": config.origins})
         facts = {"config_file": next(iter(config.files())), "config_digest": config.digest}
         durable.write_json(run, {"format": FORMAT, "name": name, "begun": now_text(), **facts})
@@ -225,7 +226,7 @@ def _read_object(path: Path) -> Mapping[str, JSON]:
 
 
 def _read_list(path: Path) -> list[dict[str, JSON]]:
-    value = _read_json(path) if path.exists() else []
+    value = _read_json(path)
     if not isinstance(value, list):
         raise RunFolderError(f"{path} is not a JSON list; move the run's folder away and start again")
     return value
@@ -233,7 +234,7 @@ def _read_list(path: Path) -> list[dict[str, JSON]]:
 
 def _read_json(path: Path) -> JSON:
     try:
-        value: JSON = json.loads(path.read_text())
+        value: JSON = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise RunFolderError(f"{path} cannot be read ({error}); move the run's folder away and start again") from error
     return value

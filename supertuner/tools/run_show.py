@@ -176,13 +176,13 @@ def _load(path: Path) -> Mapping[str, JSON]:
 
 
 def _load_list(path: Path) -> list[dict[str, JSON]]:
-    value = _parsed(path) if path.exists() else []
+    value = _parsed(path)
     return value if isinstance(value, list) else []
 
 
 def _parsed(path: Path) -> object:
     try:
-        value: object = json.loads(path.read_text())
+        value: object = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise RunFolderError(f"{path} cannot be read ({error}); the run's folder is damaged") from error
     return value

@@ -1,0 +1,131 @@
+"""What a person sees: nothing is lost, bars on a terminal, few plain lines elsewhere."""
+
+from __future__ import annotations
+
+import io
+import threading
+
+import pytest
+from rich.console import Console as RichConsole
+
+from supertuner.core.events import Decided, SetAside, Warned
+from supertuner.sinks.console import Console
+from supertuner.sinks.figures import Tally, duration_text, seconds_left
+
+
+class Clock:
+    """Time that passes when told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def plain(clock: Clock | None = None) -> tuple[Console, io.StringIO]:
+    out = io.StringIO()
+    return Console(RichConsole(file=out, width=200), clock or Clock()), out
+
+
+def test_a_warning_is_shown_at_once() -> None:
+    console, out = plain()
+    console.emit(Warned("datasets[0].in_memory.memory_limit_gb", "360 is more than there is; lowered to 21.5"))
+    assert out.getvalue() == (
+        "warning datasets[0].in_memory.memory_limit_gb: 360 is more than there is; lowered to 21.5\n"
+    )
+
+
+def test_square_brackets_in_a_message_are_text_not_markup() -> None:
+    console, out = plain()
+    console.emit(Warned("datasets[red]", "[bold]x[/bold] [/]"))
+    assert out.getvalue() == "warning datasets[red]: [bold]x[/bold] [/]\n"
+
+
+def test_decisions_are_shown_with_their_reasons_before_work_begins() -> None:
+    console, out = plain()
+    console.emit(Decided("compression", "none", "saves nothing"))
+    console.emit(Decided("workers", 2, "CPUs"))
+    with console.phase("staging", items=1):
+        shown = out.getvalue()
+    assert shown == "decided compression = none: saves nothing\ndecided workers = 2: CPUs\n"
+
+
+def test_on_a_terminal_decisions_are_a_table() -> None:
+    out = io.StringIO()
+    with Console(RichConsole(file=out, force_terminal=True, width=100, color_system=None)) as console:
+        console.emit(Decided("compression", "none", "saves nothing"))
+    header, row = out.getvalue().splitlines()
+    assert header.split() == ["decided", "value", "why"]
+    assert row.index("none") == header.index("value")
+    assert row.index("saves nothing") == header.index("why")
+
+
+def test_the_first_files_set_aside_are_named_and_the_rest_counted() -> None:
+    console, out = plain()
+    with console:
+        for number in range(8):
+            console.emit(SetAside("cats", f"{number}.jpg", "truncated"))
+    lines = out.getvalue().splitlines()
+    assert lines[0] == "set aside 0.jpg: truncated"
+    assert len(lines) == 6
+    assert lines[-1].startswith("and 3 more files")
+
+
+def test_a_log_file_gets_a_line_every_few_seconds_and_one_at_the_end() -> None:
+    clock = Clock()
+    console, out = plain(clock)
+    with console.phase("staging cats", items=1000, nbytes=1000 << 20) as phase:
+        for _ in range(1000):
+            clock.now += 1 / 32  # exact in binary
+            phase.advance(1, 1 << 20)
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 7
+    assert lines[0] == "staging cats: 160 of 1,000 files, 160 MiB of 1000 MiB, 32.0 MiB/s, 26 s left"
+    assert lines[-1] == "staging cats: 1,000 files, 1000 MiB, 32.0 MiB/s, in 31 s"
+
+
+def test_a_phase_that_fails_says_how_far_it_came() -> None:
+    clock = Clock()
+    console, out = plain(clock)
+    with pytest.raises(ValueError), console.phase("staging", items=10) as phase:
+        clock.now += 2
+        phase.advance(4)
+        raise ValueError
+    assert out.getvalue() == "staging: stopped after 4 of 10 files, 2 files/s, in 2.0 s\n"
+
+
+def test_a_terminal_shows_a_bar_with_rate_and_time_left() -> None:
+    clock, out = Clock(), io.StringIO()
+    console = Console(RichConsole(file=out, force_terminal=True, width=140, color_system=None), clock)
+    with console.phase("staging cats", items=10, nbytes=100 << 20) as phase:
+        clock.now += 5
+        phase.advance(5, 50 << 20)
+        console.emit(Warned("x", "while a bar is shown"))
+    assert "5 of 10 files, 50.0 MiB of 100 MiB, 10.0 MiB/s" in out.getvalue()
+    assert "warning x: while a bar is shown" in out.getvalue()
+    assert "━" in out.getvalue()
+
+
+def test_threads_that_advance_together_lose_no_file() -> None:
+    console, out = plain()
+    with console.phase("staging", items=4000) as phase:
+        threads = [threading.Thread(target=lambda: [phase.advance(1) for _ in range(1000)]) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert "4,000 files" in out.getvalue()
+
+
+def test_time_left_is_unknown_until_something_is_done() -> None:
+    assert seconds_left(0.0, 5.0) is None
+    assert seconds_left(0.25, 5.0) == 15.0
+    assert "left" not in Tally("t", 10, 0, 0.0).text(5.0)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0.4 s"), (59.6, "1 min 00 s"), (200, "3 min 20 s"), (7500, "2 h 05 min")]
+)
+def test_durations_read_well(seconds: float, text: str) -> None:
+    assert duration_text(seconds) == text

@@ -1,0 +1,226 @@
+"""A run's folder keeps what was asked and decided, belongs to one run, and is free again however its owner ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from supertuner.core.errors import RunFolderError
+from supertuner.core.events import Decided, Measured, SetAside, Warned
+from supertuner.core.types import JSON
+from supertuner.sinks.jsonlines import read_lines
+from supertuner.sinks.kept_config import KeptConfig, differences
+from supertuner.sinks.run_folder import RunFolder, holder_of
+
+GIVEN = b"run: {name: cats}   # a comment that a parser would lose\n"
+
+
+def config(seed: int = 0, **settings: JSON) -> KeptConfig:
+    resolved: dict[str, JSON] = {"run": {"name": "cats", "seed": seed}, **settings}
+    return KeptConfig(GIVEN, ".yaml", resolved, {"run.name": "cats.yaml"})
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_the_configuration_is_kept_as_given_and_as_resolved(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "runs/cats", "cats", config()):
+        pass
+    assert (tmp_path / "runs/cats/config.given.yaml").read_bytes() == GIVEN
+    kept = json.loads((tmp_path / "runs/cats/config.resolved.json").read_text())
+    assert kept["config"]["run"] == {"name": "cats", "seed": 0}
+    assert kept["origins"] == {"run.name": "cats.yaml"}
+
+
+def test_files_that_the_configuration_named_are_kept_and_cannot_leave_the_folder(tmp_path: Path) -> None:
+    named = {"../../escape.json": b"[]", "data.json": b"[1]"}
+    with RunFolder(tmp_path / "run", "cats", KeptConfig(b"{}", ".json", {}, {}, named)):
+        pass
+    contents = tree(tmp_path)
+    assert contents["run/config.given.1.escape.json"] == b"[]"
+    assert contents["run/config.given.2.data.json"] == b"[1]"
+    assert all(name.startswith("run/") for name in contents)
+
+
+def test_a_decision_is_on_disk_before_the_next_thing_happens(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "run", "cats", config()) as folder:
+        folder.emit(Decided("datasets[cats].in_memory.compression", "none", "saves 0.4 %, less than 5 %"))
+        [decision] = json.loads((tmp_path / "run/decisions.json").read_text())
+    assert decision["what"] == "datasets[cats].in_memory.compression"
+    assert decision["value"] == "none"
+    assert decision["reason"] == "saves 0.4 %, less than 5 %"
+
+
+def test_a_reopened_run_keeps_its_decisions_and_repeats_none(tmp_path: Path) -> None:
+    first, changed = Decided("workers", 2, "CPUs"), Decided("workers", 4, "CPUs")
+    for decision in (first, first, changed, changed):
+        with RunFolder(tmp_path / "run", "cats", config()) as folder:
+            folder.emit(decision)
+    assert [d["value"] for d in json.loads((tmp_path / "run/decisions.json").read_text())] == [2, 4]
+
+
+def test_everything_said_is_in_the_events_in_order(tmp_path: Path) -> None:
+    said = [Warned("a", "unwise"), Decided("b", 1, "so"), SetAside("cats", "x.jpg", "empty"), Measured("c", {"n": 1})]
+    with RunFolder(tmp_path / "run", "cats", config()) as folder:
+        folder.emit_all(said)
+    kinds = [line["event"] for line in read_lines(tmp_path / "run/events.jsonl")]
+    assert kinds == ["warned", "decided", "set_aside", "measured"]
+
+
+def test_a_file_set_aside_in_two_sessions_is_listed_once(tmp_path: Path) -> None:
+    for _ in range(2):
+        with RunFolder(tmp_path / "run", "cats", config()) as folder:
+            folder.emit(SetAside("cats", "a.jpg", "truncated"))
+    assert [line["file"] for line in read_lines(tmp_path / "run/set_aside.jsonl")] == ["a.jpg"]
+
+
+def test_a_dataset_looked_through_again_loses_its_old_list_and_no_other(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "run", "cats", config()) as folder:
+        folder.emit_all([SetAside("cats", "a.jpg", "truncated"), SetAside("dogs", "b.jpg", "empty")])
+        folder.forget_set_aside("cats")
+        folder.emit(SetAside("cats", "c.jpg", "empty"))
+    assert [line["file"] for line in read_lines(tmp_path / "run/set_aside.jsonl")] == ["b.jpg", "c.jpg"]
+
+
+def test_a_file_name_that_is_not_utf8_survives(tmp_path: Path) -> None:
+    name = os.fsdecode(b"caf\xe9.jpg")
+    with RunFolder(tmp_path / "run", "cats", config()) as folder:
+        folder.emit(SetAside("cats", name, "empty"))
+        folder.emit(Decided("limit", name, "first file"))
+    assert [line["file"] for line in read_lines(tmp_path / "run/set_aside.jsonl")] == [name]
+
+
+def test_other_settings_are_refused_with_what_differs_and_change_nothing(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "run", "cats", config(seed=0)):
+        pass
+    before = tree(tmp_path)
+    with pytest.raises(RunFolderError) as refused:
+        RunFolder(tmp_path / "run", "cats", config(seed=7))
+    assert "run.seed: 0 there, 7 here" in str(refused.value)
+    assert "another run.name" in str(refused.value)
+    assert {k: v for k, v in tree(tmp_path).items() if not k.endswith(".lock")} == {
+        k: v for k, v in before.items() if not k.endswith(".lock")
+    }
+
+
+def test_after_a_refusal_the_run_itself_can_be_opened(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "run", "cats", config(seed=0)):
+        pass
+    with pytest.raises(RunFolderError):
+        RunFolder(tmp_path / "run", "cats", config(seed=7))
+    with RunFolder(tmp_path / "run", "cats", config(seed=0)):
+        pass
+
+
+def test_a_folder_with_files_of_something_else_is_refused_and_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(RunFolderError, match=r"thesis\.tex.*another run\.output_dir"):
+        RunFolder(tmp_path, "cats", config())
+    assert tree(tmp_path) == {"thesis.tex": b"years of work"}
+
+
+def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("")
+    with pytest.raises(RunFolderError, match="is a file"):
+        RunFolder(tmp_path / "run", "cats", config())
+    with pytest.raises(RunFolderError, match="cannot be made"):
+        RunFolder(tmp_path / "run/below", "cats", config())
+
+
+def test_a_run_from_a_later_version_is_refused(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "run", "cats", config()):
+        pass
+    facts = json.loads((tmp_path / "run/run.json").read_text())
+    (tmp_path / "run/run.json").write_text(json.dumps({**facts, "format": 99}))
+    with pytest.raises(RunFolderError, match="format 99, this version reads 1"):
+        RunFolder(tmp_path / "run", "cats", config())
+
+
+def test_a_damaged_run_file_is_an_error_that_names_it(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "run", "cats", config()):
+        pass
+    (tmp_path / "run/run.json").write_text("{")
+    with pytest.raises(RunFolderError, match=r"run\.json cannot be read"):
+        RunFolder(tmp_path / "run", "cats", config())
+
+
+def test_a_folder_in_use_is_refused_and_its_user_named(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "run", "cats", config()):
+        with pytest.raises(RunFolderError, match=f"in use by process {os.getpid()} since"):
+            RunFolder(tmp_path / "run", "cats", config())
+        assert f"process {os.getpid()}" in (holder_of(tmp_path / "run") or "")
+    assert holder_of(tmp_path / "run") is None
+
+
+HOLD = """
+import sys, time
+from itertools import pairwise
+from pathlib import Path
+from supertuner.core.events import Decided, SetAside
+from supertuner.sinks.kept_config import KeptConfig
+from supertuner.sinks.run_folder import RunFolder
+folder = RunFolder(Path(sys.argv[1]), "cats", KeptConfig(b"{}", ".json", {"a": 1}, {}))
+sys.stdout.write("open\\n"); sys.stdout.flush()
+for number in range(10**9):
+    folder.emit_all([Decided("n", number, "counting"), SetAside("cats", f"{number}.jpg", "why " * 50)])
+"""
+
+
+def test_a_run_killed_at_any_moment_can_be_opened_again_and_read(tmp_path: Path) -> None:
+    for turn in range(6):
+        child = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / "run")], stdout=subprocess.PIPE)
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"open\n"
+        assert f"process {child.pid}" in (holder_of(tmp_path / "run") or "")
+        time.sleep(0.003 * turn)
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+        child.stdout.close()
+        with RunFolder(tmp_path / "run", "cats", KeptConfig(b"{}", ".json", {"a": 1}, {})):
+            decisions = json.loads((tmp_path / "run/decisions.json").read_text())
+            values = [d["value"] for d in decisions]
+            assert all(b in (0, a + 1) for a, b in pairwise(values)), "no decision of a session is missing"
+            assert all(line["reason"] for line in read_lines(tmp_path / "run/set_aside.jsonl"))
+        assert [p.name for p in (tmp_path / "run").iterdir() if p.name.endswith(".tmp")] == []
+
+
+def test_threads_may_emit_at_once(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "run", "cats", config()) as folder:
+
+        def work(thread: int) -> None:
+            for number in range(100):
+                folder.emit(SetAside("cats", f"{thread}-{number}.jpg", "broken " * 20))
+
+        threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(list(read_lines(tmp_path / "run/set_aside.jsonl"))) == 400
+
+
+def test_the_same_settings_in_another_order_are_the_same_run() -> None:
+    here = KeptConfig(b"", ".json", {"a": 1, "b": {"c": 2, "d": 3}}, {})
+    there = KeptConfig(b"other bytes", ".toml", {"b": {"d": 3, "c": 2}, "a": 1}, {})
+    assert here.digest == there.digest
+
+
+def test_differences_name_what_was_added_removed_and_changed() -> None:
+    here: dict[str, JSON] = {"a": 1, "list": [1, 2], "new": None, "same": "x"}
+    there: dict[str, JSON] = {"a": 2, "list": [1], "old": "y", "same": "x"}
+    assert differences(here, there) == [
+        "a: 2 there, 1 here",
+        "list[1]: not set there, 2 here",
+        "new: not set there, null here",
+        'old: "y" there, not set here',
+    ]
