@@ -129,6 +129,11 @@ def backend_type(value: JSON, block: Mapping[str, JSON]) -> Sequence[Outcome]:
     return [Put("type", value)]
 
 
+def folder_type(value: JSON, block: Mapping[str, JSON]) -> Sequence[Outcome]:
+    """ai-toolkit's kind of dataset; here files are looked at."""
+    return [Said("has no effect: every folder is read alike")] if value in ("image", "sd") else [Put("type", value)]
+
+
 def use_gh200_trainer(value: JSON, block: Mapping[str, JSON]) -> Sequence[Outcome]:
     if value is True:
         said = Said("there is one trainer here; this turns on gh200_optimizations.enable_uvm_hints")

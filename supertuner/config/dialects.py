@@ -76,12 +76,17 @@ RUN = (
         NO_MODEL,
         "pretrained_model_name_or_path pretrained_transformer_model_name_or_path model_family model_type model_flavour "
         "lora_type lora_rank lora_alpha lora_dropout lycoris_config init_lora base_model_precision quantize_via "
-        "flow_schedule_shift flow_schedule_auto_shift attention_mechanism",
+        "flow_schedule_shift flow_schedule_auto_shift attention_mechanism lora_format "
+        "pretrained_vae_model_name_or_path pretrained_t5_model_name_or_path revision variant "
+        "refiner_training fuse_qkv_projections",
     ),
     *_without_effect(
         SIMPLETUNER,
         NO_TRAINER,
-        "use_ema ema_decay snr_gamma noise_offset vae_batch_size write_batch_size dataloader_prefetch optimizer_config",
+        "use_ema ema_decay snr_gamma noise_offset vae_batch_size write_batch_size dataloader_prefetch optimizer_config "
+        "gradient_checkpointing_interval gradient_precision lr_end lr_num_cycles lr_power train_text_encoder "
+        "allow_tf32 offload_during_startup enable_group_offload group_offload_type group_offload_use_stream ramtorch "
+        "dynamo_backend dynamo_mode vae_dtype vae_enable_tiling vae_enable_slicing keep_vae_loaded logging_dir",
     ),
     *_without_effect(
         SIMPLETUNER,
@@ -99,7 +104,8 @@ RUN = (
     *_without_effect(
         SIMPLETUNER,
         NOT_UPLOADED,
-        "push_to_hub push_checkpoints_to_hub hub_model_id report_to tracker_project_name disable_benchmark",
+        "push_to_hub push_checkpoints_to_hub push_to_hub_background hub_model_id report_to tracker_project_name "
+        "publishing_config webhook_config disable_benchmark",
     ),
     *_without_effect(SIMPLETUNER, NO_SIZES, "minimum_image_size maximum_image_size target_downsample_size"),
     *_without_effect(
@@ -136,21 +142,24 @@ RUN = (
         NO_TRAINER,
         "noise_scheduler timestep_type train_unet train_text_encoder ema_config content_or_style switch_boundary_every "
         "unload_text_encoder min_denoising_steps max_denoising_steps noise_offset snr_gamma min_snr_gamma loss_type "
-        "linear_timesteps bypass_guidance_embedding lr_scheduler_params diff_output_preservation",
+        "linear_timesteps bypass_guidance_embedding lr_scheduler_params diff_output_preservation unet_lr "
+        "text_encoder_lr xformers sdp weight_jitter merge_network_on_save start_step noise_multiplier "
+        "single_item_batching loss_target",
         "train",
     ),
     *_without_effect(AI_TOOLKIT, NO_SAMPLES, "skip_first_sample disable_sampling force_first_sample", "train"),
     *_without_effect(
         AI_TOOLKIT,
         NO_MODEL,
-        "name_or_path arch is_flux is_v3 quantize qtype quantize_te qtype_te low_vram model_kwargs assistant_lora_path "
+        "name_or_path arch is_flux is_v3 is_v2 is_xl is_v_pred vae_path "
+        "quantize qtype quantize_te qtype_te low_vram model_kwargs assistant_lora_path "
         "dtype",
         "model",
     ),
     *_without_effect(
         AI_TOOLKIT,
         NO_MODEL,
-        "type linear linear_alpha conv conv_alpha lokr_factor lokr_full_rank network_kwargs",
+        "type rank alpha linear linear_alpha conv conv_alpha dropout lokr_factor lokr_full_rank network_kwargs",
         "network",
     ),
     *_without_effect(
@@ -163,7 +172,7 @@ RUN = (
         AI_TOOLKIT,
         NO_SAMPLES,
         "sampler sample_every width height num_frames fps prompts samples neg seed walk_seed guidance_scale "
-        "sample_steps format",
+        "guidance_rescale network_multiplier sample_steps format",
         "sample",
     ),
     *_without_effect(AI_TOOLKIT, NOT_UPLOADED, "log_every use_wandb project_name run_name verbose", "logging"),
@@ -274,13 +283,21 @@ DATASET = (
         },
     ),
     Row(AI_TOOLKIT, "resolution", to_ours.resolutions_each, in_dialect_only=True),
+    Row(AI_TOOLKIT, "type", to_ours.folder_type, in_dialect_only=True),
     *_without_effect(
         AI_TOOLKIT,
         NOT_NEEDED,
         "buckets num_workers prefetch_factor augmentation_cache_epoch shrink_video_to_frames scale",
     ),
-    *_without_effect(AI_TOOLKIT, NO_PAIRS, "is_reg prior_reg control_path mask_path mask_min_value network_weight"),
-    *_without_effect(AI_TOOLKIT, NO_TRAINER, "do_i2v default_caption flip_y token_dropout_rate random_scale"),
+    *_without_effect(
+        AI_TOOLKIT, NO_PAIRS, "is_reg prior_reg control_path mask_path mask_min_value alpha_mask network_weight"
+    ),
+    *_without_effect(AI_TOOLKIT, NO_TRAINER, "do_i2v default_caption token_dropout_rate random_triggers poi"),
+    *_without_effect(
+        AI_TOOLKIT,
+        "has no effect: what is changed in a sample is set by the `augment` block",
+        "augments augmentations shuffle_augmentations flip_y random_scale",
+    ),
 )
 
 

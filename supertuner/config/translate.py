@@ -33,7 +33,7 @@ class Translation:
 
     def __init__(self, source: Source) -> None:
         self.layer = Layer()
-        self._source = source
+        self._source = self._main = source
         self._datasets = 0
 
     def root(self, tree: Mapping[str, JSON]) -> Layer:
@@ -104,7 +104,7 @@ class Translation:
     ) -> None:
         """Do what the table says about a foreign key. `base` is the dataset it stands in, if any."""
         if row.convert is None:
-            self.layer.notes.append(Warned(written, row.why))
+            self._note(written, row.why)
             return
         # SimpleTuner's flat files hold command-line arguments, whose values may all be in quotes
         arguments = row.dialect == SIMPLETUNER and not base
@@ -118,7 +118,7 @@ class Translation:
     ) -> None:
         match outcome:
             case Said(message):
-                self.layer.notes.append(Warned(written, message))
+                self._note(written, message)
             case No(message):
                 self._problem(written, message)
             case Put(to, value, is_weak):
@@ -146,9 +146,7 @@ class Translation:
         if other is None or (other.weak and not weak):
             self.layer.given[where] = given
         elif other.value != value and other.weak:
-            self.layer.notes.append(
-                Warned(written, f"gives way to {other.written}: {places.show(where)} is one setting")
-            )
+            self._note(written, f"gives way to {other.written}: {places.show(where)} is one setting")
         elif other.value != value and not weak:
             message = f"is {shown(value)}, but {other.written} says {shown(other.value)}; both mean "
             self._problem(written, f"{message}{places.show(where)}: keep one")
@@ -202,9 +200,9 @@ class Translation:
         rows = dataset_rows(dialect)
         where: Place = ("datasets", index)
         if entry.get("disabled") is True or entry.get("disable") is True:
-            self.layer.notes.append(Warned(written, "is disabled and left out"))
+            self._note(written, "is disabled and left out")
         elif entry.get("dataset_type") in CACHES:
-            self.layer.notes.append(Warned(written, "describes a cache, not samples; only its cache_dir is read"))
+            self._note(written, "describes a cache, not samples; only its cache_dir is read")
             self._cache_entry(entry, rows, written)
         elif entry.get("dataset_type") == "conditioning":
             self._problem(
@@ -228,15 +226,22 @@ class Translation:
         for written, value in for_all.items():
             dialect, inner = inherited()[written.removeprefix("--")]
             if not self._datasets:
-                self.layer.notes.append(Warned(lead + written, "has no effect: there is no dataset it could apply to"))
+                self._note(lead + written, "has no effect: there is no dataset it could apply to")
             for index in range(self._datasets):
                 rows = dataset_rows(dialect)
                 row = rows.get(inner) or Row(dialect, written, to(inner))
                 self._row(row, _argument(value), block, ("datasets", index), lead + written, weak=True)
 
     def _problem(self, written: str, message: str) -> None:
-        lead = "" if self._source.is_file else f"{self._source.name}: "
-        self.layer.problems.append(Problem(lead + written, message))
+        self.layer.problems.append(Problem(self._named(written), message))
+
+    def _note(self, written: str, message: str) -> None:
+        self.layer.notes.append(Warned(self._named(written), message))
+
+    def _named(self, written: str) -> str:
+        """The name that was written, with the source where it is not the file that everybody thinks of."""
+        is_main_file = self._source.is_file and self._source is self._main
+        return written if is_main_file else f"{self._source.name}: {written}"
 
 
 _DATASETS = ("datasets", "dataset", "data_backend", "data_backend_config", "--data_backend_config")

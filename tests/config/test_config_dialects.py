@@ -111,16 +111,16 @@ def test_root_settings_reach_datasets_that_say_nothing_themselves(simpletuner):
 def test_what_has_no_effect_is_said(simpletuner):
     said = {note.what: note.message for note in simpletuner.notes}
     assert "no model is loaded" in said["--model_family"]
-    assert said["[2]"] == "is disabled and left out"
-    assert "describes a cache" in said["[3]"]
-    assert "is read as cache_config.cache_dir" in said["[0].cache_dir_vae"]
+    assert said["multi.json: [2]"] == "is disabled and left out"
+    assert "describes a cache" in said["multi.json: [3]"]
+    assert "is read as cache_config.cache_dir" in said["multi.json: [0].cache_dir_vae"]
     assert said["optimizer.learning_rate"] == "accepted; nothing reads it until the trainer lands"
 
 
 def test_an_error_in_the_dataset_file_names_that_file_and_the_name_written_there(refuse, tmp_path):
     (tmp_path / "multi.json").write_text('[{"id": "a", "probability": "often", "captoin_strategy": "textfile"}]')
     unknown, value = refuse({"data_backend_config": "multi.json"})
-    assert unknown == "[0].captoin_strategy: not a setting; did you mean caption_strategy?"
+    assert unknown == "multi.json: [0].captoin_strategy: not a setting; did you mean caption_strategy?"
     assert value.startswith('datasets[0].weight: "often" is not allowed; allowed: a number above 0')
     assert value.endswith("(written as [0].probability in multi.json)")
 
