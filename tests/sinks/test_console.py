@@ -110,7 +110,12 @@ def test_a_terminal_shows_a_bar_with_rate_and_time_left() -> None:
 def test_threads_that_advance_together_lose_no_file() -> None:
     console, out = plain()
     with console.phase("staging", items=4000) as phase:
-        threads = [threading.Thread(target=lambda: [phase.advance(1) for _ in range(1000)]) for _ in range(4)]
+
+        def work() -> None:
+            for _ in range(1000):
+                phase.advance(1)
+
+        threads = [threading.Thread(target=work) for _ in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from supertuner.core.errors import RunFolderError
-from supertuner.core.events import Decided, Measured, SetAside, Warned
+from supertuner.core.events import Decided, Event, Measured, SetAside, Warned
 from supertuner.core.types import JSON
 from supertuner.sinks.jsonlines import read_lines
 from supertuner.sinks.kept_config import KeptConfig, differences
@@ -70,7 +70,12 @@ def test_a_reopened_run_keeps_its_decisions_and_repeats_none(tmp_path: Path) -> 
 
 
 def test_everything_said_is_in_the_events_in_order(tmp_path: Path) -> None:
-    said = [Warned("a", "unwise"), Decided("b", 1, "so"), SetAside("cats", "x.jpg", "empty"), Measured("c", {"n": 1})]
+    said: list[Event] = [
+        Warned("a", "unwise"),
+        Decided("b", 1, "so"),
+        SetAside("cats", "x.jpg", "empty"),
+        Measured("c", {"n": 1}),
+    ]
     with RunFolder(tmp_path / "run", "cats", config()) as folder:
         folder.emit_all(said)
     kinds = [line["event"] for line in read_lines(tmp_path / "run/events.jsonl")]

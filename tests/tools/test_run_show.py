@@ -13,6 +13,7 @@ from rich.console import Console
 
 from supertuner.core.errors import RunFolderError
 from supertuner.core.events import Decided, Measured, SetAside, Warned
+from supertuner.core.types import JSON
 from supertuner.sinks.kept_config import KeptConfig
 from supertuner.sinks.run_folder import RunFolder
 from supertuner.tools import run_show
@@ -21,7 +22,7 @@ from supertuner.tools import run_show
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     origins = {"run.name": "cats.yaml", "datasets[0].resolution[0]": "--set", "run.seed": "default"}
-    resolved = {"run": {"name": "cats", "seed": 0}, "datasets": [{"resolution": [512]}]}
+    resolved: dict[str, JSON] = {"run": {"name": "cats", "seed": 0}, "datasets": [{"resolution": [512]}]}
     with RunFolder(tmp_path / "runs/cats", "cats", KeptConfig(b"x", ".yaml", resolved, origins)) as folder:
         folder.emit(Decided("datasets[cats].in_memory.num_workers", 2, "CPUs this process may use"))
         folder.emit(Decided("datasets[cats].in_memory.num_workers", 4, "CPUs this process may use"))

@@ -1,0 +1,71 @@
+"""Sizes read well, and errors carry what a person needs: place, value, remedy, exit code."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import pytest
+
+from supertuner.core import errors
+from supertuner.core.errors import ArenaDamaged, ConfigError, Problem, SuperTunerError
+from supertuner.core.events import Decided, Event, Silence, Together, Warned
+from supertuner.core.types import GIB, KIB, MIB, bytes_text
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"),
+        (12, "12 B"),
+        (1023, "1023 B"),
+        (640 * KIB, "640 KiB"),
+        (3.1 * GIB, "3.1 GiB"),
+        (99.9 * MIB, "99.9 MiB"),
+        (5 * GIB * KIB, "5.0 TiB"),
+        (-2 * MIB, "-2.0 MiB"),
+    ],
+)
+def test_a_size_is_shown_in_the_unit_that_fits(nbytes: float, text: str) -> None:
+    assert bytes_text(nbytes) == text
+
+
+def test_a_configuration_error_lists_every_problem_and_counts_them() -> None:
+    problems = [Problem("datasets[0].repeats", "-1 is below 0"), Problem("", "the file is empty")]
+    error = ConfigError("run.json", problems)
+    assert str(error).splitlines() == [
+        "config error in run.json",
+        "  datasets[0].repeats: -1 is below 0",
+        "  the file is empty",
+        "2 errors; nothing was started",
+    ]
+    assert error.exit_code == 2
+    assert str(ConfigError("x", problems[:1])).endswith("1 error; nothing was started")
+
+
+def test_damage_names_the_file_and_says_what_to_do() -> None:
+    assert str(ArenaDamaged("/dev/shm/x/index", "bit 3 is flipped")) == (
+        "/dev/shm/x/index: bit 3 is flipped; remove it with `supertuner arena rm` and stage again"
+    )
+
+
+def test_the_tree_in_the_docstring_is_the_tree_of_the_classes() -> None:
+    drawn: list[str] = re.findall(r"^\s+[│├└─\s]*(\w+)  ", errors.__doc__ or "", re.MULTILINE)
+    classes = [c for _, c in inspect.getmembers(errors, inspect.isclass) if issubclass(c, SuperTunerError)]
+    assert sorted(drawn) == sorted(c.__name__ for c in classes)
+
+
+def test_a_sink_in_front_of_several_reaches_them_all_in_order() -> None:
+    class Kept:
+        def __init__(self) -> None:
+            self.events: list[Event] = []
+
+        def emit(self, event: Event, /) -> None:
+            self.events.append(event)
+
+    first, second = Kept(), Kept()
+    together = Together(first, Silence(), second)
+    said: list[Event] = [Warned("a", "b"), Decided("c", 1, "d")]
+    for event in said:
+        together.emit(event)
+    assert first.events == second.events == said
