@@ -169,15 +169,7 @@ class Home:
         if folder.has(INDEX):  # sealed while we waited for its builder
             raise ArenaError(f"{folder.path}: is built already; attach to it, or remove it first")
         if folder.names() == [BUILDER]:
-            head = Head(uuid.uuid4().bytes, time.time(), life, resume)
-            fd = folder.create(HEAD)
-            try:
-                with naming(folder.file(HEAD)):
-                    write_all(fd, pack_head(head), 0)
-                    os.fsync(fd)
-            finally:
-                os.close(fd)
-            return head
+            return _write_head(folder, Head(uuid.uuid4().bytes, time.time(), life, resume))
         old = head_or_none(folder)
         if resume and old is not None:
             restore(folder, old.uuid)
@@ -251,3 +243,18 @@ def _leave(folder: Folder, builder: int) -> None:
     folder.close()
     if builder >= 0:
         os.close(builder)
+
+
+def _write_head(folder: Folder, head: Head) -> Head:
+    """Begin an arena; one that cannot even begin leaves no folder behind."""
+    fd = folder.create(HEAD)
+    try:
+        with naming(folder.file(HEAD)):
+            write_all(fd, pack_head(head), 0)
+            os.fsync(fd)
+    except BaseException:
+        discard(folder)
+        raise
+    finally:
+        os.close(fd)
+    return head

@@ -30,8 +30,8 @@ from supertuner.core.errors import ArenaDamaged
 _ENTRY = struct.Struct("<QQ")
 _BODY = struct.Struct("<II")
 _FIELD = struct.Struct("<QQQQHH")
-_MAX_BODY_NBYTES = _BODY.size + MAX_KEY_NBYTES + MAX_FIELDS * (_FIELD.size + KIND_NBYTES + 256)
 _CHUNK = 1 << 20
+assert _ENTRY.size + _BODY.size + MAX_KEY_NBYTES + MAX_FIELDS * (_FIELD.size + KIND_NBYTES + 256) < _CHUNK
 
 
 class Placed(NamedTuple):
@@ -125,13 +125,7 @@ class Journal:
 
     def _read(self, nbytes: int) -> bytes:
         with naming(self.file):
-            chunk = os.pread(self.fd, nbytes, self.position)
-            if len(chunk) < _ENTRY.size:
-                return chunk
-            whole = _ENTRY.size + _ENTRY.unpack_from(chunk)[0]
-            if nbytes < whole <= _MAX_BODY_NBYTES and nbytes >= _CHUNK:
-                chunk = os.pread(self.fd, whole, self.position)
-        return chunk
+            return os.pread(self.fd, nbytes, self.position)
 
     def _entry(self, chunk: bytes, begin: int) -> Entry | None:
         at = self.position - begin

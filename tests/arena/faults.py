@@ -1,4 +1,4 @@
-"""Faults for arenas: processes killed at random microseconds, and bits, lengths and places that change. Counted by tests."""
+"""Faults for arenas: processes killed at random microseconds; bits, lengths and places that change."""
 
 from __future__ import annotations
 
@@ -22,8 +22,12 @@ LONGEST_US = 6000
 
 
 def kill_after_a_moment(work: Callable[[], None], rng: random.Random) -> None:
-    """Run `work`, which never ends by itself, and kill it at a random microsecond."""
-    child = fork(work)
+    """Run `work`, which never ends by itself, and kill it at a random microsecond after it began."""
+    began, begin = os.pipe()
+    child = fork(lambda: (os.write(begin, b"!"), work())[1])
+    os.read(began, 1)
+    os.close(began)
+    os.close(begin)
     # Half of the kills come in the first millisecond, where everything is opened and locked.
     time.sleep(rng.choice((rng.uniform(0, 1000), rng.uniform(0, LONGEST_US))) / 1e6)
     os.kill(child, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Building: nothing is seen before its commit, several processes write at once, and a dead builder's units can be resumed."""
+"""Building: nothing is seen before its commit, many write at once, and a dead builder's units can be resumed."""
 
 from __future__ import annotations
 

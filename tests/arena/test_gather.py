@@ -89,9 +89,8 @@ def test_an_index_out_of_range_is_refused(home: Home, indices: list[int]) -> Non
 
 
 def test_a_missing_field_and_uneven_records_are_refused(home: Home) -> None:
-    with rows(home, (2,)) as reader:
-        with pytest.raises(KeyError, match="unit 1 has no field 'other'"):
-            reader.gather([0, 1], np.zeros((2, 1), np.uint8), "other")
+    with rows(home, (2,)) as reader, pytest.raises(KeyError, match="unit 1 has no field 'other'"):
+        reader.gather([0, 1], np.zeros((2, 1), np.uint8), "other")
     build(home, "b", units(4))
     with home.attach("b") as reader, pytest.raises(ValueError):
         reader.gather([0, 1, 2, 3], np.zeros((4, 100), np.uint8))

@@ -51,7 +51,7 @@ def test_an_arena_has_one_builder_at_a_time(home: Home) -> None:
             home.remove("a")
     with home.build("a") as begun:
         begun.seal({})
-    with pytest.raises(ArenaError, match="built already.*arena rm a"):
+    with pytest.raises(ArenaError, match=r"built already.*arena rm a"):
         home.build("a")
 
 

@@ -1,4 +1,4 @@
-"""The arena under many faults: 300 kills at random microseconds, 10,000 changes to its files."""
+"""The arena under many faults: 500 kills at random microseconds, 10,000 changes to its files."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ def home() -> Iterator[Home]:
         yield made
 
 
-def test_after_each_of_120_killed_builders_the_next_start_works(home: Home) -> None:
-    faults.kill_builders(home, rounds=120, seed=11)
+def test_after_each_of_200_killed_builders_the_next_start_works(home: Home) -> None:
+    faults.kill_builders(home, rounds=200, seed=11)
 
 
-def test_what_60_killed_writers_committed_is_sealed(home: Home) -> None:
-    assert faults.kill_writers(home, rounds=60, seed=12) > 0
+def test_what_100_killed_writers_committed_is_sealed(home: Home) -> None:
+    assert faults.kill_writers(home, rounds=100, seed=12) > 0
 
 
-def test_a_build_resumed_after_each_of_60_kills_loses_no_committed_unit(home: Home) -> None:
-    assert faults.kill_resumed(home, rounds=60, seed=13) > 0
+def test_a_build_resumed_after_each_of_100_kills_loses_no_committed_unit(home: Home) -> None:
+    assert faults.kill_resumed(home, rounds=100, seed=13) > 0
 
 
-def test_60_killed_readers_lock_nothing(home: Home) -> None:
-    faults.kill_readers(home, rounds=60, seed=14)
+def test_100_killed_readers_lock_nothing(home: Home) -> None:
+    faults.kill_readers(home, rounds=100, seed=14)
 
 
 def test_ten_thousand_flips_truncations_and_swaps_are_all_found(home: Home) -> None:

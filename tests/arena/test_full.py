@@ -1,0 +1,127 @@
+"""Memory or disk that runs out or fails while an arena is built: a clear error, and nothing stays behind."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from supertuner.arena.home import Home
+from supertuner.core.errors import ArenaFull
+from tests.arena.making import contents, fresh_home
+
+BUILD = """
+import sys
+from pathlib import Path
+from supertuner.arena.home import Home
+from supertuner.core.errors import ArenaError, ArenaFull
+
+try:
+    with Home(Path(sys.argv[1])).build("a") as begun:
+        writer = begun.writer()
+        for number in range(20):
+            with writer.begin(f"{number}") as unit:
+                unit.put("media", b"x" * 10_000)
+        begun.seal({})
+except ArenaError as error:
+    sys.exit(f"{type(error).__name__}: {error}")
+"""
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Home]:
+    """A home on a tmpfs of one megabyte."""
+    place = tmp_path / "small"
+    place.mkdir(mode=0o700)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m,mode=700", "tmpfs", place], capture_output=True, text=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a small tmpfs here: {mounted.stderr.strip()}")
+    try:
+        yield Home(place)
+    finally:
+        subprocess.run(["umount", "-l", place], check=True)
+
+
+def test_a_full_file_system_is_an_error_with_a_remedy_and_leaves_nothing(small: Home) -> None:
+    expected = r"0000\.data: No space left .* left below .*arena rm.*arena\.home"
+    with pytest.raises(ArenaFull, match=expected), small.build("a") as begun:
+        writer = begun.writer()
+        for number in range(1000):
+            with writer.begin(f"{number}") as unit:
+                unit.put("media", os.urandom(50_000))
+    assert os.listdir(small.path) == []
+    assert os.statvfs(small.path).f_bfree == os.statvfs(small.path).f_blocks, "every page was given back"
+
+
+def test_what_was_committed_before_the_room_ran_out_can_be_sealed(small: Home) -> None:
+    with small.build("a") as begun:
+        writer, committed = begun.writer(), {}
+        with pytest.raises(ArenaFull):
+            for number in range(1000):
+                with writer.begin(f"{number}") as unit:
+                    unit.put("media", bytes([number]) * 50_000)
+                committed[f"{number}"] = bytes([number]) * 50_000
+        with pytest.raises(ArenaFull), writer.begin("again") as unit:
+            unit.put("media", os.urandom(1 << 20))
+        begun.seal({})
+    assert len(committed) > 5 and contents(small, "a") == committed
+
+
+def test_a_writer_that_cannot_even_begin_leaves_a_build_that_can_be_abandoned(small: Home) -> None:
+    filler = os.open(small.path / ".filler", os.O_RDWR | os.O_CREAT)
+    with small.build("a") as begun:
+        with pytest.raises(OSError):
+            os.pwrite(filler, b"x" * (2 << 20), 0) < (2 << 20) and os.pwrite(filler, b"x" * 4096, 2 << 20)
+        with pytest.raises(ArenaFull):
+            begun.writer().begin("k").put("media", b"x" * 100_000)
+    os.close(filler)
+    assert os.listdir(small.path) == [".filler"]
+
+
+@pytest.fixture(scope="module")
+def failing_io(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler to build the library that makes writes fail")
+    library = tmp_path_factory.mktemp("preload") / "failing_io.so"
+    source = Path(__file__).with_name("failing_io.c")
+    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"], check=True)
+    return library
+
+
+@pytest.mark.parametrize(
+    ("path", "after", "code", "expected"),
+    [
+        ("0000.data", 7, errno.EIO, "ArenaError"),
+        ("0000.journal", 7, errno.EIO, "ArenaError"),
+        ("index", 3, errno.EIO, "ArenaError"),
+        ("head", 0, errno.EIO, "ArenaError"),
+        ("0000.data", 21, errno.EIO, "ArenaError"),  # the fsync before the index
+        ("index", 0, errno.ENOSPC, "ArenaFull"),
+        ("0000.journal", 3, errno.EDQUOT, "ArenaFull"),
+    ],
+)
+def test_a_failing_disk_is_an_error_that_names_the_file(
+    failing_io: Path, path: str, after: int, code: int, expected: str
+) -> None:
+    failure = {"FAIL_PATH": path, "FAIL_AFTER": str(after), "FAIL_ERRNO": str(code), "LD_PRELOAD": str(failing_io)}
+    root = str(Path(__file__).parents[2])
+    with fresh_home() as home:
+        ran = subprocess.run(
+            [sys.executable, "-c", BUILD, home.path],
+            env={"PYTHONPATH": root, "PATH": os.defpath, **failure},
+            capture_output=True,
+            text=True,
+        )
+        assert ran.returncode == 1
+        assert ran.stderr.startswith(f"{expected}: {home.path}/a/{path}: "), ran.stderr
+        assert os.strerror(code) in ran.stderr and "arena.home" in ran.stderr
+        assert os.listdir(home.path) == []

@@ -1,0 +1,382 @@
+"""Arenas changed by an enemy: always ArenaDamaged that names file and remedy; no crash, no huge memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+import tracemalloc
+from collections.abc import Callable, Iterator
+from dataclasses import astuple, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+
+from supertuner.arena import format as fmt
+from supertuner.arena.home import Home
+from supertuner.arena.index import _COUNTS, Counts, sections
+from supertuner.arena.journal import Placed, pack_entry
+from supertuner.core.errors import ArenaDamaged
+from tests.arena.making import build, contents, fresh_home, units
+
+
+@pytest.fixture
+def home() -> Iterator[Home]:
+    with fresh_home() as made:
+        build(made, "a", units(12, seed=1), writers=2)
+        yield made
+
+
+def refused(home: Home, *, verify: bool = False) -> ArenaDamaged:
+    """The refusal of arena "a": by attaching, or by verifying at the latest. It costs no memory to speak of."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(ArenaDamaged) as raised:
+            if verify:
+                contents(home, "a")
+            home.attach("a").close()
+            pytest.fail("it was attached")
+        assert tracemalloc.get_traced_memory()[1] < 32 << 20, "a huge allocation"
+    finally:
+        tracemalloc.stop()
+    assert str(home.path / "a") in str(raised.value), "the file is named"
+    assert "supertuner arena rm" in str(raised.value) or "by hand" in str(raised.value), "the remedy is named"
+    assert home.ls()[0].state == ("sealed" if verify else "damaged")
+    return raised.value
+
+
+def forge(home: Home, change: Callable[[dict[str, bytearray], Counts], Counts | None]) -> None:
+    """Change the index's columns and counts, and make all its checksums right again."""
+    path = home.path / "a" / "index"
+    content = path.read_bytes()
+    uuid, body = fmt.unpack_header(path, content, fmt.INDEX_MAGIC, fmt.INDEX_NBYTES)
+    counts = Counts(*_COUNTS.unpack_from(body))
+    columns = {s.name: bytearray(content[s.begin : s.begin + s.dtype.itemsize * s.count]) for s in sections(counts)}
+    counts = change(columns, counts) or counts
+    rest, checksums = b"", []
+    for name, column in columns.items():
+        padded = bytes(column).ljust(fmt.round_up(len(column), 64), b"\0")
+        assert name in {s.name for s in sections(counts)}
+        checksums.append(xxhash.xxh3_64_intdigest(padded))
+        rest += padded
+    body = _COUNTS.pack(*astuple(counts)) + struct.pack(f"<{len(checksums)}Q", *checksums)
+    path.write_bytes(fmt.pack_header(fmt.INDEX_MAGIC, uuid, body, fmt.INDEX_NBYTES) + rest)
+
+
+def u64(column: bytearray) -> np.ndarray:
+    return np.frombuffer(column, "<u8")
+
+
+def test_the_forger_itself_changes_nothing(home: Home) -> None:
+    forge(home, lambda columns, counts: None)
+    assert contents(home, "a") == units(12, seed=1)
+
+
+@pytest.mark.parametrize("name", ["head", "index", "0000.data"])
+def test_every_byte_of_every_header_is_guarded(home: Home, name: str) -> None:
+    file = home.path / "a" / name
+    content = file.read_bytes()
+    header = {"head": fmt.HEAD_NBYTES, "index": fmt.INDEX_NBYTES, "0000.data": fmt.PAGE}[name]
+    with file.open("r+b", buffering=0) as opened:
+        for at in range(header):
+            os.pwrite(opened.fileno(), bytes([content[at] ^ (1 << at % 8)]), at)
+            with pytest.raises(ArenaDamaged, match=name):
+                home.attach("a").close()
+            os.pwrite(opened.fileno(), content[at : at + 1], at)
+    home.attach("a").close()
+
+
+@pytest.mark.parametrize("name", ["head", "index", "0000.data", "0001.data", "0002.data"])
+def test_a_file_cut_or_grown_at_any_boundary_is_refused(home: Home, name: str) -> None:
+    file = home.path / "a" / name
+    content = file.read_bytes()
+    edges = {0, 1, len(content), *range(0, len(content), 4096)}
+    if name == "index":
+        counts = Counts(*_COUNTS.unpack_from(content, 32))
+        edges |= {edge for section in sections(counts) for edge in (section.begin, section.end)}
+    lengths = {edge + step for edge in edges for step in (-1, 0, 1)} - {len(content)}
+    for length in sorted(n for n in lengths if 0 <= n <= len(content) + 1):
+        os.truncate(file, length)
+        with pytest.raises(ArenaDamaged, match=name):
+            home.attach("a").close()
+        file.write_bytes(content)
+    home.attach("a").close()
+
+
+@pytest.mark.parametrize("name", ["head", "index", "0000.data"])
+def test_a_missing_file_a_link_a_folder_or_a_pipe_is_refused(home: Home, name: str) -> None:
+    file, kept = home.path / "a" / name, home.path / "a" / "kept"
+    file.rename(kept)
+    if name != "index":  # without an index it is not sealed
+        assert "is missing" in str(refused(home))
+    file.symlink_to("kept")
+    assert "is a link" in str(refused(home))
+    file.unlink()
+    file.mkdir()
+    assert "not a regular file" in str(refused(home))
+    file.rmdir()
+    os.mkfifo(file)
+    assert "not a regular file" in str(refused(home))
+
+
+def test_a_future_version_says_which_one_is_readable(home: Home) -> None:
+    for name in ("head", "index", "0001.data"):
+        file = home.path / "a" / name
+        content = file.read_bytes()
+        file.write_bytes(content[:8] + struct.pack("<I", 7) + content[12:])
+        text = str(refused(home))
+        assert "version 7" in text and "reads version 1" in text and name in text
+        file.write_bytes(content)
+
+
+@pytest.mark.parametrize("garbage", [b"", b"x", b"\0" * 100_000, os.urandom(5000), b"STARindx" + b"\xff" * 10_000])
+def test_an_index_of_garbage_is_refused(home: Home, garbage: bytes) -> None:
+    (home.path / "a" / "index").write_bytes(garbage)
+    refused(home)
+
+
+def test_segments_that_changed_places_are_refused(home: Home) -> None:
+    first, second = home.path / "a" / "0000.data", home.path / "a" / "0001.data"
+    first.rename(home.path / "a" / "x")
+    second.rename(first)
+    (home.path / "a" / "x").rename(second)
+    assert "is segment 1 under the name of segment 0" in str(refused(home))
+
+
+@pytest.mark.parametrize("name", ["head", "index", "0000.data"])
+def test_a_file_of_another_arena_is_refused(home: Home, name: str) -> None:
+    build(home, "b", units(12, seed=1), writers=2)
+    shutil.copyfile(home.path / "b" / name, home.path / "a" / name)
+    refused(home)
+
+
+def test_records_that_changed_places_are_found(home: Home) -> None:
+    file = home.path / "a" / "0001.data"  # odd units; whole pages of 4096 and 70000 bytes are among them
+    content = bytearray(file.read_bytes())
+    content[4096:8192], content[8192:12288] = content[8192:12288], content[4096:8192]
+    file.write_bytes(content)
+    refused(home, verify=True)
+
+
+Change = Callable[[dict[str, bytearray], Counts], Counts | None]
+
+
+def setting(column: str, at: int, value: int) -> Change:
+    def change(columns: dict[str, bytearray], counts: Counts) -> None:
+        width = 4 if column in ("kind", "fields") else 8
+        at_byte = (at % (len(columns[column]) // width)) * width
+        columns[column][at_byte : at_byte + width] = value.to_bytes(width, "little")
+
+    return change
+
+
+def overlapping(columns: dict[str, bytearray], counts: Counts) -> None:
+    big = int(np.argmax(u64(columns["nbytes"])))
+    u64(columns["nbytes"])[big - 1] = 65536 * 3
+    u64(columns["raw_nbytes"])[big - 1] = 65536 * 3
+
+
+def same_place(columns: dict[str, bytearray], counts: Counts) -> None:
+    u64(columns["offset"])[1] = u64(columns["offset"])[0]
+
+
+FORGERIES: dict[str, Change] = {
+    "offset beyond the end": setting("offset", 3, 1 << 40),
+    "offset near 2^64": setting("offset", 3, (1 << 64) - 4096),
+    "offset in the header": setting("offset", 0, 0),
+    "offset unaligned": setting("offset", 0, 4097),
+    "length beyond the end": setting("nbytes", 2, 1 << 40),
+    "length of 2^64 - 1": setting("nbytes", 2, (1 << 64) - 1),
+    "real length that is not the stored one": setting("raw_nbytes", 2, 5),
+    "real length huge": setting("raw_nbytes", 2, 1 << 63),
+    "records at the same place": same_place,
+    "a kind that is not listed": setting("kind", 2, 99),
+    "a record that is not there": setting("fields", 2, 5000),
+    "keys beyond their heap": setting("key_end", -1, 1 << 50),
+    "keys backwards": setting("key_end", 3, 0),
+}
+
+
+@pytest.mark.parametrize("what", FORGERIES)
+def test_an_index_that_lies_with_right_checksums_is_refused(home: Home, what: str) -> None:
+    forge(home, FORGERIES[what])
+    assert "index" in str(refused(home))
+
+
+def test_overlapping_records_are_refused(home: Home) -> None:
+    with home.build("b") as begun:
+        writer = begun.writer()
+        for key in ("k0", "k1", "k2"):
+            with writer.begin(key) as unit:
+                unit.put("media", bytes(65536))
+        begun.seal({})
+    home.remove("a")
+    (home.path / "b").rename(home.path / "a")
+    forge(home, overlapping)
+    assert "over another record" in str(refused(home)) or "outside" in str(refused(home))
+
+
+def test_a_record_used_twice_is_found(home: Home) -> None:
+    def change(columns: dict[str, bytearray], counts: Counts) -> None:
+        columns["fields"][0:4] = columns["fields"][4:8]
+
+    forge(home, change)
+    assert "belongs to one unit" in str(refused(home, verify=True))
+
+
+def test_keys_out_of_order_or_not_text_are_found(home: Home) -> None:
+    original = (home.path / "a" / "index").read_bytes()
+    for at, byte in ((0, 0xFF), (0, ord("z"))):
+        forge(home, lambda columns, counts, at=at, byte=byte: columns["keys"].__setitem__(at, byte))  # type: ignore[misc]
+        refused(home, verify=True)
+        (home.path / "a" / "index").write_bytes(original)
+
+
+@pytest.mark.parametrize("field", [f for f in Counts.__slots__])
+@pytest.mark.parametrize("value", [(1 << 63) + 1, 1 << 40, 0])
+def test_a_count_that_is_not_true_is_refused(home: Home, field: str, value: int) -> None:
+    path = home.path / "a" / "index"
+    content = path.read_bytes()
+    uuid, body = fmt.unpack_header(path, content, fmt.INDEX_MAGIC, fmt.INDEX_NBYTES)
+    counts = replace(Counts(*_COUNTS.unpack_from(body)), **{field: value})
+    body = _COUNTS.pack(*astuple(counts)) + body[_COUNTS.size :].rstrip(b"\0")
+    path.write_bytes(fmt.pack_header(fmt.INDEX_MAGIC, uuid, body, fmt.INDEX_NBYTES) + content[fmt.INDEX_NBYTES :])
+    assert "index" in str(refused(home))
+
+
+def with_info(info: bytes) -> Change:
+    def change(columns: dict[str, bytearray], counts: Counts) -> Counts:
+        columns["info"] = bytearray(info)
+        return replace(counts, info_nbytes=len(info))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "info",
+    [
+        b"",
+        b"not JSON",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b"9" * 10_000,
+        b"null",
+        b'{"meta": {}}',
+        b'{"meta": {}, "fields": ["media"], "tables": {"lengths": "x"}}',
+        b'{"meta": {}, "fields": ["media"], "tables": {"lengths": 5000}}',
+        b'{"meta": {}, "fields": ["media"], "tables": {"lengths": -1}}',
+        b'{"meta": {}, "fields": ["media"], "tables": {"lengths": true}}',
+        b'{"meta": {}, "fields": ["media", "media"], "tables": {}}',
+        b'{"meta": {}, "fields": [["media"]], "tables": {}}',
+        b'{"meta": [], "fields": ["media"], "tables": {}}',
+        b'{"meta": {"x": "' + b"y" * (5 << 20) + b'"}, "fields": ["media"], "tables": {}}',
+    ],
+    ids=lambda info: info[:40].decode("latin-1") + f" {len(info)}",
+)
+def test_a_description_that_is_enormous_or_not_what_it_should_be_is_refused(home: Home, info: bytes) -> None:
+    forge(home, with_info(info))
+    assert "index" in str(refused(home))
+
+
+@pytest.mark.parametrize(
+    ("at", "byte"), [(0, 0), (0, 0xFF), (16, 0), (16, 200), (17, 9), (17, 2), (18, 2), (18, 0), (20, 1), (24, 1)]
+)
+def test_a_kind_that_cannot_be_is_refused(home: Home, at: int, byte: int) -> None:
+    forge(home, lambda columns, counts: columns["kinds"].__setitem__(at, byte))
+    assert "index" in str(refused(home))
+
+
+@pytest.mark.parametrize("number", [0, 5, 1 << 31])
+def test_segments_that_are_not_there_are_refused(home: Home, number: int) -> None:
+    forge(home, lambda columns, counts: columns["segments"].__setitem__(slice(24, 28), number.to_bytes(4, "little")))
+    refused(home)
+
+
+@pytest.mark.parametrize("nbytes", [0, 4096, 1 << 40, (1 << 64) - 1])
+def test_a_segment_of_another_length_is_refused(home: Home, nbytes: int) -> None:
+    forge(home, lambda columns, counts: columns["segments"].__setitem__(slice(16, 24), nbytes.to_bytes(8, "little")))
+    refused(home)
+
+
+def bad_entries() -> dict[str, bytes]:
+    kind = fmt.pack_kind(fmt.Kind("uint8", None))
+    at = fmt.JOURNAL_NBYTES
+    place = dict(name=b"media", kind=kind, offset=4096, nbytes=10, raw_nbytes=10, checksum=0)
+    return {
+        "beyond the data": pack_entry(at, b"k", [Placed(**{**place, "offset": 1 << 40})]),
+        "unaligned": pack_entry(at, b"k", [Placed(**{**place, "offset": 4100})]),
+        "unknown kind": pack_entry(at, b"k", [Placed(**{**place, "kind": b"\xff" * 88})]),
+        "name that is not text": pack_entry(at, b"k", [Placed(**{**place, "name": b"\xff"})]),
+        "over another": pack_entry(at, b"k", [Placed(**place), Placed(**{**place, "name": b"b"})]),
+        "no key": pack_entry(at, b"", [Placed(**place)]),
+    }
+
+
+@pytest.mark.parametrize("what", bad_entries())
+def test_a_journal_that_lies_is_refused_by_live_readers_and_by_the_seal(home: Home, what: str) -> None:
+    with home.build("b") as begun:
+        writer = begun.writer()
+        writer.begin("x").put("media", b"0123456789")
+        with (home.path / "b" / "0000.journal").open("ab") as journal:
+            journal.write(bad_entries()[what])
+        with pytest.raises(ArenaDamaged):
+            home.attach_live("b")
+        writer._open = None
+        with pytest.raises(ArenaDamaged):
+            begun.seal({})
+
+
+@pytest.mark.parametrize("tail", [b"\0", b"\xff" * 16, struct.pack("<QQ", 1 << 62, 0), pack_entry(128, b"k", [])[:-1]])
+def test_a_torn_tail_of_a_journal_is_ignored(home: Home, tail: bytes) -> None:
+    with home.build("b", resume=True) as begun, begun.writer().begin("x") as unit:
+        unit.put("media", b"1")
+    with (home.path / "b" / "0000.journal").open("ab") as journal:
+        journal.write(tail)
+    with home.attach_live("b") as live:
+        assert [live.key(i) for i in range(len(live))] == ["x"]
+    with home.build("b", resume=True) as begun:
+        assert begun.committed() == {"x"}
+        begun.seal({})
+    assert contents(home, "b") == {"x": b"1"}
+
+
+def test_a_committed_unit_lost_from_a_journal_is_noticed_by_the_seal(home: Home) -> None:
+    with home.build("b") as begun:
+        writer = begun.writer()
+        for key in ("k0", "k1"):
+            with writer.begin(key) as unit:
+                unit.put("media", b"1")
+        file = home.path / "b" / "0000.journal"
+        content = bytearray(file.read_bytes())
+        content[-3] ^= 1
+        file.write_bytes(content)
+        with pytest.raises(ArenaDamaged, match=r"0000\.journal: is unreadable after 1 units"):
+            begun.seal({})
+
+
+def test_links_in_a_build_are_not_written_through(home: Home, tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("precious")
+    with home.build("b") as begun:
+        (home.path / "b" / "0000.journal").symlink_to(precious)
+        (home.path / "b" / "index.tmp").symlink_to(precious)
+        with begun.writer().begin("k") as unit:
+            unit.put("media", b"1" * 5000)
+        (home.path / "b" / "0000.journal").unlink()
+        begun.seal({})
+    assert precious.read_text() == "precious"
+    assert contents(home, "b") == {"k": b"1" * 5000}
+
+
+def test_meta_is_data_and_nothing_else(home: Home) -> None:
+    forge(
+        home,
+        with_info(
+            json.dumps({"meta": {"__class__": "os.system"}, "fields": ["media"], "tables": {"lengths": 0}}).encode()
+        ),
+    )
+    with home.attach("a") as reader:
+        assert reader.meta == {"__class__": "os.system"}
