@@ -16,9 +16,12 @@ from numpy.typing import NDArray
 
 U64: TypeAlias = NDArray[np.uint64]
 
-ROUNDS = 32
+ROUNDS = 24
 """Rounds of the network. With 8 a chi-square test still sees that the permutations of 6 are not equally likely, with 10
 it does not; the rest is margin for large domains."""
+
+BLOCK = 4096
+"""Indices that go through the network together: their round keys stay in the CPU's cache."""
 
 MAX_SIZE = 1 << 62
 """Sums of two indices stay below 2^63."""
@@ -42,24 +45,31 @@ def keys_below(key: U64, counter: U64) -> U64:
 
 def permute(index: U64, size: U64, key: U64) -> U64:
     """Where the bijection of [0, size) under `key` sends each `index`; the three are arrays of one shape."""
-    return _network(index, size, key, range(ROUNDS))
+    return _network(index, size, key, slice(None))
 
 
 def inverse(image: U64, size: U64, key: U64) -> U64:
     """The index that `permute` sends to each `image`."""
-    return _network(image, size, key, range(ROUNDS - 1, -1, -1))
+    return _network(image, size, key, slice(None, None, -1))
 
 
-def _network(index: U64, size: U64, key: U64, rounds: range) -> U64:
+def _network(index: U64, size: U64, key: U64, rounds: slice) -> U64:
     assert index.shape == size.shape == key.shape, "index, size and key go together"
     assert not index.size or (bool((index < size).all()) and int(size.max()) <= MAX_SIZE), "an index outside its domain"
-    here = index.copy()
-    for number in rounds:
-        round_key = _mix(key + np.uint64((number + 1) * _GOLDEN & 0xFFFFFFFFFFFFFFFF))
-        there = round_key % size + size - here
-        there -= np.where(there >= size, size, np.uint64(0))
-        swap = _mix(round_key ^ np.maximum(here, there)) >> np.uint64(63)
-        here = np.where(swap == 1, there, here)
+    blocks = [slice(begin, begin + BLOCK) for begin in range(0, len(index), BLOCK)]
+    if len(blocks) > 1:
+        return np.concatenate([_block(index[b], size[b], key[b], rounds) for b in blocks])
+    return _block(index, size, key, rounds)
+
+
+def _block(here: U64, size: U64, key: U64, rounds: slice) -> U64:
+    counters = (np.arange(1, ROUNDS + 1, dtype=np.uint64) * np.uint64(_GOLDEN))[rounds]
+    round_keys = _mix(key + counters[:, None])
+    sums = round_keys % size + size
+    for round_key, total in zip(round_keys, sums, strict=True):
+        there = total - here
+        there = np.where(there >= size, there - size, there)
+        here = np.where(_coin(round_key ^ np.maximum(here, there)), there, here)
     return here
 
 
@@ -68,3 +78,10 @@ def _mix(value: U64) -> U64:
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return value ^ (value >> np.uint64(31))
+
+
+def _coin(value: U64) -> NDArray[np.bool_]:
+    """The uppermost bit of `_mix`, which its last line does not change."""
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return value >= np.uint64(1 << 63)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -55,10 +56,10 @@ def members_of(settings: Dataset, samples: Samples) -> Members:
     found: dict[Bucket, list[NDArray[np.uint32]]] = {}
     for column in columns:
         order = np.argsort(_narrow(column), kind="stable").astype(np.uint32)
-        numbers, begins = np.unique(column[order], return_index=True)
-        for number, part in zip(numbers, np.split(order, begins[1:]), strict=True):
-            if number != NO_BUCKET:
-                found.setdefault(table[number], []).append(part)
+        ends = np.cumsum(np.bincount(column - NO_BUCKET))
+        for number, (begin, end) in enumerate(pairwise(ends)):  # those without a bucket come first, and are left out
+            if end > begin:
+                found.setdefault(table[number], []).append(order[begin:end])
     # Neighbouring resolutions can share a size: a sample is in a bucket once.
     parts = [one[0] if len(one) == 1 else np.unique(np.concatenate(one)) for one in found.values()]
     nowhere = np.all([column == NO_BUCKET for column in columns], axis=0)
@@ -70,9 +71,11 @@ def members_of(settings: Dataset, samples: Samples) -> Members:
     )
 
 
-def shared_members(settings: Dataset, samples: Samples, home: Home, life: Life = "until_removed") -> Members:
+def shared_members(
+    settings: Dataset, samples: Samples, home: Home, life: Life = "until_removed", shared_from: int = SHARED_FROM
+) -> Members:
     """The table of a dataset; of a large one, mapped from the arena that the first process makes."""
-    if len(samples) * len(settings.resolution) < SHARED_FROM:
+    if len(samples) * len(settings.resolution) < shared_from:
         return members_of(settings, samples)
     table = bucket_table(settings)
     name = table_name(settings, samples)

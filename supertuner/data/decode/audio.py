@@ -19,8 +19,9 @@ from supertuner.data.probe.window import Window
 
 Sound = NDArray[np.float32]
 
-CONTEXT_S = 0.05
-"""Read on both sides of the stretch, so that the resampler's filter meets sound and not silence at its edges."""
+BEFORE_S, AFTER_S = 0.25, 0.05
+"""Read around the stretch and cut off again: a resampler's filter then meets sound and not silence at the edges, and
+MP3, whose frames borrow from earlier ones, has recovered from the jump."""
 
 SLACK_S = 0.1
 """A stretch that ends so much early is filled with silence: codecs pad and cut a few milliseconds."""
@@ -28,8 +29,8 @@ SLACK_S = 0.1
 
 def decode_audio(payload: memoryview, begin_s: float, samples: int, rate: int, channels: int) -> Sound:
     """`samples` of sound at `rate`, from `begin_s` on, as channels × samples."""
-    before = min(begin_s, CONTEXT_S)
-    read_s = before + samples / rate + CONTEXT_S
+    before = min(begin_s, BEFORE_S)
+    read_s = before + samples / rate + AFTER_S
     by_av = sniff(bytes(payload[:HEAD_BYTES])) in ("mp4", "matroska", "aac")
     stretch, file_rate = (_by_av if by_av else _by_soundfile)(payload, begin_s - before, read_s)
     sound = resampled(mixed(stretch, channels), file_rate, rate)

@@ -50,7 +50,7 @@ class Stamps:
 
     seconds: NDArray[np.float64]
     pts: NDArray[np.int64] | None
-    """In the stream's time base; None for files that do not say (AVI), whose frames are counted instead."""
+    """In the stream's time base; None for files that do not say (AVI never does), whose frames are counted."""
 
 
 def chosen(seconds: NDArray[np.float64], first: int, count: int, fps: float | None) -> NDArray[np.int64]:
@@ -92,7 +92,7 @@ def _timestamps(container: InputContainer, stream: VideoStream) -> Stamps:
     known = [pts for pts in found if pts is not None]
     if not found:
         raise BrokenMedia("no frames")
-    if len(known) < len(found) or not stream.time_base:
+    if len(known) < len(found) or not stream.time_base or "avi" in container.format.name:
         if not stream.average_rate:
             raise BrokenMedia("neither timestamps nor a rate; put the video into an MP4 or MKV container")
         return Stamps(np.arange(len(found)) / float(stream.average_rate), None)
