@@ -277,18 +277,22 @@ def random_crop(value: JSON, block: Mapping[str, JSON]) -> Sequence[Outcome]:
     return [Put("crop", "random" if value else "center")]
 
 
-def cache_to(kind: str, where: str) -> Convert:
-    """A cache asked for by a dataset or the loop; here it is a setting of the run."""
+def cache_to(kind: str, where: str, unless: str = "") -> Convert:
+    """A cache asked for by a dataset or the loop; here it is a setting of the run.
+
+    `unless`: the key that asks for a copy in memory too, which then is what is read, while the disk keeps it.
+    """
 
     def convert(value: JSON, block: Mapping[str, JSON]) -> Sequence[Outcome]:
         if not isinstance(value, bool):
             return [No(f"{shown(value)} is not true or false")]
         if not value:
             return []
-        puts: list[Outcome] = [Put(f"^cache_config.{kind}_cache_type", where, weak=True)]
+        place = "unified_memory" if unless and block.get(unless) is True else where
+        puts: list[Outcome] = [Put(f"^cache_config.{kind}_cache_type", place, weak=True)]
         if where == "disk":
             puts.append(Put("^cache_config.persistent_cache", True, weak=True))
-        return [*puts, Said(f'is read as cache_config.{kind}_cache_type "{where}", for the whole run')]
+        return [*puts, Said(f'is read as cache_config.{kind}_cache_type "{place}", for the whole run')]
 
     return convert
 

@@ -277,7 +277,7 @@ DATASET = (
             "flip_x": to_ours.mirror,
             "random_crop": to_ours.random_crop,
             "bucket_tolerance": to("bucket_step"),
-            "cache_latents_to_disk": to_ours.cache_to("vae", "disk"),
+            "cache_latents_to_disk": to_ours.cache_to("vae", "disk", unless="cache_latents"),
             "cache_latents": to_ours.cache_to("vae", "unified_memory"),
             "cache_text_embeddings": to_ours.cache_to("text", "unified_memory"),
         },

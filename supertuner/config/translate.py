@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from supertuner.config import place as places
 from supertuner.config.conversions import No, Outcome, Put, Said, to
@@ -70,16 +71,17 @@ class Translation:
 
     def _unwrapped(self, tree: Mapping[str, JSON]) -> tuple[dict[str, JSON], str, str]:
         """The settings inside ai-toolkit's `config.process[0]`, if the file is one of its jobs."""
-        config = tree.get("config")
-        if not isinstance(config, Mapping):
+        if "config" not in tree:
             return dict(tree), "", ""
-        process = config.get("process")
-        if not isinstance(process, list) or len(process) != 1 or not isinstance(process[0], Mapping):
-            self._problem("config.process", f"{shown(process)} is not a list of one block")
-            return {name: value for name, value in tree.items() if name != "config"}, "", ""
-        self._block({k: v for k, v in tree.items() if k != "config"}, (), run_rows(), "", "")
-        self._block({k: v for k, v in config.items() if k != "process"}, (), run_rows(), "", "config.")
-        return dict(process[0]), "config.process[0].", AI_TOOLKIT
+        job: Any = tree["config"]
+        rest = {name: value for name, value in tree.items() if name != "config"}
+        match job:
+            case {"process": [{**process}], **beside}:
+                self._block(rest, (), run_rows(), "", "")
+                self._block(beside, (), run_rows(), "", "config.")
+                return process, "config.process[0].", AI_TOOLKIT
+        self._problem("config", f"{shown(job)} is not a job of ai-toolkit: a block with a list `process` of one block")
+        return rest, "", ""
 
     def _block(self, tree: Mapping[str, JSON], at: Place, rows: Mapping[str, Row], inside: str, lead: str) -> None:
         """Read a block: `at` is its place, `inside` its path in the table's rows, `lead` what precedes its keys."""
@@ -226,7 +228,8 @@ class Translation:
         for written, value in for_all.items():
             dialect, inner = inherited()[written.removeprefix("--")]
             if not self._datasets:
-                self._note(lead + written, "has no effect: there is no dataset it could apply to")
+                other = "" if self._source.is_file else f"; set datasets[0].{inner}"
+                self._note(lead + written, f"has no effect: there is no dataset here that it could apply to{other}")
             for index in range(self._datasets):
                 rows = dataset_rows(dialect)
                 row = rows.get(inner) or Row(dialect, written, to(inner))

@@ -211,6 +211,20 @@ def test_its_origins_carry_the_path_inside_the_job(load_text):
     assert origins["datasets[0].repeats"] == "job.yaml: config.process[0].datasets[0].num_repeats (ai-toolkit)"
 
 
+@pytest.mark.parametrize(
+    "keys", [("cache_latents", "cache_latents_to_disk"), ("cache_latents_to_disk", "cache_latents")]
+)
+def test_latents_asked_for_on_disk_and_in_memory_are_both_whatever_the_order(load_text, keys):
+    cache = load_text({"dataset": {"folder_path": "a", **dict.fromkeys(keys, True)}}).config.cache_config
+    assert (cache.vae_cache_type, cache.persistent_cache) == ("unified_memory", True)
+
+
+@pytest.mark.parametrize("config", [5, {}, {"process": []}, {"process": [{}, {}]}, {"process": [1]}])
+def test_a_job_that_is_not_one_process_is_refused(refuse, config):
+    (problem,) = refuse({"job": "extension", "config": config})
+    assert "is not a job of ai-toolkit" in problem
+
+
 def test_bare_blocks_of_ai_toolkit_need_no_job_around_them(load_text):
     config = load_text("train: {steps: 5, lr: 1e-4}\ndataset: {folder_path: a, resolution: 512}", "run.yaml").config
     assert (config.train.max_steps, config.optimizer.learning_rate) == (5, 1e-4)
