@@ -10,49 +10,48 @@ from supertuner.data.sources.captions import MAX_CAPTION_BYTES, from_bytes, from
 from supertuner.data.sources.listing import Item, Span
 
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
-_open, _fstat, _isreg = os.open, os.fstat, stat.S_ISREG
 
 
 def open_span(span: Span) -> int:
-    """A descriptor of the span's file; BrokenMedia if it is gone, unreadable, or not what was listed."""
+    """A descriptor of the span's file; BrokenMedia if it is gone or unreadable. Never waits, whatever is there now."""
     try:
-        fd = _open(span.path, _FLAGS)
+        return os.open(span.path, _FLAGS)
     except FileNotFoundError:
         raise BrokenMedia("vanished after it was listed") from None
     except OSError as error:
         raise BrokenMedia(f"unreadable: {error.strerror}") from error
-    status = _fstat(fd)
-    if status.st_size == span.file_bytes and status.st_mtime_ns == span.mtime_ns and _isreg(status.st_mode):
-        return fd
-    os.close(fd)
-    raise BrokenMedia("changed after it was listed" if _isreg(status.st_mode) else "not a file any more")
 
 
-def require_unchanged(fd: int, span: Span) -> None:
-    """After reading: a file that was written meanwhile may be a mix of old and new."""
-    status = _fstat(fd)
-    if status.st_size != span.file_bytes or status.st_mtime_ns != span.mtime_ns:
-        raise BrokenMedia("changed while it was read")
+def require_unchanged(status: os.stat_result, span: Span) -> None:
+    """BrokenMedia unless the open file is the one that was listed. Asked after reading, it covers both changes before
+    and changes meanwhile; the listing already left out whatever is not a regular file."""
+    if status.st_size != span.file_bytes or status.st_mtime_ns != span.mtime_ns or not stat.S_ISREG(status.st_mode):
+        raise BrokenMedia("changed after it was listed")
 
 
-def read_span(span: Span) -> bytes:
-    """All bytes of a span, in private memory; for captions, samples of a trial, and files that are compressed."""
+def read_into(span: Span, buffer: memoryview) -> memoryview:
+    """All bytes of a span, in the buffer; the part of it that they fill."""
     fd = open_span(span)
+    view = buffer[: span.nbytes]
     try:
-        parts: list[bytes] = []
-        at, end = span.offset, span.offset + span.nbytes
-        while at < end:
-            part = os.pread(fd, end - at, at)
-            if not part:
-                raise BrokenMedia("became shorter while it was read")
-            parts.append(part)
-            at += len(part)
-        require_unchanged(fd, span)
+        done = os.preadv(fd, (view,), span.offset)
+        while done < span.nbytes:
+            got = os.preadv(fd, (view[done:],), span.offset + done)
+            if not got:
+                raise BrokenMedia("became shorter after it was listed")
+            done += got
+        status = os.fstat(fd)
     except OSError as error:
         raise BrokenMedia(f"unreadable: {error.strerror}") from error
     finally:
         os.close(fd)
-    return parts[0] if len(parts) == 1 else b"".join(parts)
+    require_unchanged(status, span)
+    return view
+
+
+def read_span(span: Span) -> memoryview:
+    """All bytes of a span, in private memory of their own."""
+    return read_into(span, memoryview(bytearray(span.nbytes))).toreadonly()
 
 
 def read_captions(item: Item, syntax: str, column: str, *, several: bool) -> tuple[str, ...]:
@@ -63,7 +62,7 @@ def read_captions(item: Item, syntax: str, column: str, *, several: bool) -> tup
     if caption.nbytes > MAX_CAPTION_BYTES:
         raise BrokenMedia(f"caption of {caption.nbytes} bytes; at most {MAX_CAPTION_BYTES} are allowed")
     try:
-        content = read_span(caption)
+        content = bytes(read_span(caption))
     except BrokenMedia as error:
         raise BrokenMedia(f"its caption file: {error}") from error
     return from_bytes(content, several=several) if syntax == "text" else from_json(content, column) or ()

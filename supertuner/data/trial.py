@@ -23,19 +23,19 @@ def choices(setting: Setting, items: Sequence[Item], source: Source) -> dict[str
     codecs = tried_codecs(setting)
     if not codecs:
         return {}
-    contents: dict[str, list[bytes]] = defaultdict(list)
+    contents: dict[str, list[memoryview]] = defaultdict(list)
     for item in spread(items):
         try:
             content = item_bytes(item, source)
         except BrokenMedia:
             continue  # staging itself will set it aside, with the reason
-        contents[sniff(content[:HEAD_BYTES]) or "unknown"].append(content)
+        contents[sniff(bytes(content[:HEAD_BYTES])) or "unknown"].append(content)
     return {format: choose(setting, _trial(format, found, codecs)) for format, found in sorted(contents.items())}
 
 
-def item_bytes(item: Item, source: Source) -> bytes:
-    """An item's bytes in private memory."""
-    return read_span(item.media) if isinstance(item.media, Span) else bytes(source.payload(item.media))
+def item_bytes(item: Item, source: Source) -> memoryview:
+    """An item's bytes, wherever they are."""
+    return read_span(item.media) if isinstance(item.media, Span) else source.payload(item.media)
 
 
 def spread(items: Sequence[Item]) -> list[Item]:
@@ -51,7 +51,7 @@ def spread(items: Sequence[Item]) -> list[Item]:
     return picked
 
 
-def _trial(format: str, contents: list[bytes], codecs: tuple[str, ...]) -> Trial:
+def _trial(format: str, contents: list[memoryview], codecs: tuple[str, ...]) -> Trial:
     """Sizes are counted in pages: what is saved inside the last page of a file is not saved."""
     after = {codec: sum(stored_bytes(len(compress(codec, content))) for content in contents) for codec in codecs}
     return Trial(format, len(contents), sum(stored_bytes(len(content)) for content in contents), after)

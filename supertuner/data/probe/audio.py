@@ -12,6 +12,8 @@ from supertuner.data.probe.window import Window
 if TYPE_CHECKING:
     import soundfile
 
+MOST_FRAMES = (1 << 31) - 1
+"""Columns count samples in 32 bits; a sound that has more is told by its seconds."""
 MAX_SECONDS = 24 * 3600.0
 """Longer sounds are refused: a small file that claims more is a bomb, or not a training sample."""
 
@@ -24,7 +26,7 @@ def facts(format: str, payload: memoryview) -> Facts:
         raise BrokenMedia("holds no sound")
     if found.seconds > MAX_SECONDS:
         raise BrokenMedia(f"would decode to {found.seconds:.0f} s of sound, more than {MAX_SECONDS:.0f}")
-    return found
+    return found._replace(frames=min(found.frames, MOST_FRAMES))
 
 
 def _by_soundfile(format: str, payload: memoryview) -> Facts:

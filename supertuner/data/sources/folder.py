@@ -54,10 +54,9 @@ class FolderSource:
     def identity(self) -> Iterable[bytes]:
         items, left = self._listed
         yield f"folder {self._captions_from[0]}".encode()
-        for item in items:
-            yield f"{item.name}\0{_stamp(item.media)}\0{_stamp(item.caption)}".encode()
-        for one in sorted(left):
-            yield f"{one.file}\0{one.reason}".encode()
+        stamps = [f"{name}\0{_stamp(media)}\0{_stamp(caption)}\0" for _, name, _, media, caption in items]
+        yield "".join(stamps).encode()  # no name holds a zero, so the parts cannot run into each other
+        yield "".join(f"{one.file}\0{one.reason}\0" for one in sorted(left)).encode()
         if self._captions_from[0] == "metadata":
             yield self._metadata_bytes
 

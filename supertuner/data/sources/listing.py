@@ -67,17 +67,13 @@ def in_key_order(items: Iterable[Item], limit: int | None) -> tuple[list[Item], 
     kept: list[Item] = []
     left: list[Left] = []
     last: Item | None = None
-    for item in sorted(items, key=_order):
+    for item in sorted(items):  # by key, then name: the order of code points, which is that of their UTF-8 bytes
         if last is not None and item.key == last.key:
             left.append(Left(item.name, f"two files of one key: {last.name} is kept; rename one of them"))
             continue
         last = item
         kept.append(item)
     return (kept if limit is None else kept[:limit]), left
-
-
-def _order(item: Item) -> tuple[bytes, str]:
-    return item.key.encode(), item.name
 
 
 def some(count: int, one: str, many: str, why: str) -> list[str]:

@@ -1,0 +1,74 @@
+"""Many small units through one writer: each is whole or absent like any other, but they are committed some at a time.
+
+A unit of its own costs a write to the journal and a dozen Python calls. Here payloads are written as they come, and
+their journal entries together: a reader sees none of them before `flush`, and a kill loses those since the last one.
+"""
+
+from __future__ import annotations
+
+import os
+
+import xxhash
+
+from supertuner.arena.files import naming, write_all
+from supertuner.arena.format import MAX_KEY_NBYTES, Kind, end_of, place
+from supertuner.arena.journal import Placed, pack_entry
+from supertuner.arena.writer import Writer
+from supertuner.core.errors import ArenaError
+
+_FLUSH_UNITS = 256
+
+
+class Bulk:
+    """Adds units of one raw field to `writer`. Flush before using the writer in any other way."""
+
+    def __init__(self, writer: Writer, field: str) -> None:
+        self._writer = writer
+        self._field = field.encode()
+        self._kind = writer._kind(Kind("uint8", None))
+        self._entries: list[bytes] = []
+        self._end = writer._end
+        self._journal_end = writer._journal_end
+
+    def add(self, key: str, content: memoryview) -> None:
+        """Write one unit's bytes. It is committed by the next `flush`, at the latest after some more units."""
+        writer, name, nbytes = self._writer, key.encode(), len(content)
+        assert nbytes and writer._open is None, "an empty payload, or a unit is open"
+        if not 0 < len(name) <= MAX_KEY_NBYTES:
+            raise ArenaError(f"a key of {len(name)} bytes ({key[:80]!r}); an arena takes 1 to {MAX_KEY_NBYTES}")
+        if not self._entries:  # the writer may have been used directly since
+            self._end, self._journal_end = writer._end, writer._journal_end
+        offset = place(self._end, nbytes)
+        try:
+            write_all(writer._data, content, offset)
+        except OSError:
+            with naming(writer._data_file):
+                raise
+        checksum = xxhash.xxh3_64_intdigest(content)
+        placed = Placed(self._field, self._kind, offset, nbytes, nbytes, checksum)
+        entry = pack_entry(self._journal_end, name, (placed,))
+        self._entries.append(entry)
+        self._end = end_of(offset, nbytes)
+        self._journal_end += len(entry)
+        if len(self._entries) >= _FLUSH_UNITS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Commit what was added: from here on it is there for every reader."""
+        if not self._entries:
+            return
+        writer, entries, count = self._writer, b"".join(self._entries), len(self._entries)
+        self._entries = []
+        if os.fstat(writer._journal).st_nlink == 0:
+            raise ArenaError(
+                f"{writer._folder.path}: the build was abandoned by its owner; nothing more can be committed"
+            )
+        try:
+            write_all(writer._journal, entries, writer._journal_end)
+        except OSError:
+            os.ftruncate(writer._journal, writer._journal_end)
+            with naming(writer._journal_file):
+                raise
+        writer._journal_end += len(entries)
+        writer._end = self._end
+        writer.units += count
