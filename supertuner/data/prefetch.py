@@ -8,9 +8,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
+from supertuner.config.data import LoaderSettings
+from supertuner.core.events import Decided, Sink
+from supertuner.core.host import Host
 from supertuner.data.batches import Batch, Decoders, Pending
+from supertuner.data.corpus import Corpus
 from supertuner.data.windows import MicroBatch
 
 
@@ -61,3 +66,15 @@ class Prefetcher:
             if micro is None:
                 return
             self._begun.append(self._decoders.start(micro))
+
+
+@contextmanager
+def prefetched(
+    corpus: Corpus, plan: Iterable[MicroBatch], settings: LoaderSettings, *, host: Host, sink: Sink
+) -> Iterator[Prefetcher]:
+    """The batches of `plan`, made ahead as the settings say; leaving ends the threads."""
+    threads = settings.num_workers or host.cpus()
+    reason = "as configured" if settings.num_workers else "the CPUs this process may use"
+    sink.emit(Decided("loader.num_workers", threads, reason))
+    with Decoders(corpus, threads) as decoders, Prefetcher(decoders, plan, settings.prefetch_batches) as batches:
+        yield batches

@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from supertuner.arena.home import Home
-from supertuner.config.data import AudioSettings, Augment, Captions, Dataset
+from supertuner.config.data import AudioSettings, Augment, Captions, Dataset, LoaderSettings
 from supertuner.core.errors import BrokenMedia
-from supertuner.core.events import Silence
+from supertuner.core.events import Decided, Silence
 from supertuner.core.host import Host
 from supertuner.core.types import MediaKind
 from supertuner.data.batches import Batch, Decoders, pinned_pool
 from supertuner.data.corpus import Corpus, corpus_of
 from supertuner.data.members import members_of, shared_members, table_name
-from supertuner.data.prefetch import Prefetcher
+from supertuner.data.prefetch import Prefetcher, prefetched
 from supertuner.data.render import render
 from supertuner.data.stage import Stager
 from supertuner.data.windows import MicroBatch, single
@@ -209,6 +209,21 @@ def test_while_a_batch_is_used_the_next_ones_are_made(corpus):
             assert time.monotonic() < deadline
             time.sleep(0.01)
         assert len(batches._begun) == 2
+
+
+def test_the_loaders_settings_are_obeyed_and_the_choice_of_threads_is_told(corpus):
+    told: list[object] = []
+
+    class Ear:
+        def emit(self, event, /) -> None:
+            told.append(event)
+
+    watched = Watched(plan(corpus))
+    settings = LoaderSettings(prefetch_batches=3, num_workers=2)
+    with prefetched(corpus, watched, settings, host=Host(), sink=Ear()) as batches:
+        assert watched.taken == 3 and len(decode_threads()) == 2
+        assert sum(len(batch) for batch in batches) == 23
+    assert decode_threads() == [] and told == [Decided("loader.num_workers", 2, "as configured")]
 
 
 def decode_threads() -> list[str]:
