@@ -13,10 +13,10 @@ _NAME = {"allowed": "text of letters, digits, spaces and . _ - that starts with 
 
 
 class RunSettings(Block):
-    name: Annotated[str, Field(max_length=200, pattern=r"^[A-Za-z0-9][A-Za-z0-9._ -]*$", json_schema_extra=_NAME)] = (
-        "run"
-    )
-    """Name of the run, and of its folder below `output_dir`."""
+    name: Annotated[
+        str | None, Field(max_length=200, pattern=r"^[A-Za-z0-9][A-Za-z0-9._ -]*$", json_schema_extra=_NAME)
+    ] = None
+    """Name of the run, and of its folder below `output_dir`; unset: the file's name and a digest of its settings."""
     output_dir: Path = Path("runs")
     """Folder that holds run folders; made when needed."""
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0

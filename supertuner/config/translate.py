@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from supertuner.config import place as places
 from supertuner.config.conversions import No, Outcome, Put, Said, to
@@ -73,13 +72,20 @@ class Translation:
         """The settings inside ai-toolkit's `config.process[0]`, if the file is one of its jobs."""
         if "config" not in tree:
             return dict(tree), "", ""
-        job: Any = tree["config"]
+        job = tree["config"]
         rest = {name: value for name, value in tree.items() if name != "config"}
-        match job:
-            case {"process": [{**process}], **beside}:
-                self._block(rest, (), run_rows(), "", "")
-                self._block(beside, (), run_rows(), "", "config.")
-                return process, "config.process[0].", AI_TOOLKIT
+        process = job.get("process") if isinstance(job, Mapping) else None
+        if (
+            isinstance(job, Mapping)
+            and isinstance(process, list)
+            and len(process) == 1
+            and isinstance(process[0], Mapping)
+        ):
+            self._block(rest, (), run_rows(), "", "")
+            self._block(
+                {name: value for name, value in job.items() if name != "process"}, (), run_rows(), "", "config."
+            )
+            return dict(process[0]), "config.process[0].", AI_TOOLKIT
         self._problem("config", f"{shown(job)} is not a job of ai-toolkit: a block with a list `process` of one block")
         return rest, "", ""
 
