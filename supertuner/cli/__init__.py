@@ -1,12 +1,17 @@
-"""The command line: parses, calls one function, prints. Rooms are imported inside commands, so that --help is instant."""
+"""The command line: parses, calls one function, prints. Commands import rooms when they run, so --help is instant."""
 
 from __future__ import annotations
 
 import sys
+from typing import Annotated
 
 import typer
 
-from supertuner.cli import arena, config, preview, run, stage
+from supertuner.cli.arena import app as arena
+from supertuner.cli.config import app as config
+from supertuner.cli.preview import register as register_preview
+from supertuner.cli.run import app as run
+from supertuner.cli.stage import register as register_stage
 from supertuner.core.errors import SuperTunerError
 
 app = typer.Typer(
@@ -16,11 +21,28 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-app.add_typer(config.app, name="config")
-app.add_typer(arena.app, name="arena")
-app.add_typer(run.app, name="run")
-stage.register(app)
-preview.register(app)
+register_stage(app)
+register_preview(app)
+app.add_typer(config, name="config")
+app.add_typer(arena, name="arena")
+app.add_typer(run, name="run")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from supertuner import __version__
+
+        typer.echo(f"supertuner {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None:
+    pass
 
 
 def main() -> None:
@@ -30,3 +52,6 @@ def main() -> None:
     except SuperTunerError as error:
         typer.echo(str(error), err=True)
         sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        typer.echo("stopped", err=True)
+        sys.exit(130)

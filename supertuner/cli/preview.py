@@ -1,4 +1,4 @@
-"""`supertuner preview` and `supertuner sample-data`: see what the model will see, and something to see it with."""
+"""`supertuner preview`, `sample-data`, `quickstart`: see what the model will see, and something to see it with."""
 
 from __future__ import annotations
 
@@ -7,37 +7,29 @@ from typing import Annotated
 
 import typer
 
+from supertuner.cli.stage import Config, Sets
+
 
 def register(app: typer.Typer) -> None:
     app.command("preview")(preview)
     app.command("sample-data")(sample_data)
+    app.command("quickstart")(quickstart)
 
 
 def preview(
-    config: Annotated[Path, typer.Argument(help="The configuration: JSON, YAML or TOML.")],
+    config: Config,
     out: Annotated[Path, typer.Option(help="The PNG to write.")] = Path("preview.png"),
     epoch: Annotated[int, typer.Option(min=0, help="The epoch to look at; each is shuffled and changed anew.")] = 0,
-    sets: Annotated[
-        list[str] | None, typer.Option("--set", help="A setting, as a.b[0].c=value; may be repeated.")
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Only so many samples of each dataset, for a first try.")
     ] = None,
+    sets: Sets = None,
 ) -> None:
     """Stage CONFIG's datasets and draw one decoded, augmented batch of every bucket as a contact sheet."""
-    from supertuner.config.load import load
-    from supertuner.core.host import Host
-    from supertuner.data.opened import open_corpus
-    from supertuner.sinks.console import Console
-    from supertuner.tools.preview import write_preview
+    from supertuner.tools.preview import preview as draw
+    from supertuner.tools.session import load_narrowed
 
-    loaded = load(config, sets=sets or ())
-    host = Host()
-    # Staged by this command, the data is for a later run: "run" would end it with the command.
-    life = "until_removed" if loaded.config.arena.keep == "run" else loaded.config.arena.keep
-    with Console() as console:
-        for note in loaded.notes:
-            console.emit(note)
-        with open_corpus(loaded.config, host=host, sink=console, progress=console, life=life) as corpus:
-            threads = loaded.config.loader.num_workers or host.cpus()
-            shown = write_preview(corpus, out, epoch=epoch, threads=threads)
+    shown = draw(load_narrowed(config, sets or (), limit=limit), out, epoch=epoch)
     typer.echo(f"{out}: {shown} bucket{'s' if shown != 1 else ''}")
 
 
@@ -53,3 +45,31 @@ def sample_data(
 
     made = make_sample_data(folder, images=images, videos=videos, sounds=sounds, seed=seed)
     typer.echo(f"{made.config}: {made.images} images, {made.videos} videos, {made.sounds} sounds")
+
+
+def quickstart(
+    folder: Annotated[Path, typer.Option("--dir", help="Where everything goes.")] = Path("quickstart"),
+) -> None:
+    """Make a small captioned dataset of every kind, stage it, and draw one batch of every bucket."""
+    from supertuner.tools.quickstart import quickstart as run
+    from supertuner.tools.staging import summary
+
+    made = run(folder)
+    typer.echo("")
+    for result in made.staged:
+        typer.echo(summary(result))
+    typer.echo(
+        f"""
+the pictures, clips and tones   {made.config.parent}
+their configuration             {made.config}
+one batch of {made.buckets} buckets, drawn   {made.sheet}
+the run, with its decisions     {made.run}
+
+next, with your own data:
+  supertuner run show {made.run}
+  supertuner arena ls
+  supertuner config show {made.config} --origins
+  edit {made.config} so that instance_data_dir names your folder, then
+  supertuner config validate {made.config}
+  supertuner preview {made.config} --out sheet.png"""
+    )

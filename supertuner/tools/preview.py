@@ -8,10 +8,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from supertuner.config.load import Loaded
 from supertuner.core.durable import write_bytes
+from supertuner.core.host import Host
 from supertuner.core.types import MediaKind
 from supertuner.data.corpus import Corpus
+from supertuner.data.opened import open_corpus
 from supertuner.data.windows import MicroBatch, single
+from supertuner.sinks.console import Console
+from supertuner.tools.session import life_of
 from supertuner.tools.sheet import Cell, Section, draw_sheet
 
 if TYPE_CHECKING:
@@ -35,6 +40,16 @@ def first_batches(corpus: Corpus, epoch: int) -> list[MicroBatch]:
         position = layout.begin + int(layout.where(np.array([group]), layout.first[[group]])[0])
         found.append(single(order, next(order.batches(position))))
     return found
+
+
+def preview(loaded: Loaded, out: Path, *, epoch: int = 0) -> int:
+    """Stage what is not staged yet and write the sheet; how many buckets it shows. It only looks: no run is begun."""
+    config, host = loaded.config, Host()
+    with Console() as console:
+        for note in loaded.notes:
+            console.emit(note)
+        with open_corpus(config, host=host, sink=console, progress=console, life=life_of(config)) as corpus:
+            return write_preview(corpus, out, epoch=epoch, threads=config.loader.num_workers or host.cpus())
 
 
 def write_preview(corpus: Corpus, out: Path, *, epoch: int = 0, threads: int = 1) -> int:

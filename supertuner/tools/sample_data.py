@@ -153,7 +153,7 @@ def _config() -> dict[str, object]:
     colour = {"flip": 0.5, "brightness": 0.1, "contrast": 0.1, "saturation": 0.2, "hue": 0.02}
     tags = {"trigger_word": "shapeworld", "shuffle_tags": True, "keep_tags": 1, "dropout": 0.1}
     return {
-        "run": {"name": "sample", "seed": 0},
+        "run": {"seed": 0},
         "datasets": [
             {
                 "id": "pictures",

@@ -1,0 +1,50 @@
+"""The first minute with SuperTuner: a small captioned dataset of every kind, staged, and drawn as its batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from supertuner.core.errors import SuperTunerError
+from supertuner.data.opened import open_corpus
+from supertuner.data.result import StageResult
+from supertuner.tools.preview import write_preview
+from supertuner.tools.sample_data import make_sample_data
+from supertuner.tools.session import life_of, load_narrowed, session
+from supertuner.tools.staging import stage_all
+
+SHEET = "contact_sheet.png"
+DATA = "data"
+SEED_FILE = "config.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Quickstart:
+    """What was made, and where it is."""
+
+    config: Path
+    run: Path
+    sheet: Path
+    buckets: int
+    staged: tuple[StageResult, ...]
+
+
+def quickstart(folder: Path) -> Quickstart:
+    """Make the dataset below `folder` unless it is there from last time, stage it, draw one batch of every bucket."""
+    config = _dataset(folder)
+    with session(load_narrowed(config, [f"run.output_dir={folder / 'runs'}"])) as work:
+        staged = stage_all(work)
+        with open_corpus(
+            work.config, host=work.host, sink=work.sink, progress=work.console, life=life_of(work.config)
+        ) as corpus:
+            buckets = write_preview(corpus, folder / SHEET, threads=work.host.cpus())
+        return Quickstart(config, work.folder.path, folder / SHEET, buckets, tuple(staged))
+
+
+def _dataset(folder: Path) -> Path:
+    data = folder / DATA
+    if (data / SEED_FILE).is_file():
+        return data / SEED_FILE
+    if data.exists() and any(data.iterdir()):
+        raise SuperTunerError(f"{data} holds files of yours; give another folder with --dir, or move them away")
+    return make_sample_data(data).config

@@ -1,0 +1,74 @@
+"""A command at work on a configuration: its run folder locked, and everything that is said on screen and on record."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from supertuner.arena.format import Life
+from supertuner.config.load import Loaded, load
+from supertuner.config.tree import RunConfig
+from supertuner.core.errors import SourceError
+from supertuner.core.events import Decided, Sink, Together
+from supertuner.core.host import Host
+from supertuner.sinks.console import Console
+from supertuner.sinks.kept_config import KeptConfig
+from supertuner.sinks.run_folder import RunFolder
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    config: RunConfig
+    folder: RunFolder
+    console: Console
+    sink: Sink
+    """Reaches the screen and the run's folder."""
+    host: Host
+
+
+def life_of(config: RunConfig) -> Life:
+    """How long arenas made by a command stay. What it makes is for a later run: "run" would end it at once."""
+    return "until_removed" if config.arena.keep == "run" else config.arena.keep
+
+
+def load_narrowed(path: Path, sets: Sequence[str], *, limit: int | None = None, strict: bool = False) -> Loaded:
+    """A configuration, with a command's `--limit` and `--strict` as if they were set for each of its datasets."""
+    loaded = load(path, sets=sets)
+    given = [*([f"limit={limit}"] if limit is not None else []), *(["strict=true"] if strict else [])]
+    if not given:
+        return loaded
+    places = range(len(loaded.config.datasets))
+    return load(path, sets=[*sets, *(f"datasets[{place}].{one}" for place in places for one in given)])
+
+
+@contextmanager
+def session(loaded: Loaded) -> Iterator[Session]:
+    """Lock the run's folder, tell what the configuration has to say, and work; the folder keeps all of it."""
+    config = loaded.config
+    if not config.datasets:
+        raise SourceError(f"{loaded.source} names no dataset; add one under datasets")
+    kept = kept_config(loaded)
+    name = config.run.name or f"{Path(loaded.source).stem}-{kept.digest[:8]}"
+    with Console() as console, RunFolder(config.run.output_dir / name, name, kept) as folder:
+        sink = Together(console, folder)
+        folder.emit_all(loaded.notes)
+        for note in loaded.notes:
+            console.emit(note)
+        if config.run.name is None:
+            sink.emit(Decided("run.name", name, "not given: the file's name and a digest of its settings"))
+        for dataset in config.datasets:
+            folder.forget_set_aside(dataset.id)
+        yield Session(config, folder, console, sink, Host())
+
+
+def kept_config(loaded: Loaded) -> KeptConfig:
+    """The configuration as a run's folder keeps it."""
+    return KeptConfig(
+        given=loaded.given,
+        extension=Path(loaded.source).suffix,
+        resolved=loaded.config.model_dump(mode="json"),
+        origins=loaded.origins,
+        attachments=loaded.attachments,
+    )
