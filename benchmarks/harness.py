@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import statistics
 import sys
 import time
@@ -54,7 +55,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One claim: a figure, its limit, and whether it was met. `met` is None where the peer is not installed."""
+    """One claim: a figure, its limit, and whether it was met; `met` is None for what has no limit or was not tried."""
 
     name: str
     ratio: float
@@ -101,6 +102,12 @@ def at_most(name: str, figure: Spread | float, limit: float, *, unit: str = "×"
     return Row(name, value, limit, value <= limit, unit, True, spread, note)
 
 
+def noted(name: str, figure: Spread | float, *, unit: str = "×", note: str = "") -> Row:
+    """A figure without a limit: said for the record."""
+    value, spread = _split(figure)
+    return Row(name, value, float("nan"), None, unit, False, spread, note)
+
+
 def skipped(name: str, limit: float, reason: str) -> Row:
     """A claim that could not be tried here; it counts as neither met nor missed, and is printed as such."""
     return Row(name, float("nan"), limit, None, note=reason)
@@ -116,9 +123,9 @@ def report(rows: Sequence[Row], title: str = "") -> int:
     for row in rows:
         out.write(f"{row.name:<{width}}  {_line(row)}\n")
     missed = sum(row.met is False for row in rows)
-    untried = sum(row.met is None for row in rows)
+    untried = sum(math.isnan(row.ratio) for row in rows)
     tail = f", {untried} not tried" if untried else ""
-    out.write(f"{len(rows) - missed - untried} met, {missed} missed{tail}\n")
+    out.write(f"{sum(row.met is True for row in rows)} met, {missed} missed{tail}\n")
     out.flush()
     return 1 if missed else 0
 
@@ -138,11 +145,11 @@ def seconds_text(seconds: float) -> str:
 
 def _line(row: Row) -> str:
     sign = "≤" if row.at_most else "≥"
-    limit = f"{sign} {row.limit:.3g} {row.unit}"
-    if row.met is None:
+    limit = "none" if math.isnan(row.limit) else f"{sign} {row.limit:.3g} {row.unit}"
+    if math.isnan(row.ratio):
         return f"{'-':>10}  {limit:>10}  {'':>19}  not tried: {row.note}"
     spread = f"{row.spread[0]:.3g} to {row.spread[1]:.3g}" if row.spread else ""
-    verdict = "yes" if row.met else "NO"
+    verdict = {True: "yes", False: "NO", None: "-"}[row.met]
     note = f"  {row.note}" if row.note else ""
     return f"{f'{row.ratio:.3g} {row.unit}':>10}  {limit:>10}  {spread:>19}  {verdict}{note}"
 

@@ -1,4 +1,4 @@
-"""Proves that every run-time dependency installs on aarch64 (a GH200 is an ARM machine) from a wheel, or says what else.
+"""Proves that every run-time dependency installs on aarch64 (a GH200 is an ARM machine) from a wheel, or else how.
 
 The proof asks the package index, for each supported Python: is there a wheel for aarch64 Linux, or a pure one, of the
 version in constraints.txt? Dependencies of dependencies are followed, with their markers read as that machine would.
@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import subprocess
 import sys
 import tempfile
 import tomllib
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,10 +30,8 @@ PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 PLATFORMS = ("manylinux2014_aarch64", *(f"manylinux_2_{minor}_aarch64" for minor in range(17, 36)))
 # The only installs allowed to come without a wheel: (package, Python) → what happens instead.
 FALLBACKS: Mapping[tuple[str, str], str] = {}
-OUT_OF_REACH = re.compile(
-    r"NewConnectionError|Failed to establish|Temporary failure in name|Name or service not known|timed out|"
-    r"ProxyError|Connection (refused|reset)|connection broken|Could not fetch URL",
-)
+# A pure package that every index has: if even this is not to be had, it is the index that is missing.
+ALWAYS_THERE = "pip"
 
 
 class IndexOutOfReach(Exception):
@@ -46,23 +44,34 @@ class Wheel:
     requires: tuple[str, ...]
 
 
-def question_digest(pyproject: str, constraints: str) -> str:
-    """Changes when the answer may: dependencies and extras, their versions, the Pythons and platforms asked for."""
-    project = tomllib.loads(pyproject)["project"]
-    pins = sorted(line for line in constraints.splitlines() if line and not line.startswith("#"))
-    parts = [runtime_requirements(project), pins, PYTHONS, PLATFORMS, [[*k, v] for k, v in FALLBACKS.items()]]
+def question_digest(pyproject: str, constraints: str, wheels: Mapping[str, Mapping[str, str]]) -> str:
+    """Changes when the answer may: requirements, the pins of all packages in the answer, Pythons and platforms.
+
+    A package can only join the answer through one of these, so the versions of developers' tools do not matter.
+    """
+    packages = {name for found in wheels.values() for name in found}
+    pins = sorted(pin for name, pin in constraint_pins(constraints).items() if name in packages)
+    requirements = runtime_requirements(tomllib.loads(pyproject)["project"])
+    parts = [requirements, pins, PYTHONS, PLATFORMS, [[*k, v] for k, v in FALLBACKS.items()]]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 def runtime_requirements(project: Mapping[str, Any]) -> list[str]:
     """What a user installs: the dependencies and every extra but the developers' own."""
     extras = project.get("optional-dependencies", {})
-    return sorted({*project["dependencies"], *(line for name, lines in extras.items() if name != "dev" for line in lines)})
+    return sorted(
+        {*project["dependencies"], *(line for name, lines in extras.items() if name != "dev" for line in lines)}
+    )
 
 
 def constraint_pins(text: str) -> dict[str, str]:
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
-    return {canonicalize_name(name): f"{name}=={version}" for name, version in (line.split("==", 1) for line in lines)}
+    return {normal(name): f"{name}=={version}" for name, version in (line.split("==", 1) for line in lines)}
+
+
+def normal(name: str) -> str:
+    """The one spelling of a package's name: `PyYAML` and `pyyaml` are the same."""
+    return str(canonicalize_name(name))
 
 
 def applies(requirement: Requirement, python: str, extras: Sequence[str]) -> bool:
@@ -87,7 +96,7 @@ def prove(requirements: Sequence[str], pins: Mapping[str, str], python: str) -> 
     """(package → wheel file or fallback, what is missing), for one Python; dependencies are followed to the end."""
     found: dict[str, str] = {}
     missing: list[str] = []
-    wave = {canonicalize_name(r.name): r for r in map(Requirement, requirements) if applies(r, python, ())}
+    wave = {normal(r.name): r for r in map(Requirement, requirements) if applies(r, python, ())}
     while wave:
         asked = {name: pins.get(name, f"{r.name}{r.specifier}") for name, r in wave.items()}
         wheels = find_wheels(asked, python)
@@ -103,7 +112,7 @@ def prove(requirements: Sequence[str], pins: Mapping[str, str], python: str) -> 
             found[name] = wheel.file
             for below in map(Requirement, wheel.requires):
                 if applies(below, python, tuple(requirement.extras)):
-                    following.setdefault(canonicalize_name(below.name), below)
+                    following.setdefault(normal(below.name), below)
         wave = {name: r for name, r in following.items() if name not in found}
     return dict(sorted(found.items())), missing
 
@@ -113,6 +122,8 @@ def find_wheels(asked: Mapping[str, str], python: str) -> dict[str, Wheel]:
     together = ask_index(list(asked.values()), python)
     if together is not None:
         return together
+    if ask_index([ALWAYS_THERE], python) is None:
+        raise IndexOutOfReach
     wheels: dict[str, Wheel] = {}
     for requirement in asked.values():
         wheels.update(ask_index([requirement], python) or {})
@@ -123,54 +134,60 @@ def ask_index(requirements: Sequence[str], python: str) -> dict[str, Wheel] | No
     """What pip would install on that machine, or None if one of them cannot be had as a wheel."""
     platforms = [word for platform in PLATFORMS for word in ("--platform", platform)]
     with tempfile.TemporaryDirectory() as nowhere:
-        options = ["--quiet", "--dry-run", "--no-deps", "--ignore-installed", "--only-binary=:all:", "--target", nowhere]
+        options = [
+            "--quiet",
+            "--dry-run",
+            "--no-deps",
+            "--ignore-installed",
+            "--only-binary=:all:",
+            "--target",
+            nowhere,
+        ]
         command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", *options]
         command += ["--report", f"{nowhere}/report.json", "--python-version", python, *platforms, *requirements]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
-            if OUT_OF_REACH.search(done.stderr):
-                raise IndexOutOfReach(done.stderr.strip().splitlines()[-1])
             return None
         report = json.loads(Path(nowhere, "report.json").read_text())
     wheels = {}
     for item in report["install"]:
         file = item["download_info"]["url"].rsplit("/", 1)[-1]
         metadata = item["metadata"]
-        wheels[canonicalize_name(metadata["name"])] = Wheel(file, tuple(metadata.get("requires_dist", ())))
+        wheels[normal(metadata["name"])] = Wheel(file, tuple(metadata.get("requires_dist", ())))
     return wheels
 
 
 def prove_all(pyproject: str, constraints: str) -> tuple[dict[str, dict[str, str]], list[str]]:
     requirements = runtime_requirements(tomllib.loads(pyproject)["project"])
-    wheels: dict[str, dict[str, str]] = {}
-    missing: list[str] = []
-    for python in PYTHONS:
-        wheels[python], lacking = prove(requirements, constraint_pins(constraints), python)
-        missing += lacking
-        print(f"aarch64: Python {python}: {len(wheels[python])} packages asked for, {len(lacking)} without a wheel")
-    return wheels, missing
+    pins = constraint_pins(constraints)
+    print(f"aarch64: asking the package index about Python {', '.join(PYTHONS)}; this takes minutes")
+    with ThreadPoolExecutor(len(PYTHONS)) as pool:
+        answers = list(pool.map(lambda python: prove(requirements, pins, python), PYTHONS))
+    wheels = {python: found for python, (found, _) in zip(PYTHONS, answers, strict=True)}
+    return wheels, [line for _, missing in answers for line in missing]
 
 
 def main(arguments: Sequence[str]) -> int:
     pyproject = (ROOT / "pyproject.toml").read_text()
     constraints = (ROOT / "constraints.txt").read_text()
-    digest = question_digest(pyproject, constraints)
-    proof = json.loads(PROOF.read_text()) if PROOF.exists() else {}
-    if proof.get("digest") != digest or "--refresh" in arguments:
+    proof = json.loads(PROOF.read_text()) if PROOF.exists() else {"wheels": {}}
+    if proof.get("digest") != question_digest(pyproject, constraints, proof["wheels"]) or "--refresh" in arguments:
         try:
             wheels, missing = prove_all(pyproject, constraints)
-        except IndexOutOfReach as error:
-            print(f"aarch64: the dependencies changed and the package index is out of reach ({error});", file=sys.stderr)
-            print("run `python scripts/check_aarch64.py` again with a network, and commit the result", file=sys.stderr)
+        except IndexOutOfReach:
+            print("aarch64: the dependencies changed, and the package index is out of reach;", file=sys.stderr)
+            print("run `python scripts/check_aarch64.py` with a network, and commit the result", file=sys.stderr)
             return 1
         if missing:
             print("aarch64: no wheel, and no fallback stated in scripts/check_aarch64.py:", file=sys.stderr)
             print("\n".join(f"  {line}" for line in missing), file=sys.stderr)
             return 1
-        proof = {"digest": digest, "wheels": wheels}
+        proof = {"digest": question_digest(pyproject, constraints, wheels), "wheels": wheels}
         PROOF.write_text(json.dumps(proof, indent=1) + "\n")
     packages = {name for found in proof["wheels"].values() for name in found}
-    print(f"aarch64: {len(packages)} run-time packages have a wheel or a stated fallback on Python {', '.join(PYTHONS)}")
+    print(
+        f"aarch64: {len(packages)} run-time packages have a wheel or a stated fallback on Python {', '.join(PYTHONS)}"
+    )
     return 0
 
 

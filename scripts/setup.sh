@@ -40,10 +40,10 @@ pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
 torch=$(grep -E '^torch==' constraints.txt)
 
 # torch first and alone: once it is there at the tested version, nothing that follows can pull in another build of it.
-echo "setup: installing $torch"
-pip install --quiet -c constraints.txt "$torch"
+echo "setup: installing $torch (the largest part; minutes on a slow line)"
+pip install -qq -c constraints.txt "$torch"
 echo "setup: installing SuperTuner and its tools (about a minute the first time)"
-pip install --quiet -c constraints.txt -e '.[dev]'
+pip install -qq -c constraints.txt -e '.[dev]'
 
 echo "$digest" > "$stamp"
 echo "setup: done"

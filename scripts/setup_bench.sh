@@ -24,7 +24,7 @@ site "$venv" > "$(site "$bench")/supertuner-venv.pth"
 pwd >> "$(site "$bench")/supertuner-venv.pth"
 
 pip() { "$bench/bin/python" -m pip --disable-pip-version-check "$@"; }
-pip install --quiet -c constraints.txt -r benchmarks/peers.txt
+pip install -qq -c constraints.txt -r benchmarks/peers.txt
 # These would pull in cloud clients, torchvision and more that the benchmark never touches.
-pip install --quiet --no-deps -r benchmarks/peers-without-dependencies.txt
+pip install -qq --no-deps -r benchmarks/peers-without-dependencies.txt
 echo "$digest" > "$stamp"
