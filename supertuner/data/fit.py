@@ -9,8 +9,10 @@ from supertuner.core.types import GIB, KIB, bytes_text
 
 PAGE = 4 * KIB
 """Memory and disks are taken in pages: the last one of each file is counted whole."""
-UNIT_BYTES = 320
-"""What an arena's index and our columns take per sample, beside its key and captions; measured, rounded up."""
+_FIXED_BYTES = 60 * KIB
+_THREAD_BYTES = 8 * KIB
+_UNIT_BYTES = 176
+"""What an arena takes beside the files while it is sealed: journal, index and columns; as counted, rounded up."""
 _RESERVE_SHARE = 0.05
 _RESERVE_AT_MOST = 2 * GIB
 
@@ -79,6 +81,11 @@ def _free_remedy(room: Room) -> str:
 def stored_bytes(nbytes: int) -> int:
     """What one file of `nbytes` really takes."""
     return -(-nbytes // PAGE) * PAGE
+
+
+def overhead_bytes(files: int, key_bytes: int, caption_bytes: int, threads: int) -> int:
+    """What the arena takes beside the files. Keys are in the journal and in the index, while both are there."""
+    return _FIXED_BYTES + threads * _THREAD_BYTES + files * _UNIT_BYTES + 2 * key_bytes + caption_bytes
 
 
 def require(dataset: str, need: int, files: int, bound: Budget, *, estimated: bool = False) -> None:

@@ -16,7 +16,10 @@ _LOOK_EVERY = 64 * MIB
 class Meter:
     """Counts raw bytes seen and stored bytes taken. Crossing the budget is DoesNotFit, with an estimate of the rest."""
 
-    def __init__(self, dataset: str, bound: Budget, host: Host | None, files: int, raw_total: int) -> None:
+    def __init__(
+        self, dataset: str, bound: Budget, host: Host | None, files: int, raw_total: int, taken: int = 0
+    ) -> None:
+        """`taken`: what the arena takes beside the files."""
         self._dataset = dataset
         self._bound = bound
         self._host = host
@@ -25,7 +28,7 @@ class Meter:
         self._lock = threading.Lock()
         self._look_at = _LOOK_EVERY
         self._raw = 0
-        self.taken = 0
+        self.taken = taken
 
     def take(self, raw: int, stored: int) -> None:
         """Count a file that is about to be stored; DoesNotFit if it must not be."""

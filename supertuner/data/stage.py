@@ -164,28 +164,31 @@ class _Staging:
 
     def _copy(self, listing: Listing, choices: Mapping[str, Choice]) -> list[StageWorker]:
         sizes = [item.nbytes for item in listing.items]
-        bound = self._budget()
-        keys = sum(len(item.key) for item in listing.items)
-        need = sum(map(fit.stored_bytes, sizes)) + keys + fit.UNIT_BYTES * len(sizes)
-        if not choices:  # compressed sizes are known only when they are there: the meter watches them
-            fit.require(self._dataset.id, need, len(sizes), bound)
-        room = bound.nbytes - (need - sum(map(fit.stored_bytes, sizes)))
-        host = self._to.host if self._in_memory else None
-        meter = Meter(self._dataset.id, fit.Budget(room, bound.bound_by, bound.remedy), host, len(sizes), sum(sizes))
+        threads = self._threads()
+        meter = self._meter(listing, sizes, threads, known=not choices)
         chunks = chunked(sizes, files=_CHUNK_FILES, nbytes=_CHUNK_BYTES)
         title = f"staging {self._dataset.id}"
         with self._to.progress.phase(title, items=len(sizes), nbytes=sum(sizes)) as phase:
             job = Job(self._dataset, self._source, listing, self._build, meter, choices, phase)
             try:
-                return Crew(lambda: StageWorker(job), chunks, self._threads()).run()
+                return Crew(lambda: StageWorker(job), chunks, threads).run()
             except ArenaFull as error:
                 raise DoesNotFit(meter.ran_out(str(error))) from error
 
-    def _budget(self) -> fit.Budget:
+    def _meter(self, listing: Listing, sizes: Sequence[int], threads: int, *, known: bool) -> Meter:
+        """What watches over the budget; DoesNotFit at once if the files are stored as they are and are too large."""
+        room, bound = self._room()
+        overhead = fit.overhead_bytes(len(sizes), listing.key_bytes(), listing.caption_bytes(), threads)
+        if known:
+            need = sum(map(fit.stored_bytes, sizes)) + overhead
+            fit.require(self._dataset.id, need, len(sizes), bound)
+        host = self._to.host if room.in_memory else None
+        return Meter(self._dataset.id, bound, host, len(sizes), sum(sizes), taken=overhead)
+
+    def _room(self) -> tuple[fit.Room, fit.Budget]:
         """How much may be stored; says so where that is less than the user asked for."""
         settings = self._dataset.in_memory
         room = room_of(self._to.home.path, self._to.host, settings.memory_limit_gb)
-        self._in_memory = room.in_memory
         lowered = fit.lowered(room)
         if lowered is not None:
             text = f"is {settings.memory_limit_gb:g}, and this machine can give {bytes_text(lowered)}; lowered to that"
@@ -195,7 +198,7 @@ class _Staging:
             self._warn("in_memory.memory_limit_gb", "has no effect: this dataset's arena lies on a disk")
         if not room.in_memory and self._dataset.type == "in_memory":
             self._warn("type", f"is in_memory, and arena.home {self._to.home.path} is on a disk; name one on tmpfs")
-        return fit.budget(room)
+        return room, fit.budget(room)
 
     def _threads(self) -> int:
         asked = self._dataset.in_memory.num_workers

@@ -51,6 +51,18 @@ class Listing:
     wants_captions: bool = True
     """Whether a sample without a caption is worth a warning."""
 
+    def key_bytes(self) -> int:
+        return sum(len(item.key.encode()) for item in self.items)
+
+    def caption_bytes(self) -> int:
+        """As far as it is known before captions are read: files as large as they are, texts as long as they are."""
+        found = (item.caption for item in self.items)
+        return sum(
+            caption.nbytes if isinstance(caption, Span) else sum(len(text) for text in caption)
+            for caption in found
+            if caption
+        )
+
 
 class Source(Protocol):
     def identity(self) -> Iterable[bytes]:

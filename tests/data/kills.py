@@ -1,0 +1,53 @@
+"""Staging killed at random moments, again and again; shared by the default suite and by `make torture`."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+from supertuner.arena.home import Home
+from tests.data.staging import contents, dataset, names, stager
+
+
+def stage_in_child(folder: Path, home: Path) -> int:
+    """The process id of a child that stages `folder`, from the first moment on."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            stager(home).stage(dataset(folder, in_memory={"num_workers": 3}))
+            code = 0
+        finally:
+            os._exit(code)
+    return pid
+
+
+def kill_stagers(folder: Path, home: Path, times: int, seed: int) -> int:
+    """Kill `times` stagers at random microseconds; how many died before they were done. Checks the home after each."""
+    expected = {path.stem: path.read_bytes() for path in folder.glob("*.jpg")}
+    usual_s = _usual_seconds(folder, home)
+    rng = random.Random(seed)
+    died = 0
+    for _ in range(times):
+        pid = stage_in_child(folder, home)
+        time.sleep(rng.uniform(0, usual_s * 1.1))
+        os.kill(pid, signal.SIGKILL)
+        died += os.waitpid(pid, 0)[1] != 0
+        result = stager(home).stage(dataset(folder))
+        assert {key: found[0] for key, found in contents(home, result.arena).items()} == expected
+        assert names(home) == [result.arena], "remains of the killed one"
+        Home(home).remove(result.arena)
+    assert names(home) == []
+    return died
+
+
+def _usual_seconds(folder: Path, home: Path) -> float:
+    began = time.perf_counter()
+    os.waitpid(stage_in_child(folder, home), 0)
+    taken = time.perf_counter() - began
+    for name in names(home):
+        Home(home).remove(name)
+    return taken

@@ -1,0 +1,75 @@
+"""What tests of staging share: a home, a stager that remembers what it was told, and a machine described by files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from supertuner.arena.home import Home
+from supertuner.config.data import Dataset
+from supertuner.core.events import Decided, Event, Phase, SetAside, Silence, Warned
+from supertuner.core.host import Host
+from supertuner.data.stage import Stager
+from supertuner.data.staged import StagedDataset
+
+
+class Told(Silence):
+    """A sink and progress that keep everything; `when` is called as a phase begins, to change the world in between."""
+
+    def __init__(self, when: Callable[[str], None] = lambda title: None) -> None:
+        self.events: list[Event] = []
+        self.phases: list[tuple[str, int, int]] = []
+        self._when = when
+
+    def emit(self, event: Event, /) -> None:
+        self.events.append(event)
+
+    def phase(self, title: str, *, items: int = 0, nbytes: int = 0) -> Phase:
+        self.phases.append((title, items, nbytes))
+        self._when(title)
+        return super().phase(title)
+
+    def set_aside(self) -> dict[str, str]:
+        return {event.file: event.reason for event in self.events if isinstance(event, SetAside)}
+
+    def warnings(self) -> str:
+        return "\n".join(f"{event.what} {event.message}" for event in self.events if isinstance(event, Warned))
+
+    def decided(self) -> dict[str, object]:
+        return {event.what: event.value for event in self.events if isinstance(event, Decided)}
+
+
+def dataset(folder: Path, /, **settings) -> Dataset:
+    return Dataset.model_validate({"id": "set", "instance_data_dir": folder, **settings})
+
+
+def stager(home: Path, told: Told | None = None, host: Host | None = None) -> Stager:
+    told = told or Told()
+    return Stager(Home(home), host or Host(), told, told)
+
+
+def contents(home: Path, arena: str) -> dict[str, tuple[bytes, tuple[str, ...]]]:
+    """Everything staged: bytes and captions by key."""
+    with StagedDataset.open(Home(home), arena) as staged:
+        return {staged.key(i): (bytes(staged.media(i)), staged.captions(i)) for i in range(len(staged))}
+
+
+def names(home: Path) -> list[str]:
+    """What lies in a home, remains included."""
+    return sorted(os.listdir(home)) if home.exists() else []
+
+
+def machine(root: Path, *, total: int, available: int, tmpfs: Path, cgroup: int | None = None) -> Host:
+    """A host with that memory, on which `tmpfs` is one."""
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/meminfo").write_text(f"MemTotal: {total // 1024} kB\nMemAvailable: {available // 1024} kB\n")
+    (root / "proc/self/mountinfo").write_text(
+        f"1 0 0:1 / / rw - ext4 /dev/x rw\n2 1 0:2 / {tmpfs.resolve()} rw,nosuid shared:1 - tmpfs tmpfs rw\n"
+    )
+    (root / "proc/self/cgroup").write_text("0::/box\n" if cgroup is not None else "")
+    if cgroup is not None:
+        (root / "sys/fs/cgroup/box").mkdir(parents=True)
+        (root / "sys/fs/cgroup/box/memory.max").write_text(f"{cgroup}\n")
+        (root / "sys/fs/cgroup/box/memory.current").write_text("0\n")
+    return Host(root)

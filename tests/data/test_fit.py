@@ -1,0 +1,175 @@
+"""Every limit there is bounds what may be stored, the message says what is missing, and nothing is left behind."""
+
+import os
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from supertuner.core.errors import DoesNotFit
+from supertuner.core.types import GIB, MIB
+from supertuner.data.fit import Room, budget, file_system, limit_bytes, lowered, require, reserve, stored_bytes
+from tests.data.media_files import picture, write
+from tests.data.staging import Told, contents, dataset, machine, names, stager
+
+sizes = st.integers(0, 1 << 45)
+
+
+def room(**known):
+    return Room(
+        **{
+            "in_memory": True,
+            "free_bytes": 1 << 50,
+            "memory_total": None,
+            "memory_available": None,
+            "limit_bytes": None,
+        }
+        | known
+    )
+
+
+def test_gb_in_the_configuration_are_units_of_two_to_the_thirty():
+    assert limit_bytes(2) == 2 * 2**30 and limit_bytes(0.5) == 2**29 and limit_bytes(None) is None
+
+
+@given(sizes, sizes, sizes, sizes)
+def test_the_tightest_bound_counts(free, total, available, limit):
+    bound = budget(room(free_bytes=free, memory_total=total, memory_available=available, limit_bytes=limit))
+    assert bound.nbytes == min(free, max(0, available - reserve(total)), limit)
+
+
+@given(sizes, sizes, sizes)
+def test_a_disk_is_bounded_by_its_free_space_alone(free, available, limit):
+    found = budget(room(in_memory=False, free_bytes=free, memory_available=available, limit_bytes=limit))
+    assert found.nbytes == free
+
+
+def test_a_limit_above_the_machine_is_lowered_and_others_stand():
+    assert lowered(room(limit_bytes=360 * GIB, memory_total=24 * GIB)) == 24 * GIB - reserve(24 * GIB)
+    assert lowered(room(limit_bytes=10 * GIB, memory_total=24 * GIB)) is None
+    assert lowered(room(limit_bytes=360 * GIB, memory_total=None)) is None
+
+
+def test_the_message_says_what_is_needed_what_there_is_what_is_missing_and_what_to_change():
+    with pytest.raises(DoesNotFit) as caught:
+        require("cats", 3 * GIB, 1200, budget(room(limit_bytes=2 * GIB)))
+    text = str(caught.value)
+    assert "datasets[cats]" in text and "need 3.0 GiB" in text and "1.0 GiB are missing" in text
+    assert "in_memory.memory_limit_gb" in text and "raise it" in text and 'compression: "auto"' in text
+
+
+@given(st.integers(1, 1 << 40))
+def test_files_take_whole_pages(nbytes):
+    assert nbytes <= stored_bytes(nbytes) < nbytes + 4096 and stored_bytes(nbytes) % 4096 == 0
+
+
+def test_the_file_system_of_the_longest_mount_point_is_found():
+    mounts = (
+        "1 0 0:1 / / rw - ext4 /dev/a rw\n"
+        "2 1 0:2 / /dev/shm rw shared:4 - tmpfs tmpfs rw\n"
+        "3 1 0:3 / /dev/shm/with\\040space rw - xfs /dev/b rw\n"
+    )
+    found = [file_system(mounts, path) for path in ("/dev/shm/x", "/dev/shmx", "/home", "/dev/shm/with space/y")]
+    assert found == ["tmpfs", "ext4", "ext4", "xfs"]
+
+
+def pictures(count, side=64):
+    return {f"{i:03d}.jpg": picture("jpeg", (side, side), seed=i) for i in range(count)}
+
+
+@pytest.fixture
+def place(tmp_path):
+    """(folder with about 800 KiB of pictures, home)"""
+    (tmp_path / "home").mkdir(mode=0o700)
+    return write(tmp_path / "set", pictures(200)), tmp_path / "home"
+
+
+def roomy(tmp_path, home, **less):
+    return machine(tmp_path / "machine", **{"total": 64 * GIB, "available": 60 * GIB, "tmpfs": home, **less})
+
+
+@pytest.mark.parametrize(
+    ("less", "settings", "says"),
+    [
+        ({}, {"memory_limit_gb": 0.0005}, "memory_limit_gb allows"),
+        ({"available": 3 * GIB}, {}, "MemAvailable or cgroup"),
+        ({"cgroup": 512 * 1024}, {}, "MemAvailable or cgroup"),
+    ],
+)
+def test_what_is_known_not_to_fit_is_refused_before_anything_is_copied(tmp_path, place, less, settings, says):
+    folder, home = place
+    if less.get("available"):
+        less = {"available": reserve(64 * GIB) + 100_000}
+    told = Told()
+    with pytest.raises(DoesNotFit, match=says) as caught:
+        stager(home, told, roomy(tmp_path, home, **less)).stage(dataset(folder, in_memory=settings))
+    assert "are missing" in str(caught.value)
+    assert not any(title.startswith("staging") for title, _, _ in told.phases)
+    assert names(home) == []
+
+
+def test_the_limit_is_kept_within_one_percent_by_what_is_really_stored(tmp_path, place):
+    folder, home = write(tmp_path / "larger", pictures(60, side=256)), place[1]
+    host = roomy(tmp_path, home)
+    free = stager(home, host=host).stage(dataset(folder, id="free"))
+    exact = free.stored_bytes / GIB
+    assert stager(home, host=host).stage(dataset(folder, in_memory={"memory_limit_gb": exact * 1.01})).files == 60
+    with pytest.raises(DoesNotFit):
+        stager(home, host=host).stage(dataset(folder, id="b", in_memory={"memory_limit_gb": exact * 0.99}))
+
+
+def test_compressed_files_that_cross_the_limit_stop_midway_say_about_how_much_is_missing_and_leave_nothing(
+    tmp_path, place
+):
+    folder, home = place
+    told = Told()
+    settings = {"compression": "zstd", "memory_limit_gb": 0.0005}
+    with pytest.raises(DoesNotFit, match=r"need about .* are missing"):
+        stager(home, told, roomy(tmp_path, home)).stage(dataset(folder, in_memory=settings))
+    assert any(title.startswith("staging") for title, _, _ in told.phases)
+    assert names(home) == []
+
+
+def test_memory_that_others_take_meanwhile_stops_staging(tmp_path, place):
+    folder, home = place
+    write(folder, {f"big{i}.png": picture("png", (1200, 1000), seed=i) for i in range(3)})
+    for i in range(30):
+        os.link(folder / "big0.png", folder / f"more{i}.png")
+    host = roomy(tmp_path, home)
+
+    def when(title):
+        if title.startswith("staging"):
+            (tmp_path / "machine/proc/meminfo").write_text(f"MemTotal: {64 * MIB} kB\nMemAvailable: 1000 kB\n")
+
+    with pytest.raises(DoesNotFit, match=r"only 1000 KiB of memory are still available.*are missing"):
+        stager(home, Told(when), host).stage(dataset(folder))
+    assert names(home) == []
+
+
+def test_a_limit_above_the_machines_memory_is_lowered_with_a_warning_and_the_data_is_staged(tmp_path, place):
+    folder, home = place
+    told = Told()
+    result = stager(home, told, roomy(tmp_path, home)).stage(dataset(folder, in_memory={"memory_limit_gb": 360}))
+    assert result.files == 200
+    assert "memory_limit_gb is 360, and this machine can give 62.0 GiB; lowered" in told.warnings()
+    assert told.decided()["datasets[set].in_memory.memory_limit_gb"] == 62.0
+
+
+def test_an_in_memory_dataset_whose_home_is_on_a_disk_is_said(tmp_path, place):
+    folder, home = place
+    told = Told()
+    host = machine(tmp_path / "machine", total=64 * GIB, available=0, tmpfs=tmp_path / "set")
+    stager(home, told, host).stage(dataset(folder, in_memory={"memory_limit_gb": 0.0001}))
+    assert "is on a disk; name one on tmpfs" in told.warnings() and "has no effect" in told.warnings()
+
+
+@pytest.mark.parametrize("codec", ["lz4", "snappy", "zlib", "zstd"])
+def test_a_named_codec_is_obeyed_and_warned_about_where_it_gains_nothing(tmp_path, place, codec):
+    folder, home = place
+    told = Told()
+    result = stager(home, told).stage(dataset(folder, in_memory={"compression": codec}))
+    assert result.formats["jpeg"]["codec"] == codec
+    assert f"{codec} gains nothing on jpeg" in told.warnings()
+    assert {k: v[0] for k, v in contents(home, result.arena).items()} == {
+        path.stem: path.read_bytes() for path in folder.iterdir()
+    }

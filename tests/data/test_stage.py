@@ -1,0 +1,331 @@
+"""Staging keeps its promises: everything is there and equal, once per node, and told with reasons."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from supertuner.arena.home import Home
+from supertuner.core.errors import SourceError, StageError, TooManyBroken
+from supertuner.core.types import MediaKind
+from supertuner.data.staged import StagedDataset
+from tests.data.media_files import picture, png_claiming, sound, tar, video, write
+from tests.data.staging import Told, contents, dataset, names, stager
+
+
+@pytest.fixture
+def home(tmp_path):
+    return tmp_path / "home"
+
+
+def pictures(count, **extra):
+    files = {f"{i:03d}.jpg": picture("jpeg", (20 + i, 16), seed=i) for i in range(count)}
+    return files | {f"{i:03d}.txt": f"caption {i}" for i in range(count)} | extra
+
+
+def test_everything_a_dataset_needs_is_staged_and_the_folder_can_go_away(tmp_path, home):
+    files = pictures(30)
+    folder = write(tmp_path / "set", files)
+    result = stager(home).stage(dataset(folder))
+    os.rename(folder, tmp_path / "elsewhere")
+    assert contents(home, result.arena) == {f"{i:03d}": (files[f"{i:03d}.jpg"], (f"caption {i}",)) for i in range(30)}
+    with StagedDataset.open(Home(home), result.arena) as staged:
+        assert staged.width.tolist() == [20 + i for i in range(30)] and set(staged.height.tolist()) == {16}
+        assert (staged.id, staged.kind, len(staged)) == ("set", MediaKind.IMAGE, 30)
+
+
+def test_video_and_sound_are_staged_with_their_facts(tmp_path, home):
+    write(tmp_path / "v", {"a.mp4": video(frames=10), "a.txt": "moves"})
+    write(tmp_path / "s", {"a.wav": sound("wav", 0.5), "b.flac": sound("flac", 0.25)})
+    moving = stager(home).stage(dataset(tmp_path / "v", id="v", dataset_type="video"))
+    heard = stager(home).stage(dataset(tmp_path / "s", id="s", dataset_type="audio"))
+    with StagedDataset.open(Home(home), moving.arena) as staged:
+        assert (staged.frames[0], staged.fps[0], staged.width[0]) == (10, 24, 64)
+    with StagedDataset.open(Home(home), heard.arena) as staged:
+        assert staged.seconds.tolist() == [0.5, 0.25] and staged.channels.tolist() == [2, 2]
+        assert staged.sample_rate.tolist() == [16_000, 16_000] and staged.width.tolist() == [0, 0]
+
+
+def test_webdataset_shards_are_staged_without_being_unpacked(tmp_path, home):
+    files = {f"{i}.jpg": picture(seed=i) for i in range(5)}
+    for shard in "ab":
+        tar(tmp_path / f"shards/{shard}.tar", {**files, "1.txt": "one"})
+    before = sorted(p.name for p in tmp_path.rglob("*"))
+    result = stager(home).stage(dataset(tmp_path / "shards"))
+    found = contents(home, result.arena)
+    assert len(found) == 10 and found["b/1"] == (files["1.jpg"], ("one",))
+    assert sorted(p.name for p in tmp_path.rglob("*") if home not in p.parents and p != home) == before
+
+
+def saved(path, rows, *, forge=False):
+    """A dataset saved by its own library; forged, its rows keep paths to files instead of the files."""
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    plain = {"bytes": datasets.Value("binary"), "path": datasets.Value("string")}
+    features = datasets.Features({"image": plain if forge else datasets.Image(), "text": datasets.Value("string")})
+    datasets.Dataset.from_dict(rows, features=features).save_to_disk(path)
+    if forge:
+        info = json.loads((path / "dataset_info.json").read_text())
+        info["features"]["image"] = {"_type": "Image"}
+        (path / "dataset_info.json").write_text(json.dumps(info))
+    return path
+
+
+def test_a_saved_hugging_face_dataset_is_staged_and_reused(tmp_path, home):
+    files = [picture(seed=i) for i in range(12)]
+    rows = {"image": [{"bytes": f, "path": None} for f in files], "text": [f"c{i}" for i in range(12)]}
+    settings = dataset(saved(tmp_path / "hf", rows))
+    result = stager(home).stage(settings)
+    os.rename(tmp_path / "hf", tmp_path / "moved")
+    assert contents(home, result.arena) == {f"{i:02d}": (files[i], (f"c{i}",)) for i in range(12)}
+    os.rename(tmp_path / "moved", tmp_path / "hf")
+    assert stager(home).stage(settings).reused
+
+
+def test_rows_of_a_hugging_face_dataset_open_files_inside_of_its_folder_only(tmp_path, home):
+    paths = ["in.jpg", "/etc/passwd", "../out.jpg", "gone.jpg"]
+    rows = {"image": [{"bytes": None, "path": path} for path in paths], "text": list("abcd")}
+    write(tmp_path, {"out.jpg": picture()})
+    write(saved(tmp_path / "hf", rows, forge=True), {"in.jpg": picture(seed=1)})
+    told = Told()
+    result = stager(home, told).stage(dataset(tmp_path / "hf", max_broken_share=1))
+    assert contents(home, result.arena) == {"0": (picture(seed=1), ("a",))}
+    reasons = told.set_aside()
+    assert "outside of its folder" in reasons["row 1"] and "outside of its folder" in reasons["row 2"]
+    assert "unreadable: No such file" in reasons["row 3"]
+
+
+def test_restaging_an_unchanged_dataset_is_instant_and_says_so(tmp_path, home):
+    folder = write(tmp_path / "set", pictures(50, **{"bad.jpg": b"xx"}))
+    first = stager(home).stage(dataset(folder))
+    told = Told()
+    began = time.perf_counter()
+    again = stager(home, told).stage(dataset(folder, resolution=512, repeats=3))
+    assert time.perf_counter() - began < 0.5
+    assert again.reused and not first.reused and again.arena == first.arena
+    assert again.set_aside == first.set_aside and list(told.set_aside()) == ["bad.jpg"]
+    assert told.decided()["datasets[set].arena"] == f"{first.arena} reused"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda folder: (write(folder, {"new.jpg": picture(seed=99)}), {})[1],
+        lambda folder: (os.utime(folder / "000.jpg", ns=(1, 1)), {})[1],
+        lambda folder: (write(folder, {"000.txt": "another caption"}), {})[1],
+        lambda folder: (os.unlink(folder / "001.jpg"), {})[1],
+        lambda folder: {"limit": 3},
+        lambda folder: {"in_memory": {"compression": "zstd"}},
+        lambda folder: {"captions": {"source": "filename"}},
+        lambda folder: {"check": "decode"},
+    ],
+)
+def test_a_changed_dataset_gets_a_new_arena_and_the_old_one_is_reported_not_deleted(tmp_path, home, change):
+    folder = write(tmp_path / "set", pictures(5))
+    old = stager(home).stage(dataset(folder))
+    settings = change(folder)
+    told = Told()
+    new = stager(home, told).stage(dataset(folder, **settings))
+    assert new.arena != old.arena and not new.reused
+    assert {info.name for info in Home(home).ls()} == {old.arena, new.arena}
+    assert f"supertuner arena rm {old.arena}" in told.warnings()
+
+
+def test_the_number_of_threads_changes_nothing_that_can_be_read(tmp_path, home):
+    folder = write(tmp_path / "set", pictures(200, **{"bad1.jpg": b"x", "bad2.jpg": b"", "z.png": picture("png")}))
+    found = []
+    for threads in (1, 7):
+        told = Told()
+        result = stager(home, told).stage(dataset(folder, id=f"t{threads}", in_memory={"num_workers": threads}))
+        with StagedDataset.open(Home(home), result.arena) as staged:
+            facts = [staged.key(i) for i in range(len(staged))], staged.width.tolist(), staged.set_aside()
+        found.append((contents(home, result.arena), facts, told.set_aside()))
+    assert found[0] == found[1]
+
+
+BROKEN = {
+    "truncated.jpg": (picture()[:-400], "truncated"),
+    "text.jpg": (b"not a picture at all", "wrong type"),
+    "bomb.png": (png_claiming(60_000, 60_000), "decompression bomb"),
+    "empty.jpg": (b"", "zero bytes"),
+    "clip.png": (video(), "really mp4"),
+    "000.png": (picture("png"), "two files of one key: 000.jpg is kept"),
+    "latin.jpg": (picture(), "caption is not UTF-8 (byte 1)"),
+    "novel.jpg": (picture(), "caption of 70000 bytes; at most 65536"),
+}
+
+
+def broken_folder(folder):
+    write(folder, pictures(10) | {name: content for name, (content, _) in BROKEN.items()})
+    return write(folder, {"latin.txt": "né".encode("latin-1"), "novel.txt": "x" * 70_000})
+
+
+def test_broken_files_are_set_aside_with_reasons_and_never_touched(tmp_path, home):
+    folder = broken_folder(tmp_path / "set")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    told = Told()
+    result = stager(home, told).stage(dataset(folder, max_broken_share=0.5))
+    reasons = told.set_aside()
+    assert reasons.keys() == BROKEN.keys()
+    assert all(says in reasons[name] for name, (_, says) in BROKEN.items()), reasons
+    assert result.files == 10 and {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_more_broken_files_than_allowed_is_an_error_with_the_list_and_the_setting(tmp_path, home):
+    folder = broken_folder(tmp_path / "set")
+    with pytest.raises(TooManyBroken) as caught:
+        stager(home).stage(dataset(folder), "datasets[0]")
+    text = str(caught.value)
+    assert "8 of 18 files are broken (44.4%, at most 5.0% are allowed)" in text and "text.jpg: wrong type" in text
+    assert "--set datasets[0].max_broken_share=0.45" in text
+    assert names(home) == []
+    assert stager(home).stage(dataset(folder, max_broken_share=0.45)).files == 10
+
+
+def test_strict_lists_every_broken_file_even_of_a_reused_arena(tmp_path, home):
+    folder = broken_folder(tmp_path / "set")
+    with pytest.raises(TooManyBroken) as caught:
+        stager(home).stage(dataset(folder, strict=True))
+    assert all(name in str(caught.value) for name in BROKEN) and names(home) == []
+    stager(home).stage(dataset(folder, max_broken_share=1))
+    with pytest.raises(TooManyBroken, match="is strict and 8 files are broken"):
+        stager(home).stage(dataset(folder, strict=True))
+
+
+def test_a_folder_without_a_usable_file_is_an_error_that_says_what_there_is(tmp_path, home):
+    with pytest.raises(SourceError, match=r"no image files in .*1 video file left out: dataset_type is image"):
+        stager(home).stage(dataset(write(tmp_path / "v", {"a.mp4": video()})))
+    with pytest.raises(StageError, match="none of its 1 files can be used"):
+        stager(home).stage(dataset(write(tmp_path / "b", {"a.jpg": b"x"}), max_broken_share=1))
+    assert names(home) == []
+
+
+def test_damage_inside_a_picture_is_found_only_by_decoding_it(tmp_path, home):
+    content = bytearray(picture("png", (64, 64)))
+    middle = len(content) // 2
+    content[middle : middle + 40] = bytes(40)
+    folder = write(tmp_path / "set", pictures(30, **{"hurt.png": bytes(content)}))
+    assert stager(home).stage(dataset(folder)).files == 31
+    told = Told()
+    assert stager(home, told).stage(dataset(folder, check="decode")).files == 30
+    assert "does not decode" in told.set_aside()["hurt.png"]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda path: path.unlink(), "vanished after it was listed"),
+        (lambda path: path.write_bytes(picture(seed=77)), "changed after it was listed"),
+        (lambda path: os.utime(path, ns=(5, 5)), "changed after it was listed"),
+        (lambda path: path.write_bytes(b"short"), "became shorter"),
+        (lambda path: (path.unlink(), os.mkfifo(path)), ""),
+    ],
+)
+def test_a_file_that_changes_between_listing_and_reading_is_set_aside(tmp_path, home, change, says):
+    folder = write(tmp_path / "set", pictures(30))
+
+    def when(title):
+        if title.startswith("staging"):
+            change(folder / "007.jpg")
+
+    told = Told(when)
+    result = stager(home, told).stage(dataset(folder))
+    assert result.files == 29 and says in told.set_aside()["007.jpg"]
+
+
+def test_progress_knows_files_and_bytes_from_the_start(tmp_path, home):
+    files = pictures(12)
+    told = Told()
+    stager(home, told).stage(dataset(write(tmp_path / "set", files)))
+    total = sum(len(content) for name, content in files.items() if name.endswith(".jpg"))
+    assert ("staging set", 12, total) in told.phases
+
+
+def test_missing_captions_are_counted_and_empty_ones_are_not(tmp_path, home):
+    files = pictures(6)
+    del files["001.txt"], files["002.txt"]
+    told = Told()
+    stager(home, told).stage(dataset(write(tmp_path / "set", files | {"003.txt": ""})))
+    assert "2 of 6 samples have no caption" in told.warnings()
+    told = Told()
+    stager(home, told).stage(dataset(tmp_path / "set", captions={"source": "none"}))
+    assert "no caption" not in told.warnings()
+
+
+def test_large_files_go_through_in_pieces(tmp_path, home):
+    big = {f"{i}.png": picture("png", (1000, 900), seed=i) for i in range(3)}
+    assert min(map(len, big.values())) > 2 << 20
+    small = {f"s{i}.jpg": picture(seed=i) for i in range(3)}
+    shard = tar(tmp_path / "x.tar", big)
+    result = stager(home).stage(dataset(write(tmp_path / "set", big | small)))
+    assert {key: found[0] for key, found in contents(home, result.arena).items()} == {
+        name.rpartition(".")[0]: content for name, content in (big | small).items()
+    }
+    packed = stager(home).stage(dataset(shard, id="tar"))
+    assert [found[0] for found in contents(home, packed.arena).values()] == list(big.values())
+
+
+def test_of_two_that_stage_the_same_one_works_and_the_other_waits_and_finds_it(tmp_path, home):
+    folder = write(tmp_path / "set", pictures(300))
+    held = threading.Event()
+    release = threading.Event()
+    results = {}
+
+    def when(title):
+        if title.startswith("staging"):
+            held.set()
+            release.wait(20)
+
+    def first():
+        results["first"] = stager(home, Told(when)).stage(dataset(folder))
+
+    def waiting(title):
+        if title.startswith("waiting"):
+            release.set()
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    assert held.wait(20)
+    told = Told(waiting)
+    results["second"] = stager(home, told).stage(dataset(folder))
+    thread.join()
+    assert not results["first"].reused and results["second"].reused
+    assert any(title.startswith("waiting for another process") for title, _, _ in told.phases)
+
+
+def run_cli(*arguments):
+    command = [sys.executable, "-c", "from supertuner.cli import main; main()", "stage", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_the_command_stages_and_prints_figures_as_json_and_for_people(tmp_path, home):
+    folder = write(tmp_path / "cats", pictures(8))
+    config = {
+        "run": {"output_dir": str(tmp_path / "runs")},
+        "datasets": [{"instance_data_dir": "cats"}],
+        "arena": {"home": str(home)},
+    }
+    write(tmp_path, {"run.json": json.dumps(config)})
+    done = run_cli(tmp_path / "run.json", "--limit", "5", "--json")
+    assert done.returncode == 0, done.stderr
+    (figures,) = json.loads(done.stdout)
+    assert (figures["dataset"], figures["files"], figures["reused"], figures["set_aside"]) == ("cats", 5, False, 0)
+    assert figures["stored_bytes"] >= figures["bytes"] > 0 and figures["files_per_s"] > 0
+    write(folder, {"bad.jpg": b"x"})
+    done = run_cli(tmp_path / "run.json", "--set", "datasets[0].max_broken_share=0.5")
+    assert done.returncode == 0 and "8 image files" in done.stdout and "set aside" in done.stdout
+    done = run_cli(tmp_path / "run.json", "--strict")
+    assert done.returncode == 1 and "bad.jpg: wrong type" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_columns_are_shared_not_copied(tmp_path, home):
+    result = stager(home).stage(dataset(write(tmp_path / "set", pictures(3))))
+    with StagedDataset.open(Home(home), result.arena) as staged:
+        assert not staged.width.flags.owndata and not staged.width.flags.writeable
+        assert staged.media(0).readonly
+        assert isinstance(staged.fps, np.ndarray) and staged.fps.dtype == np.float32

@@ -1,0 +1,156 @@
+"""Kills, full file systems and failing disks while staging: a clear error or a line in the list, and nothing left."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from supertuner.core.errors import DoesNotFit
+from tests.data.kills import kill_stagers
+from tests.data.media_files import picture, write
+from tests.data.staging import Told, dataset, names, stager
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def pictures(count, side=96):
+    return {f"{i:04d}.jpg": picture("jpeg", (side, side), seed=i) for i in range(count)}
+
+
+def test_twenty_killed_stagers_leave_nothing_in_the_way(tmp_path):
+    folder = write(tmp_path / "set", pictures(200))
+    assert kill_stagers(folder, tmp_path / "home", times=20, seed=0) > 8
+
+
+@pytest.fixture
+def small_tmpfs(tmp_path):
+    """A tmpfs of two megabytes."""
+    place = tmp_path / "small"
+    place.mkdir()
+    if os.geteuid() != 0 or shutil.which("mount") is None:
+        pytest.skip("mounting a small tmpfs needs root")
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(place)], capture_output=True, text=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"no tmpfs can be mounted here: {mounted.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_dataset_larger_than_its_tmpfs_is_refused_before_copying(tmp_path, small_tmpfs):
+    folder = write(tmp_path / "set", pictures(300))
+    told = Told()
+    with pytest.raises(DoesNotFit, match=r"is free on the shared memory below the arena's home.*are missing"):
+        stager(small_tmpfs / "home", told).stage(dataset(folder))
+    assert not any(title.startswith("staging") for title, _, _ in told.phases)
+    assert names(small_tmpfs / "home") == []
+
+
+def test_a_tmpfs_that_others_fill_meanwhile_stops_staging_with_what_is_missing_and_leaves_nothing(
+    tmp_path, small_tmpfs
+):
+    folder = write(tmp_path / "set", pictures(200))
+
+    def when(title):
+        if title.startswith("staging"):
+            (small_tmpfs / "other").write_bytes(bytes(1_000_000))
+
+    with pytest.raises(DoesNotFit, match=r"No space left on device.*are missing"):
+        stager(small_tmpfs / "home", Told(when)).stage(dataset(folder))
+    assert names(small_tmpfs / "home") == []
+    os.unlink(small_tmpfs / "other")
+    assert stager(small_tmpfs / "home").stage(dataset(folder)).files == 200
+
+
+FAILING_DISK = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/types.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+static int bad(int fd, const char *word) {
+    char link[64], path[4096];
+    snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+    ssize_t n = readlink(link, path, sizeof path - 1);
+    if (n < 0) return 0;
+    path[n] = 0;
+    return strstr(path, word) != NULL;
+}
+typedef ssize_t (*reader)(int, const struct iovec *, int, off64_t);
+typedef ssize_t (*writer)(int, const void *, size_t, off64_t);
+
+static ssize_t failing_preadv(int fd, const struct iovec *v, int n, off64_t at) {
+    if (bad(fd, "eio-read")) { errno = EIO; return -1; }
+    return ((reader)dlsym(RTLD_NEXT, "preadv64"))(fd, v, n, at);
+}
+static ssize_t failing_pwrite(int fd, const void *b, size_t n, off64_t at) {
+    if (at > 300000 && bad(fd, "eio-write")) { errno = EIO; return -1; }
+    return ((writer)dlsym(RTLD_NEXT, "pwrite64"))(fd, b, n, at);
+}
+ssize_t preadv(int fd, const struct iovec *v, int n, off_t at) { return failing_preadv(fd, v, n, at); }
+ssize_t preadv64(int fd, const struct iovec *v, int n, off64_t at) { return failing_preadv(fd, v, n, at); }
+ssize_t preadv2(int fd, const struct iovec *v, int n, off_t at, int f) { return failing_preadv(fd, v, n, at); }
+ssize_t preadv64v2(int fd, const struct iovec *v, int n, off64_t at, int f) { return failing_preadv(fd, v, n, at); }
+ssize_t pwrite(int fd, const void *b, size_t n, off_t at) { return failing_pwrite(fd, b, n, at); }
+ssize_t pwrite64(int fd, const void *b, size_t n, off64_t at) { return failing_pwrite(fd, b, n, at); }
+"""
+
+STAGE = """
+import sys
+from pathlib import Path
+from tests.data.staging import Told, dataset, stager
+from supertuner.core.errors import SuperTunerError
+told = Told()
+try:
+    result = stager(Path(sys.argv[2]), told).stage(dataset(Path(sys.argv[1])))
+    print(result.files, told.set_aside())
+except SuperTunerError as error:
+    print(type(error).__name__, error)
+"""
+
+
+@pytest.fixture(scope="module")
+def failing_disk(tmp_path_factory):
+    """A library that makes reads of `eio-read` files and late writes below `eio-write` folders fail."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("needs a C compiler")
+    folder = write(tmp_path_factory.mktemp("eio"), {"eio.c": FAILING_DISK})
+    command = [compiler, "-shared", "-fPIC", "-O1", "-o", str(folder / "eio.so"), str(folder / "eio.c"), "-ldl"]
+    subprocess.run(command, check=True, capture_output=True)
+    return folder / "eio.so"
+
+
+def staged_on(library, folder, home):
+    done = subprocess.run(
+        [sys.executable, "-c", STAGE, str(folder), str(home)],
+        env={**os.environ, "LD_PRELOAD": str(library)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.stdout
+
+
+def test_a_file_that_cannot_be_read_from_a_failing_disk_is_set_aside(tmp_path, failing_disk):
+    folder = write(tmp_path / "set", pictures(30) | {"eio-read.jpg": picture()})
+    said = staged_on(failing_disk, folder, tmp_path / "home")
+    assert said.startswith("30 ") and "'eio-read.jpg': 'unreadable: Input/output error'" in said
+
+
+def test_a_failing_disk_below_the_arena_is_an_error_that_names_it_and_nothing_is_left(tmp_path, failing_disk):
+    folder = write(tmp_path / "set", pictures(200))
+    home = tmp_path / "eio-write" / "home"
+    said = staged_on(failing_disk, folder, home)
+    assert said.startswith("ArenaError") and "Input/output error" in said and str(home) in said
+    assert names(home) == []
