@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from supertuner.arena.catalog import Catalog
 from supertuner.arena.files import INDEX, Folder
-from supertuner.arena.format import ABSENT, Kind
-from supertuner.arena.gather import Indices, Out, checked_out, copy_rows, records_of, units_of
+from supertuner.arena.format import ABSENT, PAGE, Kind
+from supertuner.arena.gather import Indices, Out, Rows, checked_out, copy_rows, records_of, rows_of, units_of
 from supertuner.arena.payload import numpy_dtype, torch_dtype
 from supertuner.arena.verify import Stopped, check_record, verify_arena
 from supertuner.core.errors import ArenaDamaged, ArenaError
@@ -123,12 +123,15 @@ class Reader:
         A row has the records' dtype and shape, or is their bytes (uint8). Records of different sizes: ValueError.
         """
         self._check_state(field)
-        records = records_of(self._catalog, units_of(indices, len(self)), field)
-        flat, nbytes = checked_out(self._catalog, records, out)
+        if field not in self._rows:
+            self._rows[field] = rows_of(self._catalog, field)
+        rows = self._rows[field]
+        records = records_of(self._catalog, units_of(indices, len(self)), field, rows)
+        flat, nbytes = checked_out(self._catalog, records, out, rows)
         if self._always:
             for record in records.tolist():
                 check_record(self._folder, self._catalog, self._bytes, record)
-        copy_rows(self._bytes, self._catalog.offset[records], flat, nbytes)
+        copy_rows(self._bytes, self._pages, self._catalog.offset[records], flat, nbytes)
 
     def table(self, name: str) -> NDArray[Any]:
         """A column of the whole dataset, read-only and zero-copy."""
@@ -171,7 +174,9 @@ class Reader:
         self._offset, self._nbytes = catalog.offset.data, catalog.nbytes.data
         self._raw_nbytes = catalog.raw_nbytes.data
         self._columns = {name: column.data for name, column in catalog.fields.items()}
+        self._pages = np.frombuffer(self._bytes, np.uint8).reshape(-1, PAGE)
         self._kinds: dict[int, Kind] = {}
+        self._rows: dict[str, Rows | None] = {}
 
     def _record(self, i: int, field: str) -> int:
         self._check_state(field)

@@ -1,0 +1,147 @@
+"""What a further process pays for an arena: milliseconds to attach to a million records, and memory of its own.
+
+Attaching validates everything but the payloads' own bytes. Private_Dirty is read from /proc/self/smaps_rollup by a
+further process, before it attaches and after one epoch of random batches, for datasets of different sizes. The first
+process stays attached and has read every record: the kernel counts a page of tmpfs as private to its only user.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.harness import Row, Spread, at_most, report, say
+from supertuner.arena.home import Home
+from supertuner.core.host import Host
+
+RECORDS = 1_000_000
+ATTACHES = 25
+ATTACH_LIMIT_MS = 50.0
+DIRTY_LIMIT_MB = 16.0
+SAMPLE_NBYTES = 100_000
+SAMPLES = (500, 10_000)
+BATCH = 64
+
+
+@contextmanager
+def shared_home() -> Iterator[Home]:
+    path = Path(tempfile.mkdtemp(prefix="supertuner-bench-", dir="/dev/shm"))
+    try:
+        yield Home(path)
+    finally:
+        shutil.rmtree(path)
+
+
+def build(home: Home, name: str, count: int, payload: bytes) -> None:
+    """Units in an order that is not that of their keys, by two writers."""
+    step = 7919  # a prime that divides none of the counts
+    with home.build(name) as begun:
+        writers = [begun.writer(), begun.writer()]
+        for i in range(count):
+            unit = writers[i % 2].begin(f"images/part-{i * step % count % 100:02d}/{i * step % count:09d}.jpg")
+            unit.put("media", payload)
+            unit.commit()
+        begun.seal({"bench": "attach"})
+
+
+def attach_ms(home: Home, name: str) -> list[float]:
+    taken = []
+    for _ in range(ATTACHES):
+        gc.collect()
+        begin = time.perf_counter()
+        reader = home.attach(name)
+        taken.append((time.perf_counter() - begin) * 1e3)
+        reader.close()
+    return taken
+
+
+def private_dirty_mb() -> float:
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+        if line.startswith("Private_Dirty:"):
+            return int(line.split()[1]) * 1024 / 1e6
+    raise RuntimeError("this kernel's smaps_rollup has no Private_Dirty")
+
+
+def epoch(folder: Path, name: str) -> float:
+    """In a further process: the growth in MB from before attaching to after one epoch, the batch's buffer included."""
+    order = np.random.default_rng(0)
+    gc.collect()
+    before = private_dirty_mb()
+    reader = Home(folder).attach(name)
+    out = np.empty((BATCH, reader.nbytes(0)), np.uint8)
+    for _ in range(max(1, len(reader) // BATCH)):
+        reader.gather(order.integers(0, len(reader), BATCH), out)
+    gc.collect()
+    return private_dirty_mb() - before
+
+
+def epoch_apart(home: Home, name: str) -> float:
+    command = [sys.executable, "-m", "benchmarks.bench_attach", "--epoch", str(home.path), name]
+    root = Path(__file__).resolve().parents[1]
+    with home.attach(name) as first:
+        out = np.empty((1, first.nbytes(0)), np.uint8)
+        for unit in range(len(first)):
+            first.gather([unit], out)
+        ran = subprocess.run(command, capture_output=True, text=True, check=True, cwd=root)
+    return float(json.loads(ran.stdout))
+
+
+def million_rows(home: Home) -> list[Row]:
+    room = Host().memory_available() or 0
+    # Each record takes a page. Where 4 GB are too much, empty records: the index is the same, the pages are not there.
+    payload = b"x" if room > 8 << 30 else b""
+    begin = time.perf_counter()
+    build(home, "million", RECORDS, payload)
+    say(
+        f"built {RECORDS} units in {time.perf_counter() - begin:.1f} s; index of "
+        f"{(home.path / 'million' / 'index').stat().st_size / 1e6:.0f} MB"
+    )
+    taken = attach_ms(home, "million")
+    spread = Spread(statistics.median(taken), min(taken), max(taken))
+    rows = [at_most("attach to a million records", spread, ATTACH_LIMIT_MS, unit="ms")]
+    if payload:
+        rows.append(
+            at_most("Private_Dirty, a million records", epoch_apart(home, "million"), DIRTY_LIMIT_MB, unit="MB")
+        )
+    home.remove("million")
+    return rows
+
+
+def sample_rows(home: Home) -> list[Row]:
+    rows = []
+    for count in SAMPLES:
+        build(home, "samples", count, os.urandom(SAMPLE_NBYTES))
+        size = f"{count * SAMPLE_NBYTES / 1e6:.0f} MB"
+        rows.append(
+            at_most(f"Private_Dirty, {size} of 100 KB samples", epoch_apart(home, "samples"), DIRTY_LIMIT_MB, unit="MB")
+        )
+        home.remove("samples")
+    return rows
+
+
+def rows() -> list[Row]:
+    with shared_home() as home:
+        return million_rows(home) + sample_rows(home)
+
+
+def main() -> int:
+    return report(rows(), title="attach")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--epoch"]:
+        print(json.dumps(epoch(Path(sys.argv[2]), sys.argv[3])))
+        sys.exit(0)
+    sys.exit(main())

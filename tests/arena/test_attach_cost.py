@@ -1,0 +1,42 @@
+"""What attaching costs a further process: milliseconds, and next to no memory of its own, however many records."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+
+from supertuner.arena.home import Home
+from tests.arena.making import fork, wait
+
+
+def private_dirty() -> int:
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Private_Dirty:"))
+
+
+def test_a_further_process_takes_no_memory_of_its_own(home: Home) -> None:
+    with home.build("a") as begun:
+        writer = begun.writer()
+        for i in range(20_000):
+            with writer.begin(f"{i:09d}") as unit:
+                unit.put("media", b"%09d" % i * 600)
+        begun.seal({})
+
+    def work() -> None:
+        out = np.zeros((64, 5400), np.uint8)
+        order = np.random.default_rng(0)
+        before = private_dirty()
+        reader = home.attach("a")
+        for _ in range(len(reader) // 64):
+            reader.gather(order.integers(0, len(reader), 64), out)
+        assert reader.find("000012345") == 12345
+        grown = private_dirty() - before
+        os.write(2, f"grew by {grown}\n".encode())
+        assert grown < 4 << 20, "of 160 MB"
+
+    with home.attach("a") as first:  # a page of tmpfs counts as private to its only user: be the other one
+        for i in range(len(first)):
+            first.array(i)[::4096].sum()
+        assert wait(fork(work)) == 0

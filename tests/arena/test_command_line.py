@@ -1,0 +1,64 @@
+"""`supertuner arena`: what a user sees of a node's arenas."""
+
+from __future__ import annotations
+
+import json
+import os
+
+from typer.testing import CliRunner, Result
+
+from supertuner.arena.home import Home
+from supertuner.cli.arena import app
+from supertuner.core.errors import ArenaBusy, ArenaMissing
+from tests.arena.making import build, units
+
+
+def run(home: Home, *arguments: str, answer: str | None = None) -> Result:
+    return CliRunner().invoke(app, [*arguments, "--home", str(home.path)], input=answer)
+
+
+def test_ls_lists_what_is_there(home: Home) -> None:
+    assert "no arenas in" in run(home, "ls").output
+    build(home, "cats", units(9))
+    with home.attach("cats"):
+        shown = run(home, "ls").output
+    assert all(word in shown for word in ("cats", "sealed", "9", "until removed", "yes"))
+
+
+def test_ls_json_is_for_programs(home: Home) -> None:
+    build(home, "cats", units(9))
+    build(home, "dogs", units(2))
+    (home.path / "dogs" / "head").write_bytes(b"")
+    cats, dogs = json.loads(run(home, "ls", "--json").output)
+    assert (cats["name"], cats["state"], cats["units"], cats["users"]) == ("cats", "sealed", 9, False)
+    assert cats["nbytes"] > 0 and cats["meta"] == {"made": "by a test"} and cats["life"] == "until_removed"
+    assert dogs["state"] == "damaged" and "head" in dogs["problem"]
+
+
+def test_verify_names_the_damaged_one_and_fails(home: Home) -> None:
+    for name in ("cats", "dogs"):
+        build(home, name, units(9))
+    assert run(home, "verify").exit_code == 0
+    with (home.path / "dogs" / "0000.data").open("r+b") as data:
+        data.seek(5000)
+        data.write(b"!")
+    result = run(home, "verify")
+    assert result.exit_code == 1 and "cats: whole, 9 units" in result.output
+    assert "dogs: damaged" in result.output and "0000.data" in result.output
+    assert run(home, "verify", "cats").exit_code == 0
+
+
+def test_rm_asks_first(home: Home) -> None:
+    build(home, "cats", units(9))
+    refused = run(home, "rm", "cats", answer="n\n")
+    assert refused.exit_code == 1 and "remove cats" in refused.output and [i.name for i in home.ls()] == ["cats"]
+    assert run(home, "rm", "cats", answer="y\n").exit_code == 0
+    assert os.listdir(home.path) == []
+
+
+def test_rm_yes_does_not_ask_and_in_use_is_an_error(home: Home) -> None:
+    build(home, "cats", units(9))
+    with home.attach("cats"):
+        assert isinstance(run(home, "rm", "--yes", "cats").exception, ArenaBusy)
+    assert run(home, "rm", "--yes", "cats").exit_code == 0
+    assert isinstance(run(home, "rm", "--yes", "cats").exception, ArenaMissing)
