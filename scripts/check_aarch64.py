@@ -26,7 +26,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).resolve().parent.parent
 PROOF = ROOT / "scripts/aarch64_wheels.json"
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
-# Ubuntu 22.04, the oldest system NVIDIA ships for GH200, has glibc 2.35: any manylinux tag up to that will load.
+# glibc 2.35 is Ubuntu 22.04's, the oldest system this proof is meant for: any manylinux tag up to it will load there.
 PLATFORMS = ("manylinux2014_aarch64", *(f"manylinux_2_{minor}_aarch64" for minor in range(17, 36)))
 # The only installs allowed to come without a wheel: (package, Python) → what happens instead.
 FALLBACKS: Mapping[tuple[str, str], str] = {}
@@ -161,6 +161,8 @@ def prove_all(pyproject: str, constraints: str) -> tuple[dict[str, dict[str, str
     requirements = runtime_requirements(tomllib.loads(pyproject)["project"])
     pins = constraint_pins(constraints)
     print(f"aarch64: asking the package index about Python {', '.join(PYTHONS)}; this takes minutes")
+    if ask_index([ALWAYS_THERE], PYTHONS[0]) is None:
+        raise IndexOutOfReach
     with ThreadPoolExecutor(len(PYTHONS)) as pool:
         answers = list(pool.map(lambda python: prove(requirements, pins, python), PYTHONS))
     wheels = {python: found for python, (found, _) in zip(PYTHONS, answers, strict=True)}

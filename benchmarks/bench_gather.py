@@ -1,0 +1,184 @@
+"""Random batched gather from the arena against memcpy and the stores that others use, warm, for three sizes of sample.
+
+The samples are 2 GiB of noise, many times the last-level cache, and every batch is drawn from all of them. Everybody
+fills the same buffer of one batch. memcpy copies whole batches from an ordinary array of the same 2 GiB: the limit.
+One thread each, but for the DataLoader, which has its 2 workers.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.harness import Row, Timing, at_least, interleave, noted, paired, report, say, skipped
+from benchmarks.peers import PEERS, Bytes, Gather, Opener, dataloader_rounds, webdataset_gather
+from supertuner.arena.home import Home
+
+DATA_BYTES = 2 << 30
+ROUND_BYTES = 200 << 20
+BATCH_BYTES = 6 << 20
+ROUNDS = 15
+SIZES = {"4 KB": 4096, "100 KB": 100_000, "1 MB": 1_000_000}
+MEMCPY_SHARE = 0.80
+LIMITS = {"LMDB": 1.5, "HF datasets": 4.0, "safetensors": 5.0, "Mosaic MDS": 5.0, "torch DataLoader, 2 workers": 15.0}
+"""How many times faster than the peer, for samples of 100 KB; the other sizes have no limit but memcpy's."""
+LIMITED = "100 KB"
+MANY_FILES = 50_000
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """The samples of one size, and a new round of random batches whenever one is asked for."""
+
+    label: str
+    samples: Bytes
+    chance: np.random.Generator
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.samples.shape[1])
+
+    @property
+    def batch(self) -> int:
+        return max(1, BATCH_BYTES // self.nbytes)
+
+    @property
+    def round_samples(self) -> int:
+        return self.batch * max(1, ROUND_BYTES // (self.batch * self.nbytes))
+
+    def batches(self) -> list[NDArray[np.int64]]:
+        numbers = self.chance.integers(0, len(self.samples), self.round_samples)
+        return list(numbers.reshape(-1, self.batch))
+
+    def rounds_of(self, gather: Gather) -> Callable[[], None]:
+        """One round: every batch of it into the same buffer."""
+        out = np.zeros((self.batch, self.samples.shape[1]), np.uint8)
+
+        def play() -> None:
+            for numbers in self.batches():
+                gather(numbers, out)
+
+        return play
+
+
+def rows() -> list[Row]:
+    found: list[Row] = []
+    for label, nbytes in SIZES.items():
+        chance = np.random.default_rng(nbytes)
+        count = DATA_BYTES // nbytes
+        scene = Scene(label, chance.integers(0, 256, (count, nbytes), np.uint8), chance)
+        say(f"{label}: {count:,} samples, batches of {scene.batch}, {scene.round_samples:,} samples a round")
+        found += scene_rows(scene)
+    return found
+
+
+def scene_rows(scene: Scene) -> list[Row]:
+    with in_memory_folder() as folder, arena_of(scene, folder / "arenas") as ours:
+        check(scene, ours)
+        timings = interleave({"arena": scene.rounds_of(ours), "memcpy": scene.rounds_of(memcpy_of(scene))}, ROUNDS)
+        tell(scene, "memcpy", timings["memcpy"])
+        tell(scene, "arena", timings["arena"])
+        name = f"gather of {scene.label}, share of memcpy"
+        found = [at_least(name, paired(timings["memcpy"], timings["arena"]), MEMCPY_SHARE)]
+        for peer, opener in PEERS.items():
+            found.append(against(scene, ours, peer, partial(peer_rounds, scene, opener)))
+        if len(scene.samples) <= MANY_FILES:
+            found.append(against(scene, ours, "torch DataLoader, 2 workers", partial(loader_rounds, scene)))
+    return found
+
+
+def against(scene: Scene, ours: Gather, peer: str, begin: Callable[[Path], Callable[[], None]]) -> Row:
+    """Time the arena and one peer in turns."""
+    name = f"gather of {scene.label}, times {peer}"
+    limit = LIMITS.get(peer) if scene.label == LIMITED else None
+    with in_memory_folder() as folder:
+        try:
+            play = begin(folder)
+        except ModuleNotFoundError as error:
+            say(f"  {peer}: skipped, {error.name} is not installed here (make bench installs it)")
+            return skipped(name, limit or float("nan"), f"{error.name} is not installed")
+        timings = interleave({"arena": scene.rounds_of(ours), "peer": play}, ROUNDS)
+    tell(scene, peer, timings["peer"])
+    ratio = paired(timings["peer"], timings["arena"])
+    return noted(name, ratio) if limit is None else at_least(name, ratio, limit)
+
+
+def peer_rounds(scene: Scene, opener: Opener, folder: Path) -> Callable[[], None]:
+    gather = opener(folder, scene.samples)
+    if opener is not webdataset_gather:  # it gives the samples in sequence, whatever is asked for
+        check(scene, gather)
+    return scene.rounds_of(gather)
+
+
+def loader_rounds(scene: Scene, folder: Path) -> Callable[[], None]:
+    play = dataloader_rounds(folder, scene.samples)
+    return lambda: play(scene.batches())
+
+
+def memcpy_of(scene: Scene) -> Gather:
+    """A batch that lies in one piece: what the hardware allows."""
+    last = len(scene.samples) - scene.batch
+
+    def gather(numbers: NDArray[np.int64], out: Bytes) -> None:
+        first = min(int(numbers[0]), last)
+        np.copyto(out, scene.samples[first : first + len(out)])
+
+    return gather
+
+
+@contextmanager
+def arena_of(scene: Scene, home: Path) -> Iterator[Gather]:
+    """The samples in an arena, read through the reader that training uses."""
+    arenas = Home(home)
+    with arenas.build("gather") as build:
+        with build.writer() as writer:
+            for number, sample in enumerate(scene.samples):
+                with writer.begin(f"{number:08}") as unit:
+                    unit.put("media", sample)
+                    unit.commit()
+        build.seal({})
+    with arenas.attach("gather") as reader:
+        yield reader.gather
+
+
+def check(scene: Scene, gather: Gather) -> None:
+    """Speed means nothing if the bytes are wrong."""
+    numbers = scene.batches()[0]
+    out = np.zeros((len(numbers), scene.samples.shape[1]), np.uint8)
+    gather(numbers, out)
+    assert np.array_equal(out, scene.samples[numbers])
+
+
+def tell(scene: Scene, name: str, timing: Timing) -> None:
+    per_second = scene.round_samples / timing.median_s
+    gigabytes = per_second * scene.samples.shape[1] / 1e9
+    say(f"  {name:<28} {per_second:>12,.0f} samples/s  {gigabytes:6.2f} GB/s   a round: {timing}")
+
+
+@contextmanager
+def in_memory_folder() -> Iterator[Path]:
+    """A folder on tmpfs, gone afterwards."""
+    folder = Path(tempfile.mkdtemp(prefix="supertuner-bench-", dir="/dev/shm"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+
+
+def main() -> int:
+    return report(rows(), title="random batched gather")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
