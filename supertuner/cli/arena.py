@@ -111,16 +111,17 @@ def _table(infos: list[ArenaInfo], title: str) -> object:
 
     from supertuner.core.types import bytes_text
 
-    table = Table("name", "state", title=title, title_justify="left", box=box.SIMPLE)
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    table.add_column("name", overflow="fold")  # whole: it is what `rm` wants to be told
     for heading in ("size", "units"):
-        table.add_column(heading, justify="right")
-    for heading in ("made", "stays", "in use"):
-        table.add_column(heading)
+        table.add_column(heading, justify="right", no_wrap=True)
+    for heading in ("state", "made", "stays"):
+        table.add_column(heading, no_wrap=True)
     for info in infos:
         units = "" if info.units is None else str(info.units)
-        made = "" if info.created is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(info.created))
-        in_use = "yes" if info.users else "no"
-        table.add_row(info.name, info.state, bytes_text(info.nbytes), units, made, _stays(info), in_use)
+        made = "" if info.created is None else time.strftime("%m-%d %H:%M", time.localtime(info.created))
+        state = "in use" if info.state == "sealed" and info.users else info.state
+        table.add_row(info.name, bytes_text(info.nbytes), units, state, made, _stays(info))
     return table
 
 

@@ -53,11 +53,11 @@ def differences(here: Mapping[str, JSON], there: Mapping[str, JSON]) -> list[str
 
 
 def leaves(value: JSON, path: str = "") -> Iterator[tuple[str, JSON]]:
-    """Every setting as (`datasets[0].in_memory.compression`, value)."""
+    """Every setting as (`datasets[0].in_memory.compression`, value). A list of plain values is one setting."""
     if isinstance(value, Mapping) and value:
         for key, below in value.items():
             yield from leaves(below, f"{path}.{key}" if path else key)
-    elif isinstance(value, Sequence) and not isinstance(value, str) and value:
+    elif isinstance(value, Sequence) and any(isinstance(below, Mapping) for below in value):
         for number, below in enumerate(value):
             yield from leaves(below, f"{path}[{number}]")
     else:

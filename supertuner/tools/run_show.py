@@ -10,17 +10,18 @@ from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from supertuner.core.errors import RunFolderError
 from supertuner.core.types import JSON, bytes_text
-from supertuner.sinks.console import decisions_table, value_text
+from supertuner.sinks.console import value_text
 from supertuner.sinks.jsonlines import people_time, read_lines
 from supertuner.sinks.kept_config import leaves
 from supertuner.sinks.run_folder import DECISIONS, EVENTS, RESOLVED, RUN, SET_ASIDE, holder_of
 
 FILES_SHOWN = 10
+WIDEST = 64
+"""Characters that settings take at most before their origin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,14 +99,18 @@ def show(view: RunView, console: Console) -> None:
 
 
 def figure_text(name: str, value: JSON) -> str:
-    """A figure in its unit, which its name carries: `stored_bytes` and `nbytes` are sizes, `_s` and `seconds` times."""
+    """A figure with its unit, which its name carries: `1.5 s`, `3.0 GiB stored`, `1,200 files`, `codec raw`."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return value_text(value)
-    if name.endswith("bytes"):
-        return bytes_text(value)
-    if name.endswith(("_s", "seconds")):
-        return f"{value:,.2f} s"
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
+        return f"{name} {value_text(value)}"
+    for ending, text in (("bytes_per_s", bytes_text(value) + "/s"), ("bytes", bytes_text(value))):
+        if name.endswith(ending):
+            return f"{text} {name.removesuffix(ending).strip('_')}".strip()
+    number = f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
+    if name.endswith("_per_s"):
+        return f"{number} {name.removesuffix('_per_s')}/s"
+    if name == "seconds" or name.endswith("_s"):
+        return f"{number} s {name.removesuffix('seconds').removesuffix('_s')}".strip()
+    return f"{number} {name.replace('_', ' ')}"
 
 
 def as_json(view: RunView) -> str:
@@ -120,19 +125,19 @@ def _part(console: Console, title: str, body: RenderableType | None) -> None:
 
 
 def _settings(view: RunView) -> RenderableType:
-    table = _grid("setting", "value", "from")
-    for row in view.settings:
-        table.add_row(Text(str(row["path"])), Text(value_text(row["value"]), "bold"), Text(str(row["origin"]), "dim"))
-    return table
+    lines = [(f"{row['path']} = {value_text(row['value'])}", str(row["origin"])) for row in view.settings]
+    width = min(WIDEST, max(len(left) for left, _ in lines))
+    return Group(*(Text.assemble(left.ljust(width), (f"  {origin}", "dim")) for left, origin in lines))
 
 
 def _decisions(view: RunView) -> RenderableType:
-    rows: list[tuple[str, JSON, str]] = []
+    lines: list[RenderableType] = []
     for row in view.decisions:
         before = ", ".join(value_text(value) for value in _list(row["before"]))
         reason = f"{row['reason']} (earlier: {before})" if before else str(row["reason"])
-        rows.append((str(row["what"]), row["value"], reason))
-    return decisions_table(rows)
+        lines.append(Text(f"{row['what']} = {value_text(row['value'])}"))
+        lines.append(Padding(Text(reason, "dim"), (0, 0, 0, 4)))
+    return Group(*lines)
 
 
 def _warnings(view: RunView) -> RenderableType:
@@ -140,11 +145,13 @@ def _warnings(view: RunView) -> RenderableType:
 
 
 def _figures(view: RunView) -> RenderableType:
-    table = _grid("", "figure", "value")
+    """One line each; figures inside figures are left to `--json`."""
+    lines = []
     for what, figures in view.figures.items():
-        for number, (name, value) in enumerate(leaves(figures)):
-            table.add_row(Text(what if number == 0 else ""), Text(name, "dim"), Text(figure_text(name, value)))
-    return table
+        plain = figures.items() if isinstance(figures, Mapping) else ()
+        texts = [figure_text(name, value) for name, value in plain if not isinstance(value, Mapping)]
+        lines.append(Text.assemble((what, "bold"), f": {', '.join(texts)}"))
+    return Group(*lines)
 
 
 def _set_aside(view: RunView) -> RenderableType:
@@ -155,13 +162,6 @@ def _set_aside(view: RunView) -> RenderableType:
     if len(view.set_aside) > FILES_SHOWN:
         lines.append(Text(f"and {len(view.set_aside) - FILES_SHOWN} more in {SET_ASIDE}", "dim"))
     return Group(*lines)
-
-
-def _grid(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table
 
 
 def _runs_below(path: Path) -> str:

@@ -225,7 +225,7 @@ def test_differences_name_what_was_added_removed_and_changed() -> None:
     there: dict[str, JSON] = {"a": 2, "list": [1], "old": "y", "same": "x"}
     assert differences(here, there) == [
         "a: 2 there, 1 here",
-        "list[1]: not set there, 2 here",
+        "list: [1] there, [1, 2] here",
         "new: not set there, null here",
         'old: "y" there, not set here',
     ]
