@@ -106,12 +106,11 @@ def _record(info: ArenaInfo) -> dict[str, object]:
 
 
 def _table(infos: list[ArenaInfo], title: str) -> object:
-    from rich import box
     from rich.table import Table
 
     from supertuner.core.types import bytes_text
 
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("name", overflow="fold")  # whole: it is what `rm` wants to be told
     for heading in ("size", "units"):
         table.add_column(heading, justify="right", no_wrap=True)
