@@ -24,6 +24,12 @@ def violations(files: list[Path], rule: Callable[[str], list[str]]) -> list[str]
     return [f"{file.relative_to(ROOT)}: {line}" for file in files for line in rule(file.read_text())]
 
 
+def hold(found: list[str]) -> None:
+    """Nothing was found; if something was, all of it is shown, and nothing else."""
+    if found:
+        pytest.fail("\n".join(found), pytrace=False)
+
+
 @pytest.mark.parametrize(
     "rule",
     [
@@ -34,42 +40,42 @@ def violations(files: list[Path], rule: Callable[[str], list[str]]) -> list[str]
     ],
 )
 def test_rooms_import_only_what_lies_below_them(rule: Callable[[str, str], list[str]]) -> None:
-    assert [line for file in FILES for line in rule(relative(file), file.read_text())] == []
+    hold([line for file in FILES for line in rule(relative(file), file.read_text())])
 
 
 def test_every_folder_of_the_package_is_a_room_with_a_level() -> None:
-    assert [line for file in FILES for line in import_rules.unknown_rooms(relative(file))] == []
+    hold([line for file in FILES for line in import_rules.unknown_rooms(relative(file))])
 
 
 def test_no_error_is_swallowed() -> None:
-    assert violations(OURS, code_rules.swallowed) == []
+    hold(violations(OURS, code_rules.swallowed))
 
 
 def test_no_module_keeps_state() -> None:
-    assert violations(FILES, code_rules.global_state) == []
+    hold(violations(FILES, code_rules.global_state))
 
 
 def test_the_environment_is_read_in_one_place() -> None:
     elsewhere = [file for file in FILES if relative(file) != "config/environment.py"]
-    assert violations(elsewhere, code_rules.environment_reads) == []
+    hold(violations(elsewhere, code_rules.environment_reads))
 
 
 def test_nothing_loads_a_format_that_runs_code() -> None:
-    assert violations(OURS, code_rules.unsafe_loads) == []
+    hold(violations(OURS, code_rules.unsafe_loads))
 
 
 def test_only_the_command_line_prints() -> None:
-    assert violations([f for f in FILES if not relative(f).startswith("cli")], code_rules.prints) == []
+    hold(violations([f for f in FILES if not relative(f).startswith("cli")], code_rules.prints))
 
 
 def test_every_file_opens_with_what_it_is_for() -> None:
     tests = sorted((ROOT / "tests").rglob("*.py"))
-    assert violations([*OURS, *tests], code_rules.missing_docstring) == []
+    hold(violations([*OURS, *tests], code_rules.missing_docstring))
 
 
 def test_files_and_functions_stay_readable_in_one_go() -> None:
     tests = sorted((ROOT / "tests").rglob("*.py"))
-    assert violations([*OURS, *tests], code_rules.oversized) == []
+    hold(violations([*OURS, *tests], code_rules.oversized))
 
 
 def test_every_link_in_the_docs_leads_somewhere() -> None:
@@ -79,5 +85,4 @@ def test_every_link_in_the_docs_leads_somewhere() -> None:
         if not any(part in SKIPPED_FOLDERS or part.startswith(".venv") for part in page.relative_to(ROOT).parts)
     ]
     assert pages
-    broken = [f"{page.relative_to(ROOT)}: {line}" for page in pages for line in doc_rules.broken_links(page, ROOT)]
-    assert broken == []
+    hold([f"{page.relative_to(ROOT)}: {line}" for page in pages for line in doc_rules.broken_links(page, ROOT)])
