@@ -17,7 +17,7 @@ digest=$( { cat pyproject.toml constraints.txt scripts/setup.sh; pwd; } | sha256
 version_of() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])'; }
 
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$digest" ] && [ -x "$venv/bin/supertuner" ]; then
-    if [ -z "$asked" ] || [ "$(version_of "$asked")" = "$(version_of "$venv/bin/python")" ]; then
+    if [ -z "$asked" ] || [ "$(version_of "$asked" 2>/dev/null)" = "$(version_of "$venv/bin/python")" ]; then
         exit 0
     fi
 fi
