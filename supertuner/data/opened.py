@@ -62,3 +62,8 @@ def tell_left_out(corpus: Corpus, sink: Sink) -> None:
         if count:
             text = f"{count} of {total} samples fit no bucket and are not used; the list says why"
             sink.emit(Warned(f"datasets[{part.samples.id}]", text))
+    never = corpus.order.never_drawn()
+    if never:
+        count = sum(len(group.members) for group in never)
+        text = f"{count} samples are never used: their {len(never)} buckets have fewer than train.batch_size each"
+        sink.emit(Warned("loader.drop_last", f"{text} {corpus.order.batch_size}"))

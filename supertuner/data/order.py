@@ -94,9 +94,13 @@ class Order:
         phase = [key_of("phase", seed, *n) % g.rate.denominator for n, g in zip(names, self.groups, strict=True)]
         self._phase = np.array(phase, np.int64)
         self.layout = lru_cache(maxsize=4)(self._layout)
-        most = self._kept(self._whole + (self._rest > 0))
-        if not most.any():
+        if len(self.never_drawn()) == len(self.groups):
             raise SourceError(self._why_empty())
+
+    def never_drawn(self) -> list[Group]:
+        """Groups that cannot fill one batch in any epoch, and are therefore dropped by `drop_last` for good."""
+        most = self._kept(self._whole + (self._rest > 0))
+        return [group for group, draws in zip(self.groups, most, strict=True) if not draws]
 
     def epoch_begin(self, epoch: int) -> int:
         """Global position of the epoch's first sample: a closed form, so that a resumed run computes where it is."""

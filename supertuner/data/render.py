@@ -36,17 +36,48 @@ def render(seed: int, part: Part, sample: int, turn: int, bucket: Bucket, row: t
     """Write the sample into `row`, which has the bucket's shape. Bytes that do not decode are a BrokenMedia."""
     settings = part.settings
     change = change_for(settings.augment, settings.crop == "random", chance_of(seed, part, sample, turn))
-    with broken_means(f"datasets[{part.samples.id}], sample {part.samples.key(sample)!r}"):
-        payload = part.samples.media(sample)
-        if bucket.kind is MediaKind.AUDIO:
-            _sound(payload, part, sample, change, bucket, row)
-        elif bucket.kind is MediaKind.VIDEO:
-            for number, picture in enumerate(_clip(payload, part, sample, change, bucket)):
-                _picture(picture, part, change, bucket, row[:, number])
-        else:
-            from supertuner.data.decode.image import decode_image
+    if bucket.kind is MediaKind.AUDIO:
+        _sound(part, sample, change, bucket, row)
+    elif bucket.kind is MediaKind.VIDEO:
+        for number, picture in enumerate(_clip(part, sample, change, bucket)):
+            _picture(picture, part, change, bucket, row[:, number])
+    else:
+        _picture(_still(part, sample, bucket), part, change, bucket, row)
 
-            _picture(decode_image(payload, (bucket.width, bucket.height)), part, change, bucket, row)
+
+def _name(part: Part, sample: int) -> str:
+    return f"datasets[{part.samples.id}], sample {part.samples.key(sample)!r}"
+
+
+def _still(part: Part, sample: int, bucket: Bucket) -> RGB:
+    from supertuner.data.decode.image import decode_image
+
+    payload = part.samples.media(sample)
+    with broken_means(_name(part, sample)):
+        return decode_image(payload, (bucket.width, bucket.height))
+
+
+def _clip(part: Part, sample: int, change: Change, bucket: Bucket) -> Iterator[RGB]:
+    from supertuner.data.decode.video import decode_video
+
+    fps = part.settings.fps
+    one = block_of(part.samples, sample, sample + 1)
+    spare = max(0, int(frames_available(one.frames, one.fps, fps)[0]) - bucket.frames)
+    payload = part.samples.media(sample)
+    with broken_means(_name(part, sample)):
+        yield from decode_video(payload, round(change.along * spare), bucket.frames, fps)
+
+
+def _sound(part: Part, sample: int, change: Change, bucket: Bucket, row_CT: torch.Tensor) -> None:
+    import torch
+
+    from supertuner.data.decode.audio import decode_audio
+
+    spare_s = max(0.0, float(part.samples.seconds[sample]) - bucket.samples / bucket.sample_rate)
+    payload = part.samples.media(sample)
+    with broken_means(_name(part, sample)):
+        sound = decode_audio(payload, change.along * spare_s, bucket.samples, bucket.sample_rate, bucket.channels)
+    row_CT.copy_(torch.from_numpy(sound))
 
 
 def _picture(picture: RGB, part: Part, change: Change, bucket: Bucket, row_CHW: torch.Tensor) -> None:
@@ -57,22 +88,3 @@ def _picture(picture: RGB, part: Part, change: Change, bucket: Bucket, row_CHW: 
     if colours is not None:
         apply_colour(scaled, colours)
     row_CHW.copy_(scaled.flip(-1) if change.flip else scaled)
-
-
-def _clip(payload: memoryview, part: Part, sample: int, change: Change, bucket: Bucket) -> Iterator[RGB]:
-    from supertuner.data.decode.video import decode_video
-
-    fps = part.settings.fps
-    one = block_of(part.samples, sample, sample + 1)
-    spare = max(0, int(frames_available(one.frames, one.fps, fps)[0]) - bucket.frames)
-    return decode_video(payload, round(change.along * spare), bucket.frames, fps)
-
-
-def _sound(payload: memoryview, part: Part, sample: int, change: Change, bucket: Bucket, row_CT: torch.Tensor) -> None:
-    import torch
-
-    from supertuner.data.decode.audio import decode_audio
-
-    spare_s = max(0.0, float(part.samples.seconds[sample]) - bucket.samples / bucket.sample_rate)
-    sound = decode_audio(payload, change.along * spare_s, bucket.samples, bucket.sample_rate, bucket.channels)
-    row_CT.copy_(torch.from_numpy(sound))

@@ -14,7 +14,7 @@ import torch
 
 from supertuner.arena.home import Home
 from supertuner.config.data import AudioSettings, Augment, Captions, Dataset, LoaderSettings
-from supertuner.core.errors import BrokenMedia
+from supertuner.core.errors import ArenaDamaged, BrokenMedia
 from supertuner.core.events import Decided, Silence
 from supertuner.core.host import Host
 from supertuner.core.types import MediaKind
@@ -176,6 +176,22 @@ def test_a_broken_sample_is_named_where_its_batch_is_asked_for_and_not_before(co
             next(batches)
         with pytest.raises(StopIteration):
             next(batches)
+
+
+class Rotten(Damaged):
+    """A staged dataset whose arena is damaged under one of its samples."""
+
+    def media(self, i: int) -> memoryview:
+        if i == self._broken:
+            raise ArenaDamaged("segment", "a checksum differs")
+        return self._samples.media(i)
+
+
+def test_a_damaged_arena_is_not_blamed_on_the_file(corpus):
+    part = corpus.parts[0]
+    rotten = corpus_of([(part.settings, Rotten(part.samples, 6))], seed=7, batch_size=3)
+    with Decoders(rotten, 2) as decoders, pytest.raises(ArenaDamaged, match="checksum"):
+        list(Prefetcher(decoders, plan(rotten), 1))
 
 
 class Watched:

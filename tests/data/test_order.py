@@ -115,6 +115,12 @@ def test_with_drop_last_the_ones_left_out_change_from_epoch_to_epoch():
     assert order.epoch_length(0) == 8 and len(seen) == 10
 
 
+def test_buckets_that_drop_last_leaves_out_for_good_are_known():
+    order = Order([group(0, 10), group(0, 3, 128)], seed=1, batch_size=4, drop_last=True)
+    assert [len(g.members) for g in order.never_drawn()] == [3]
+    assert Order([group(0, 10), group(0, 3, 128)], seed=1, batch_size=4).never_drawn() == []
+
+
 def test_the_order_does_not_depend_on_the_order_in_which_datasets_are_listed():
     sets = [group(0, 9), group(1, 12, 128), group(2, 5)]
     one, other = (Order(listing, seed=3, batch_size=2) for listing in (sets, sets[::-1]))

@@ -1,0 +1,145 @@
+"""A folder of JPEG files to decoded batches, against torch's DataLoader with Pillow, on the same two CPUs.
+
+The peer is the usual recipe in its documented fast mode: two worker processes that stay alive, fed ahead, Pillow
+decoding from the file, cropping and resizing in one call (`resize(box=…)`, with `draft`, which lets libjpeg reduce
+large pictures), collated into one uint8 tensor (docs.pytorch.org/docs/stable/data.html, "Multi-process data loading").
+Files come from the page cache for the peer and from the arena for us; both make the same 1024×1024 pictures with the
+same filter. A round is an epoch of its own: nobody has batches ready when it begins, and nobody works on when it has
+ended. Staging is not timed: it happens once, before the first epoch. CPUs beyond two are left out by affinity.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader, Dataset
+
+from benchmarks.harness import Row, at_least, interleave, paired, report, say
+from supertuner.arena.home import Home, default_home
+from supertuner.config import data as settings
+from supertuner.core.events import Silence
+from supertuner.core.host import Host
+from supertuner.data.batches import Decoders
+from supertuner.data.corpus import Corpus, corpus_of
+from supertuner.data.prefetch import Prefetcher
+from supertuner.data.resize import Filter, crop_box
+from supertuner.data.stage import Stager
+from supertuner.data.windows import single
+
+SIDE, BATCH, ROUNDS, CPUS = 1024, 4, 7, 2
+LIMIT = 1.3
+PILLOW: dict[Filter, Image.Resampling] = {"lanczos": Image.Resampling.LANCZOS, "bilinear": Image.Resampling.BILINEAR}
+CASES = {"1400×1100": ((1400, 1100), 48), "4000×3000": ((4000, 3000), 16)}
+"""Size of the files, and how many of them there are: an epoch."""
+
+
+def make_folder(folder: Path, size: tuple[int, int], files: int) -> None:
+    """Files with the detail of photographs: smooth shapes under a little noise, quality 90."""
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    for number in range(files):
+        shapes = Image.fromarray(rng.integers(0, 255, (size[1] // 40, size[0] // 40, 3), dtype=np.uint8))
+        picture = np.asarray(shapes.resize(size, Image.Resampling.BICUBIC)).astype(np.int16)
+        noise = rng.normal(0, 6, (size[1], size[0], 1)).astype(np.int16)
+        Image.fromarray((picture + noise).clip(0, 255).astype(np.uint8)).save(folder / f"{number:04d}.jpg", quality=90)
+
+
+class Folder(Dataset[torch.Tensor]):
+    """The peer's dataset: opens, decodes, crops and resizes a file."""
+
+    def __init__(self, folder: Path, by: Filter) -> None:
+        self.files = sorted(folder.glob("*.jpg"))
+        self.by = PILLOW[by]
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        with Image.open(self.files[number]) as file:
+            file.draft("RGB", (2 * SIDE, 2 * SIDE))  # as our own decoder does: never below twice the wanted size
+            picture = file.convert("RGB")
+        box = crop_box(*picture.size, SIDE, SIDE, 0.5, 0.5)
+        region = (box.left, box.top, box.left + box.width, box.top + box.height)
+        small = picture.resize((SIDE, SIDE), self.by, box=region)
+        return torch.from_numpy(np.array(small)).permute(2, 0, 1)
+
+
+def one_thread(_: int) -> None:
+    torch.set_num_threads(1)
+
+
+def peer(folder: Path, by: Filter) -> Callable[[], None]:
+    loader = DataLoader(
+        Folder(folder, by),
+        batch_size=BATCH,
+        shuffle=True,
+        num_workers=CPUS,
+        prefetch_factor=2,
+        persistent_workers=True,
+        worker_init_fn=one_thread,
+    )
+
+    def epoch() -> None:
+        for batch in loader:
+            assert batch.shape == (BATCH, 3, SIDE, SIDE)
+
+    return epoch
+
+
+def ours(corpus: Corpus, decoders: Decoders) -> Callable[[], None]:
+    epochs = count()
+
+    def epoch() -> None:
+        number = next(epochs)
+        order = corpus.order
+        draws = order.batches(order.epoch_begin(number), order.epoch_begin(number + 1))
+        for batch in Prefetcher(decoders, (single(order, one) for one in draws), ahead=2):
+            assert batch.media.shape == (BATCH, 3, SIDE, SIDE)
+
+    return epoch
+
+
+def race(name: str, by: Filter, folder: Path, home: Path) -> Row:
+    silence = Silence()
+    dataset = settings.Dataset(
+        id="bench", instance_data_dir=folder, resolution=(SIDE,), max_aspect_ratio=1.0, resize_filter=by
+    )
+    _, staged = Stager(Home(home), Host(), silence, silence).open(dataset)
+    corpus = corpus_of([(dataset, staged)], seed=0, batch_size=BATCH)
+    with staged, Decoders(corpus, CPUS) as decoders:
+        rivals = {"ours": ours(corpus, decoders), "DataLoader": peer(folder, by)}
+        timings = interleave(rivals, rounds=ROUNDS)
+    for rival, timing in timings.items():
+        say(f"{name} JPEG, {by}, {rival:<10}  {len(staged) / timing.median_s:6.1f} pictures/s   {timing}")
+    label = f"{name} JPEG to {SIDE}×{SIDE} batches, {by}, against DataLoader"
+    return at_least(label, paired(timings["DataLoader"], timings["ours"]), LIMIT)
+
+
+def rows() -> list[Row]:
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CPUS])
+    torch.set_num_threads(1)
+    work = Path(tempfile.mkdtemp(prefix="bench-decode-"))
+    home = Path(tempfile.mkdtemp(prefix="bench-decode-", dir=default_home().parent))
+    try:
+        for name, (size, files) in CASES.items():
+            make_folder(work / name, size, files)
+        return [race(name, by, work / name, home / name) for name in CASES for by in PILLOW]
+    finally:
+        shutil.rmtree(work)
+        shutil.rmtree(home)
+
+
+def main() -> int:
+    return report(rows())
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
