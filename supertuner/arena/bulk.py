@@ -6,15 +6,12 @@ their journal entries together: a reader sees none of them before `flush`, and a
 
 from __future__ import annotations
 
-import os
-
 import xxhash
 
 from supertuner.arena.files import naming, write_all
-from supertuner.arena.format import MAX_KEY_NBYTES, Kind, end_of, place
+from supertuner.arena.format import Kind, end_of, place
 from supertuner.arena.journal import Placed, pack_entry
-from supertuner.arena.writer import Writer
-from supertuner.core.errors import ArenaError
+from supertuner.arena.writer import Writer, encoded_key
 
 _FLUSH_UNITS = 256
 
@@ -32,10 +29,8 @@ class Bulk:
 
     def add(self, key: str, content: memoryview) -> None:
         """Write one unit's bytes. It is committed by the next `flush`, at the latest after some more units."""
-        writer, name, nbytes = self._writer, key.encode(), len(content)
+        writer, name, nbytes = self._writer, encoded_key(key), len(content)
         assert nbytes and writer._open is None, "an empty payload, or a unit is open"
-        if not 0 < len(name) <= MAX_KEY_NBYTES:
-            raise ArenaError(f"a key of {len(name)} bytes ({key[:80]!r}); an arena takes 1 to {MAX_KEY_NBYTES}")
         if not self._entries:  # the writer may have been used directly since
             self._end, self._journal_end = writer._end, writer._journal_end
         offset = place(self._end, nbytes)
@@ -55,20 +50,6 @@ class Bulk:
 
     def flush(self) -> None:
         """Commit what was added: from here on it is there for every reader."""
-        if not self._entries:
-            return
-        writer, entries, count = self._writer, b"".join(self._entries), len(self._entries)
-        self._entries = []
-        if os.fstat(writer._journal).st_nlink == 0:
-            raise ArenaError(
-                f"{writer._folder.path}: the build was abandoned by its owner; nothing more can be committed"
-            )
-        try:
-            write_all(writer._journal, entries, writer._journal_end)
-        except OSError:
-            os.ftruncate(writer._journal, writer._journal_end)
-            with naming(writer._journal_file):
-                raise
-        writer._journal_end += len(entries)
-        writer._end = self._end
-        writer.units += count
+        if self._entries:
+            entries, self._entries = self._entries, []
+            self._writer._append(b"".join(entries), self._end, units=len(entries))

@@ -36,7 +36,7 @@ class Home:
         """Made if missing, for this user only; a link, another user's folder or one others may write is refused."""
         self.path = path.absolute()
         with naming(self.path):
-            with suppress(FileExistsError):
+            with suppress(FileExistsError):  # what is there is looked at next
                 os.makedirs(self.path, 0o700)
             found = os.lstat(self.path)
         if not stat.S_ISDIR(found.st_mode):
@@ -95,7 +95,7 @@ class Home:
             try:
                 return self.attach(name, verify=verify)
             except ArenaMissing:
-                pass
+                pass  # then we build it
             try:
                 return self.build(name, life=life)
             except ArenaBusy:

@@ -55,7 +55,7 @@ class Writer:
         """Start a unit. One at a time: commit or abort it before the next."""
         assert self._open is None, f"unit {self._open and self._open.key!r} is still open"
         assert self._data >= 0, "this writer is closed"
-        encoded = _encoded(key)
+        encoded = encoded_key(key)
         self._open = Unit(self, encoded)
         return self._open
 
@@ -122,21 +122,22 @@ class Writer:
         return row
 
     def _commit(self, key: bytes, fields: list[Placed], end: int) -> None:
+        self._append(pack_entry(self._journal_end, key, fields), end, units=1)
+        self._open = None
+
+    def _append(self, entries: bytes, end: int, units: int) -> None:
+        """Commit journal entries, all or none; `end` is where the last of their records ends."""
         if os.fstat(self._journal).st_nlink == 0:
-            raise ArenaError(
-                f"{self._folder.path}: the build was abandoned by its owner; nothing more can be committed"
-            )
-        entry = pack_entry(self._journal_end, key, fields)
+            raise ArenaError(f"{self._folder.path}: its owner abandoned the build; nothing more can be committed")
         with naming(self._journal_file):
             try:
-                write_all(self._journal, entry, self._journal_end)
+                write_all(self._journal, entries, self._journal_end)
             except OSError:
                 os.ftruncate(self._journal, self._journal_end)
                 raise
-        self._journal_end += len(entry)
+        self._journal_end += len(entries)
         self._end = end
-        self._open = None
-        self.units += 1
+        self.units += units
 
     def _abort(self) -> None:
         """Take back what was written since the last commit: the pages are freed and read as zeros again."""
@@ -245,7 +246,7 @@ def _begin_segment(folder: Folder, uuid: bytes, kind: int, number: int, journal:
     return data
 
 
-def _encoded(key: str) -> bytes:
+def encoded_key(key: str) -> bytes:
     try:
         encoded = key.encode()
     except UnicodeEncodeError as error:
