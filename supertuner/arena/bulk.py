@@ -10,7 +10,7 @@ import xxhash
 
 from supertuner.arena.files import naming, write_all
 from supertuner.arena.format import Kind, end_of, place
-from supertuner.arena.journal import Placed, pack_entry
+from supertuner.arena.journal import one_field_packer
 from supertuner.arena.writer import Writer, encoded_key
 
 _FLUSH_UNITS = 256
@@ -21,8 +21,7 @@ class Bulk:
 
     def __init__(self, writer: Writer, field: str) -> None:
         self._writer = writer
-        self._field = field.encode()
-        self._kind = writer._kind(Kind("uint8", None))
+        self._pack = one_field_packer(field.encode(), writer._kind(Kind("uint8", None)))
         self._entries: list[bytes] = []
         self._end = writer._end
         self._journal_end = writer._journal_end
@@ -39,9 +38,7 @@ class Bulk:
         except OSError:
             with naming(writer._data_file):
                 raise
-        checksum = xxhash.xxh3_64_intdigest(content)
-        placed = Placed(self._field, self._kind, offset, nbytes, nbytes, checksum)
-        entry = pack_entry(self._journal_end, name, (placed,))
+        entry = self._pack(self._journal_end, name, offset, nbytes, xxhash.xxh3_64_intdigest(content))
         self._entries.append(entry)
         self._end = end_of(offset, nbytes)
         self._journal_end += len(entry)

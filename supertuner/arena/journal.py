@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import xxhash
@@ -59,6 +59,20 @@ def pack_entry(position: int, key: bytes, fields: Sequence[Placed]) -> bytes:
         parts += (_FIELD.pack(*numbers, len(name), len(short)), name, short)
     body = b"".join(parts)
     return _ENTRY.pack(len(body), xxhash.xxh3_64_intdigest(body, position)) + body
+
+
+def one_field_packer(name: bytes, kind: bytes) -> Callable[[int, bytes, int, int, int], bytes]:
+    """`pack_entry` for units that all have one raw field of this name and kind: what they share is packed once."""
+    short = kind.rstrip(b"\0")
+    tail = name + short
+    body_pack, field_pack, entry_pack, digest = _BODY.pack, _FIELD.pack, _ENTRY.pack, xxhash.xxh3_64_intdigest
+
+    def pack(position: int, key: bytes, offset: int, nbytes: int, checksum: int) -> bytes:
+        numbers = field_pack(offset, nbytes, nbytes, checksum, len(name), len(short))
+        body = body_pack(len(key), 1) + key + numbers + tail
+        return entry_pack(len(body), digest(body, position)) + body
+
+    return pack
 
 
 def unpack_body(file: object, body: bytes) -> tuple[bytes, list[Placed]]:

@@ -44,6 +44,12 @@ class Meter:
         if look:
             self._look()
 
+    def give_back(self, raw: int, stored: int) -> None:
+        """A counted file was not stored after all."""
+        with self._lock:
+            self._raw -= raw
+            self.taken -= stored
+
     def ran_out(self, why: str) -> str:
         """The message for a file system that was full before the budget was used: others write to it, too."""
         return (

@@ -64,8 +64,10 @@ class StageWorker:
 
     def work(self, chunk: range) -> None:
         """Stage a chunk. What is done per file is kept short: reading 100 KB takes only some tens of microseconds."""
-        items = [self._job.listing.items[number] for number in chunk]
-        nbytes = sum(item.nbytes for item in items)
+        items = self._job.listing.items[chunk.start : chunk.stop]
+        nbytes = sum([item.nbytes for item in items])
+        if not self._job.choices:  # the sizes are known: one look at the budget for all
+            self._job.meter.take(nbytes, sum([stored_bytes(item.nbytes) for item in items]))
         numbers: list[int] = []
         facts: list[Facts] = []
         captions: list[tuple[str, ...]] = []
@@ -74,7 +76,7 @@ class StageWorker:
                 text = self._captions(item) if isinstance(item.caption, Span) else item.caption or ()
                 found = self._one(item)
             except BrokenMedia as error:
-                self.left.append((number, Left(item.name, str(error))))
+                self._leave(number, item, str(error))
                 continue
             numbers.append(number)
             facts.append(found)
@@ -83,6 +85,11 @@ class StageWorker:
         self.columns.extend(numbers, facts, captions)
         with self._job.lock:
             self._job.phase.advance(len(chunk), nbytes)
+
+    def _leave(self, number: int, item: Item, reason: str) -> None:
+        self.left.append((number, Left(item.name, reason)))
+        if not self._job.choices:
+            self._job.meter.give_back(item.nbytes, stored_bytes(item.nbytes))
 
     def finish(self) -> None:
         self._writer.close()
@@ -101,16 +108,20 @@ class StageWorker:
         return facts
 
     def _store(self, key: str, content: memoryview, format: str) -> None:
+        nbytes = len(content)
         choice = self._job.choices.get(format)
         if choice is None or choice.codec == RAW:
-            self._count(format, len(content), len(content))
+            if self._job.choices:
+                self._job.meter.take(nbytes, stored_bytes(nbytes))
             self._bulk.add(key, content)
+            self._count(format, nbytes, nbytes)
             return
         packed = compress(choice.codec, content)
-        self._count(format, len(content), len(packed))
+        self._job.meter.take(nbytes, stored_bytes(len(packed)))
         self._bulk.flush()
         with self._writer.begin(key) as unit:
-            unit.put(MEDIA, packed, codec=choice.codec, raw_nbytes=len(content))
+            unit.put(MEDIA, packed, codec=choice.codec, raw_nbytes=nbytes)
+        self._count(format, nbytes, len(packed))
 
     def _large(self, key: str, span: Span) -> Facts:
         """A file that would not fit into the buffer: in pieces straight into the arena, if it is stored as it is."""
@@ -125,16 +136,14 @@ class StageWorker:
             with self._writer.begin(key) as unit:
                 facts = self._check(unit.put_file(MEDIA, fd, span.nbytes), self._kind)
                 require_unchanged(os.fstat(fd), span)
-                self._count(facts.format, span.nbytes, span.nbytes)
         except OSError as error:  # of reading: what the arena itself meets is an ArenaError
             raise BrokenMedia(f"unreadable: {error.strerror}") from error
         finally:
             os.close(fd)
+        self._count(facts.format, span.nbytes, span.nbytes)
         return facts
 
     def _count(self, format: str, nbytes: int, stored: int) -> None:
-        """Count a file that is about to be committed, against the budget first."""
-        self._job.meter.take(nbytes, stored_bytes(stored))
         figures = self.formats.get(format)
         if figures is None:
             choice = self._job.choices.get(format)

@@ -1,62 +1,51 @@
-"""Small units added some at a time: seen together, whole, and in line with units put one by one."""
+"""Units added in bulk are units like any others: same bytes on disk, seen after the flush and not before."""
 
-from __future__ import annotations
-
-import os
-
-import pytest
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from supertuner.arena.bulk import Bulk
+from supertuner.arena.format import Kind, pack_kind
 from supertuner.arena.home import Home
-from supertuner.core.errors import ArenaError
-from tests.arena.making import contents
+from supertuner.arena.journal import Placed, one_field_packer, pack_entry
 
 
-def test_units_added_in_bulk_are_seen_when_flushed(any_home: Home) -> None:
-    with any_home.build("a") as begun, any_home.attach_live("a") as live:
-        bulk = Bulk(begun.writer(), "media")
-        for number in range(3):
-            bulk.add(f"{number}", memoryview(b"%d" % number * 3000))
-        assert live.refresh() == 0
-        bulk.flush()
-        assert live.refresh() == 3 and bytes(live.view(2)) == b"2" * 3000
+@given(st.binary(min_size=1, max_size=300), *[st.integers(0, 2**63) for _ in range(4)])
+def test_the_quick_packer_writes_what_the_general_one_writes(key, position, offset, nbytes, checksum):
+    kind = pack_kind(Kind("uint8", None))
+    general = pack_entry(position, key, [Placed(b"media", kind, offset, nbytes, nbytes, checksum)])
+    assert one_field_packer(b"media", kind)(position, key, offset, nbytes, checksum) == general
 
 
-def test_bulk_and_single_units_share_a_segment(home: Home) -> None:
-    expected = {}
-    with home.build("a") as begun:
-        writer = begun.writer()
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.binary(min_size=1, max_size=200_000)), max_size=30))
+def test_bulk_and_single_units_can_take_turns_in_one_segment(tmp_path_factory, units):
+    home = Home(tmp_path_factory.mktemp("home"))
+    with home.build("x") as build:
+        writer = build.writer()
         bulk = Bulk(writer, "media")
-        for number in range(1000):
-            payload = os.urandom(number % 300 + 1) * (1 + 300 * (number % 100 == 0))
-            if number % 7 == 0:
-                bulk.flush()
-                with writer.begin(f"{number}") as unit:
-                    unit.put("media", payload)
+        for number, (in_bulk, content) in enumerate(units):
+            if in_bulk:
+                bulk.add(f"{number:03d}", memoryview(content))
             else:
-                bulk.add(f"{number}", memoryview(payload))
-            expected[f"{number}"] = payload
+                bulk.flush()
+                with writer.begin(f"{number:03d}") as unit:
+                    unit.put("media", content)
         bulk.flush()
-        begun.seal({})
-    assert contents(home, "a") == expected
+        build.seal({})
+    with home.attach("x", verify="always") as reader:
+        assert [bytes(reader.view(i)) for i in range(len(reader))] == [content for _, content in units]
+        reader.verify()
 
 
-def test_what_was_not_flushed_leaves_no_trace(home: Home) -> None:
-    with home.build("a") as begun:
-        bulk = Bulk(begun.writer(), "media")
-        bulk.add("kept", memoryview(b"1" * 5000))
+def test_a_reader_sees_units_added_in_bulk_after_the_flush_and_not_before(tmp_path):
+    home = Home(tmp_path / "home")
+    with home.build("x") as build:
+        bulk = Bulk(build.writer(), "media")
+        bulk.add("a", memoryview(b"1"))
+        assert build.committed() == frozenset()
         bulk.flush()
-        bulk.add("lost", memoryview(b"2" * 50_000))
-        begun.seal({})
-    assert contents(home, "a") == {"kept": b"1" * 5000}
-
-
-def test_an_abandoned_build_refuses_the_flush(home: Home) -> None:
-    begun = home.build("a")
-    joined = home.join("a")
-    bulk = Bulk(joined.writer(), "media")
-    bulk.add("k", memoryview(b"1"))
-    begun.abandon()
-    with pytest.raises(ArenaError, match="abandoned"):
-        bulk.flush()
-    joined.close()
+        assert build.committed() == {"a"}
+        build.seal({})
+    with home.attach("x") as reader:
+        assert np.array_equal(reader.array(0, "media"), np.frombuffer(b"1", np.uint8))

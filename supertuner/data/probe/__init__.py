@@ -8,12 +8,15 @@ from supertuner.data.probe import jpeg, png, webp
 from supertuner.data.probe.facts import Facts
 from supertuner.data.probe.sniff import HEAD_BYTES, may_be, sniff
 
-_PICTURES = {"jpeg": jpeg.facts, "png": png.facts, "webp": webp.facts}
+_PICTURES = {"png": png.facts, "webp": webp.facts}
 
 
 def probe(payload: memoryview, kind: MediaKind) -> Facts:
     """Facts of a whole file that should be of `kind`. Pictures cost microseconds; nothing is decoded."""
-    format = sniff(bytes(payload[:HEAD_BYTES]))
+    head = bytes(payload[: jpeg.HEAD_BYTES])
+    format = sniff(head[:HEAD_BYTES])
+    if format == "jpeg" and kind is MediaKind.IMAGE:
+        return jpeg.facts(payload, head)
     if format is None or not may_be(format, kind):
         raise BrokenMedia(_wrong(format, kind))
     still = _PICTURES.get(format)

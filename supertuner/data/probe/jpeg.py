@@ -9,7 +9,7 @@ from supertuner.data.probe.facts import Facts, picture
 _SOS, _EOI, _APP1 = 0xDA, 0xD9, 0xE1
 _PASS, _FRAME, _EXIF, _ALONE, _FILL, _SCAN, _END = range(7)
 _MAX_SEGMENTS = 4096
-_HEAD_BYTES = 4096
+HEAD_BYTES = 4096
 """Enough for the headers of most files; bytes are quicker to look into than a view."""
 
 
@@ -27,10 +27,10 @@ def _actions() -> bytes:
 _ACTION = _actions()
 
 
-def facts(payload: memoryview) -> Facts:
-    """Facts of a whole JPEG file; BrokenMedia says what is wrong with it."""
+def facts(payload: memoryview, head: bytes) -> Facts:
+    """Facts of a whole JPEG file that begins with `head`; BrokenMedia says what is wrong with it."""
     try:
-        width, height, turn, scan = _header(bytes(payload[:_HEAD_BYTES]))
+        width, height, turn, scan = _header(head)
     except IndexError:
         width, height, turn, scan = _long_header(payload)
     if not _ends(payload, scan):

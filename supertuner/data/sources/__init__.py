@@ -43,5 +43,8 @@ def format_of(root: Path) -> Format:
         return "webdataset" if root.suffix == ".tar" else "folder"
     if is_saved_dataset(root):
         return "huggingface"
-    endings = {os.path.splitext(name)[1].lower() for name in os.listdir(root)}
-    return "webdataset" if ".tar" in endings and not endings & EXTENSIONS.keys() else "folder"
+    names = os.listdir(root)
+    if not any(name.endswith(".tar") for name in names):
+        return "folder"
+    endings = {os.path.splitext(name)[1].lower() for name in names}
+    return "folder" if endings & EXTENSIONS.keys() else "webdataset"

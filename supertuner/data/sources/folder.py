@@ -14,7 +14,7 @@ from supertuner.core.types import MediaKind
 from supertuner.data.sources import captions as caption_rules
 from supertuner.data.sources import metadata
 from supertuner.data.sources.listing import Item, Left, Listing, Span, first_names, in_key_order, some
-from supertuner.data.sources.walk import Found, Tree, walk
+from supertuner.data.sources.walk import Tree, walk
 
 
 class FolderSource:
@@ -42,8 +42,12 @@ class FolderSource:
     @cached_property
     def _captions_from(self) -> tuple[caption_rules.From, str]:
         name = None if self._metadata_file is None else self._metadata_file.name
-        used = sum(1 for found in self._tree.media if self._sidecar_of(found) is not None) if name is None else 0
-        return caption_rules.choose(self._captions, metadata=name, sidecars=used)
+        return caption_rules.choose(self._captions, metadata=name, sidecars=self._sidecars_used())
+
+    def _sidecars_used(self) -> int:
+        if not self._tree.sidecars:
+            return 0
+        return sum(1 for key, name, _, _ in self._tree.media if self._sidecar_of(key, name) is not None)
 
     @cached_property
     def _listed(self) -> tuple[list[Item], list[Left]]:
@@ -54,7 +58,7 @@ class FolderSource:
     def identity(self) -> Iterable[bytes]:
         items, left = self._listed
         yield f"folder {self._captions_from[0]}".encode()
-        stamps = [f"{name}\0{_stamp(media)}\0{_stamp(caption)}\0" for _, name, _, media, caption in items]
+        stamps = [f"{i.name}\0{_stamp(i.media)}\0{i.caption and _stamp(i.caption)}\0" for i in items]
         yield "".join(stamps).encode()  # no name holds a zero, so the parts cannot run into each other
         yield "".join(f"{one.file}\0{one.reason}\0" for one in sorted(left)).encode()
         if self._captions_from[0] == "metadata":
@@ -79,29 +83,29 @@ class FolderSource:
     def _items(self) -> Iterator[Item]:
         source = self._captions_from[0]
         root = self._root
-        for found in self._tree.media:
-            span = Span(f"{root}/{found.name}", 0, found.nbytes, found.nbytes, found.mtime_ns)
-            yield Item(found.key, found.name, found.nbytes, span, self._caption(found, source))
+        for key, name, nbytes, mtime_ns in self._tree.media:
+            caption = None if source == "none" else self._caption(key, name, source)
+            yield Item(key, name, nbytes, Span(f"{root}/{name}", 0, nbytes, nbytes, mtime_ns), caption)
 
-    def _caption(self, found: Found, source: caption_rules.From) -> Span | tuple[str, ...] | None:
+    def _caption(self, key: str, name: str, source: caption_rules.From) -> Span | tuple[str, ...] | None:
         if source == "sidecar":
-            entry = self._sidecar_of(found)
+            entry = self._sidecar_of(key, name)
             return None if entry is None else _caption_span(entry)
         if source == "filename":
-            return (found.key.rpartition("/")[2],)
+            return (key.rpartition("/")[2],)
         if source == "constant":
             return (self._captions.constant or "",)
         return None
 
-    def _sidecar_of(self, found: Found) -> os.DirEntry[str] | None:
+    def _sidecar_of(self, key: str, name: str) -> os.DirEntry[str] | None:
         """`a.txt` or `a.jpg.txt` for `a.jpg`."""
         sidecars = self._tree.sidecars
-        return sidecars.get(found.key) or sidecars.get(found.name)
+        return sidecars.get(key) or sidecars.get(name)
 
     def _orphans(self, source: str) -> list[str]:
         if source != "sidecar" or self._limit is not None:
             return []
-        owners = {found.key for found in self._tree.media} | {found.name for found in self._tree.media}
+        owners = {owner for key, name, _, _ in self._tree.media for owner in (key, name)}
         orphans = sorted(self._tree.sidecars.keys() - owners)
         shown = first_names((name + self._captions.extension for name in orphans), len(orphans))
         return some(len(orphans), "caption file", "caption files", f"no {self._kind} of that name ({shown})")

@@ -6,19 +6,15 @@ import os
 import stat
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TypeAlias
 
 from supertuner.core.errors import SourceError
 from supertuner.core.types import MediaKind
 from supertuner.data.probe.sniff import EXTENSIONS, UNREAD
 from supertuner.data.sources.listing import Left, some
 
-
-class Found(NamedTuple):
-    key: str
-    name: str
-    nbytes: int
-    mtime_ns: int
+Found: TypeAlias = tuple[str, str, int, int]
+"""Key, name, bytes, time of change in nanoseconds: a bare tuple, because datasets have millions of them."""
 
 
 @dataclass(slots=True)
@@ -47,7 +43,7 @@ class Tree:
         return lines
 
 
-_ODD = ((stat.S_ISFIFO, "a named pipe"), (stat.S_ISSOCK, "a socket"), (stat.S_ISDIR, "a folder"))
+_ODD = ((stat.S_ISFIFO, "a named pipe"), (stat.S_ISSOCK, "a socket"))
 
 
 def walk(root: str, kind: MediaKind, caption_ending: str) -> Tree:
@@ -97,48 +93,56 @@ def _one_folder(tree: Tree, root: str, prefix: str, kind: MediaKind, ending: str
     with entries:
         for entry in entries:
             name = entry.name
-            if name[0] == ".":
+            dot = name.rfind(".")
+            wanted = dot > 0 and EXTENSIONS.get(name[dot:].lower()) is kind and name[0] != "."
+            if wanted and entry.is_file():
+                _candidate(tree, entry, prefix + name, prefix + name[:dot])
+            elif name[0] == ".":
                 tree.hidden += 1
             elif entry.is_dir(follow_symlinks=False):
                 folders.append(prefix + name)
-            elif entry.is_symlink() and entry.is_dir():
+            elif entry.is_dir():
                 links.append(prefix + name)
             else:
-                _one_file(tree, entry, prefix, kind, ending)
+                _other_file(tree, entry, prefix, wanted=wanted, ending=ending)
     return folders, links
 
 
-def _one_file(tree: Tree, entry: os.DirEntry[str], prefix: str, kind: MediaKind, ending: str) -> None:
+def _candidate(tree: Tree, entry: os.DirEntry[str], name: str, key: str) -> None:
+    """Take a regular file whose name says that it is of the wanted kind."""
+    try:
+        status = entry.stat()
+    except OSError as error:
+        tree.left.append(Left(printable(name), f"unreadable: {error.strerror}"))
+        return
+    if not status.st_size:
+        tree.left.append(Left(printable(name), "zero bytes"))
+    elif not name.isprintable() and printable(name) != name:
+        tree.left.append(Left(printable(name), "its name is not UTF-8; rename it"))
+    else:
+        tree.media.append((key, name, status.st_size, status.st_mtime_ns))
+
+
+def _other_file(tree: Tree, entry: os.DirEntry[str], prefix: str, *, wanted: bool, ending: str) -> None:
+    """Captions, media of other kinds, and what only looks like a sample."""
     name = entry.name
-    dot = name.rfind(".")
-    suffix = name[dot:].lower() if dot > 0 else ""
-    found = EXTENSIONS.get(suffix)
-    if found is kind:
-        _candidate(tree, entry, prefix + name, prefix + name[:dot])
+    suffix = name[name.rfind(".") :].lower()
+    if wanted:
+        tree.left.append(Left(printable(prefix + name), _what_it_is(entry)))
     elif name.endswith(ending):
         tree.sidecars[prefix + name[: -len(ending)]] = entry
-    elif found is not None:
-        tree.other_kinds[found] += 1
+    elif suffix in EXTENSIONS:
+        tree.other_kinds[EXTENSIONS[suffix]] += 1
     elif suffix in UNREAD:
         tree.unread[suffix] += 1
 
 
-def _candidate(tree: Tree, entry: os.DirEntry[str], name: str, key: str) -> None:
+def _what_it_is(entry: os.DirEntry[str]) -> str:
     try:
-        status = entry.stat()
+        mode = entry.stat().st_mode
     except OSError as error:
-        reason = "a link that leads nowhere" if entry.is_symlink() else f"unreadable: {error.strerror}"
-        tree.left.append(Left(printable(name), reason))
-        return
-    if not name.isprintable() and printable(name) != name:
-        tree.left.append(Left(printable(name), "its name is not UTF-8; rename it"))
-    elif not stat.S_ISREG(status.st_mode):
-        what = next((text for test, text in _ODD if test(status.st_mode)), "a device")
-        tree.left.append(Left(name, f"not a file but {what}"))
-    elif not status.st_size:
-        tree.left.append(Left(name, "zero bytes"))
-    else:
-        tree.media.append(Found(key, name, status.st_size, status.st_mtime_ns))
+        return "a link that leads nowhere" if entry.is_symlink() else f"unreadable: {error.strerror}"
+    return "not a file but " + next((text for test, text in _ODD if test(mode)), "a device")
 
 
 def printable(name: str) -> str:
