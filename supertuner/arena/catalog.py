@@ -159,7 +159,10 @@ class Collected:
         unit = len(self.keys)
         for name, kind, offset, nbytes, raw_nbytes, checksum in entry.fields:
             if segment.kind != TABLES:
-                units, orders, records = self._fields.setdefault(name, (array("Q"), array("Q"), array("Q")))
+                columns = self._fields.get(name)
+                if columns is None:
+                    columns = self._fields[name] = (array("Q"), array("Q"), array("Q"))
+                units, orders, records = columns
                 units.append(unit)
                 orders.append(order)
                 records.append(len(segment))

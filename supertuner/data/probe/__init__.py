@@ -14,9 +14,9 @@ _PICTURES = {"png": png.facts, "webp": webp.facts}
 def probe(payload: memoryview, kind: MediaKind) -> Facts:
     """Facts of a whole file that should be of `kind`. Pictures cost microseconds; nothing is decoded."""
     head = bytes(payload[: jpeg.HEAD_BYTES])
-    format = sniff(head[:HEAD_BYTES])
-    if format == "jpeg" and kind is MediaKind.IMAGE:
+    if kind is MediaKind.IMAGE and head.startswith(b"\xff\xd8\xff"):
         return jpeg.facts(payload, head)
+    format = sniff(head[:HEAD_BYTES])
     if format is None or not may_be(format, kind):
         raise BrokenMedia(_wrong(format, kind))
     still = _PICTURES.get(format)

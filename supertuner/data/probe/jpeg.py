@@ -2,36 +2,29 @@
 
 from __future__ import annotations
 
+import struct
+
 from supertuner.core.errors import BrokenMedia
 from supertuner.data.probe.exif import orientation
 from supertuner.data.probe.facts import Facts, picture
 
-_SOS, _EOI, _APP1 = 0xDA, 0xD9, 0xE1
-_PASS, _FRAME, _EXIF, _ALONE, _FILL, _SCAN, _END = range(7)
+_MARK = struct.Struct(">HH")
+"""A marker and the length of its segment."""
+_SOS, _EOI, _APP1 = 0xFFDA, 0xFFD9, 0xFFE1
+_FRAMES = frozenset(range(0xFFC0, 0xFFD0)) - {0xFFC4, 0xFFC8, 0xFFCC}
+_ALONE = frozenset((0xFF01, *range(0xFFD0, 0xFFD9)))
+_ODD = _FRAMES | _ALONE | {_SOS, _EOI, _APP1, 0xFFFF}
+"""Markers that need more than being passed over."""
 _MAX_SEGMENTS = 4096
 HEAD_BYTES = 4096
 """Enough for the headers of most files; bytes are quicker to look into than a view."""
-
-
-def _actions() -> bytes:
-    """What to do at each marker, by its code."""
-    table = bytearray(256)
-    for code in set(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}:
-        table[code] = _FRAME
-    for code in (0x01, *range(0xD0, 0xD9)):
-        table[code] = _ALONE
-    table[_APP1], table[0xFF], table[_SOS], table[_EOI] = _EXIF, _FILL, _SCAN, _END
-    return bytes(table)
-
-
-_ACTION = _actions()
 
 
 def facts(payload: memoryview, head: bytes) -> Facts:
     """Facts of a whole JPEG file that begins with `head`; BrokenMedia says what is wrong with it."""
     try:
         width, height, turn, scan = _header(head)
-    except IndexError:
+    except struct.error:
         width, height, turn, scan = _long_header(payload)
     if not _ends(payload, scan):
         raise BrokenMedia("truncated: a JPEG without its end marker")
@@ -42,42 +35,49 @@ def _long_header(payload: memoryview) -> tuple[int, int, int, int]:
     """The header of a file whose EXIF, colour profile or thumbnail reaches beyond the first bytes."""
     try:
         return _header(payload)
-    except IndexError:
+    except struct.error:
         raise BrokenMedia("truncated: ends inside the JPEG header") from None
 
 
 def _header(payload: bytes | memoryview) -> tuple[int, int, int, int]:
-    """Stored width and height, orientation, and where the picture begins; IndexError if that is not all here."""
+    """Stored width and height, orientation, and where the picture begins; struct.error if that is not all here."""
     width = height = 0
-    turn = 1
-    at = 2
+    turn, at, unpack = 1, 2, _MARK.unpack_from
     for _ in range(_MAX_SEGMENTS):
-        if payload[at] != 0xFF:
-            raise BrokenMedia(f"damaged JPEG header: no marker at byte {at}")
-        code = payload[at + 1]
-        action = _ACTION[code]
-        if action in (_FILL, _ALONE):
-            at += 1 if action == _FILL else 2
-            continue
-        if action == _END:
+        mark, length = unpack(payload, at)
+        if mark not in _ODD:
+            if mark < 0xFF00:
+                raise BrokenMedia(f"damaged JPEG header: no marker at byte {at}")
+        elif mark == _SOS:
+            return width, height, turn, at + 2 + length
+        elif mark in _FRAMES:
+            width, height = _frame(payload, at, mark)
+        elif mark == _APP1:
+            if turn == 1:
+                turn = _turn(payload, at, length)
+        elif mark == _EOI:
             raise BrokenMedia("a JPEG without a picture")
-        end = at + 2 + (payload[at + 2] << 8 | payload[at + 3])
-        if action == _FRAME:
-            width, height = _frame(payload, at, code)
-        elif action == _EXIF and turn == 1 and bytes(payload[at + 4 : at + 10]) == b"Exif\0\0":
-            payload[end - 1]  # the whole block must be here
-            turn = orientation(payload[at + 10 : end])
-        elif action == _SCAN:
-            return width, height, turn, end
-        at = end
+        else:  # a marker without a segment, or a byte of filling
+            at += 2 if mark in _ALONE else 1
+            continue
+        at += 2 + length
     raise BrokenMedia(f"damaged JPEG header: more than {_MAX_SEGMENTS} segments")
 
 
-def _frame(payload: bytes | memoryview, at: int, code: int) -> tuple[int, int]:
-    bits = payload[at + 4]
-    if bits != 8 or code == 0xC3:
-        raise BrokenMedia(f"a {bits}-bit{' lossless' if code == 0xC3 else ''} JPEG; save it with 8 bits")
-    return payload[at + 7] << 8 | payload[at + 8], payload[at + 5] << 8 | payload[at + 6]
+def _turn(payload: bytes | memoryview, at: int, length: int) -> int:
+    """Orientation in an APP1 segment, if that is EXIF; it must be here as a whole."""
+    if bytes(payload[at + 4 : at + 10]) != b"Exif\0\0":
+        return 1
+    if at + 2 + length > len(payload):
+        raise struct.error
+    return orientation(payload[at + 10 : at + 2 + length])
+
+
+def _frame(payload: bytes | memoryview, at: int, mark: int) -> tuple[int, int]:
+    bits, height, width = struct.unpack_from(">BHH", payload, at + 4)
+    if bits != 8 or mark == 0xFFC3:
+        raise BrokenMedia(f"a {bits}-bit{' lossless' if mark == 0xFFC3 else ''} JPEG; save it with 8 bits")
+    return width, height
 
 
 def _ends(payload: memoryview, scan: int) -> bool:

@@ -52,7 +52,7 @@ class Listing:
     """Whether a sample without a caption is worth a warning."""
 
     def key_bytes(self) -> int:
-        return sum(len(item.key.encode()) for item in self.items)
+        return len("".join([item.key for item in self.items]).encode())
 
     def caption_bytes(self) -> int:
         """As far as it is known before captions are read: files as large as they are, texts as long as they are."""
