@@ -24,6 +24,9 @@ NO_BUCKET = -1
 AREA_TOLERANCE = Fraction(1, 5)
 """Of resolution²: with sides of only a few steps, some ratios have no size of about the right area."""
 
+RUNG = Fraction(7, 8)
+"""Where samples are not enlarged, each smaller resolution is about this share of the one before."""
+
 FPS_TOLERANCE = 1e-3
 """Of a frame: 80.9999 frames are 81, whatever the rounding of a header's rate."""
 
@@ -73,10 +76,6 @@ def sizes(resolution: int, step: int, max_ratio: float) -> tuple[tuple[int, int]
         if close and max(across, down) <= max_ratio * min(across, down):
             found |= {(across, down), (down, across)}
     return tuple((w * step, h * step) for w, h in sorted(found, key=lambda side: (Fraction(side[0], side[1]), side)))
-
-
-RUNG = Fraction(7, 8)
-"""Where samples are not enlarged, each smaller resolution is about this share of the one before."""
 
 
 def ladder(resolutions: Sequence[int], step: int, upscale: bool) -> tuple[int, ...]:

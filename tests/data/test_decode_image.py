@@ -107,6 +107,12 @@ def test_a_decompression_bomb_is_refused_before_it_is_unpacked():
         decode_image(memoryview(png_claiming(60_000, 60_000)))
 
 
+def test_a_picture_as_large_as_large_cameras_make_is_decoded_without_a_word():
+    """Between Pillow's warning and our limit; the suite turns warnings into errors."""
+    content = encoded(Image.new("L", (12_000, 8_000), 77), "PNG")
+    assert decode_image(content)[-1, -1].tolist() == [77, 77, 77]
+
+
 WHOLE = {
     "jpeg": picture("jpeg", (48, 40), orientation=6),
     "progressive": picture("jpeg", (48, 40), progressive=True),

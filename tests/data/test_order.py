@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from collections import Counter
 from fractions import Fraction
@@ -125,6 +128,21 @@ def test_the_order_does_not_depend_on_the_order_in_which_datasets_are_listed():
     sets = [group(0, 9), group(1, 12, 128), group(2, 5)]
     one, other = (Order(listing, seed=3, batch_size=2) for listing in (sets, sets[::-1]))
     assert listed(one, 0, 200) == listed(other, 0, 200)
+
+
+def test_another_process_computes_the_same_order():
+    """Nothing that differs between processes, such as Python's own hashes, may play a part."""
+    code = (
+        "from tests.data.test_order import group, listed\n"
+        "from supertuner.data.order import Order, rate_of\n"
+        "order = Order([group(0, 9), group(1, 12, 128, rate_of(2, 0.3))], seed=3, batch_size=2)\n"
+        "print(listed(order, 0, 100))"
+    )
+    order = Order([group(0, 9), group(1, 12, 128, rate_of(2, 0.3))], seed=3, batch_size=2)
+    for salt in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": salt}
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+        assert done.stdout.strip() == str(listed(order, 0, 100))
 
 
 def test_another_seed_another_order_and_another_epoch_another_order():

@@ -8,6 +8,7 @@ kept, rounded. Of a moving picture the first frame is taken.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -33,10 +34,8 @@ REDUCING_GAP = 2
 
 def decode_image(payload: memoryview, wanted: tuple[int, int] | None = None) -> RGB:
     """The picture as HWC. With `wanted` (width, height) it may come smaller, never below REDUCING_GAP times that."""
-    from PIL import Image
-
     facts = probe(payload, MediaKind.IMAGE)
-    with Image.open(Window(payload)) as picture:  # type: ignore[arg-type]
+    with _opened(facts.format, payload) as picture:
         profile = _foreign_profile(picture)
         if facts.format == "jpeg" and profile is None:
             reduced = _reduction(facts.width, facts.height, wanted)
@@ -44,6 +43,16 @@ def decode_image(payload: memoryview, wanted: tuple[int, int] | None = None) -> 
             if stored is not None:
                 return upright(stored, facts.orientation)
         return upright(_pillow(picture, profile), facts.orientation)
+
+
+def _opened(format: str, payload: memoryview) -> Image:
+    """The picture's header, by Pillow. `Image.open` would warn of bombs at half the size that `probe` accepts."""
+    from PIL.JpegImagePlugin import JpegImageFile
+    from PIL.PngImagePlugin import PngImageFile
+    from PIL.WebPImagePlugin import WebPImageFile
+
+    readers: dict[str, Callable[[Any], Image]] = {"jpeg": JpegImageFile, "png": PngImageFile, "webp": WebPImageFile}
+    return readers[format](Window(payload))
 
 
 def upright(stored: RGB, orientation: int) -> RGB:
