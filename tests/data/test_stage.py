@@ -216,6 +216,18 @@ def test_damage_inside_a_picture_is_found_only_by_decoding_it(tmp_path, home):
     assert "does not decode" in told.set_aside()["hurt.png"]
 
 
+def test_whole_files_of_every_kind_pass_the_check_by_decoding(tmp_path, home):
+    kinds = {
+        "image": {"a.jpg": picture(orientation=6), "b.png": picture("png"), "c.webp": picture("webp")},
+        "video": {"a.mp4": video(), "b.mkv": video("mkv"), "c.mp4": video(rotation=90)},
+        "audio": {f"{format}.{format}": sound(format) for format in ("wav", "flac", "ogg", "mp3")},
+    }
+    for kind, files in kinds.items():
+        folder = write(tmp_path / kind, files)
+        result = stager(home).stage(dataset(folder, id=kind, dataset_type=kind, check="decode", strict=True))
+        assert result.files == len(files)
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
