@@ -16,10 +16,14 @@ def open_span(span: Span) -> int:
     """A descriptor of the span's file; BrokenMedia if it is gone or unreadable. Never waits, whatever is there now."""
     try:
         return os.open(span.path, _FLAGS)
-    except FileNotFoundError:
-        raise BrokenMedia("vanished after it was listed") from None
     except OSError as error:
-        raise BrokenMedia(f"unreadable: {error.strerror}") from error
+        raise _unreadable(error) from error
+
+
+def _unreadable(error: OSError) -> BrokenMedia:
+    if isinstance(error, FileNotFoundError):
+        return BrokenMedia("vanished after it was listed")
+    return BrokenMedia(f"unreadable: {error.strerror}")
 
 
 def require_unchanged(status: os.stat_result, span: Span) -> None:
@@ -31,20 +35,22 @@ def require_unchanged(status: os.stat_result, span: Span) -> None:
 
 def read_into(span: Span, buffer: memoryview) -> memoryview:
     """All bytes of a span, in the buffer; the part of it that they fill."""
-    fd = open_span(span)
-    view = buffer[: span.nbytes]
+    path, offset, nbytes, _, _ = span
+    view = buffer[:nbytes]
     try:
-        done = os.preadv(fd, (view,), span.offset)
-        while done < span.nbytes:
-            got = os.preadv(fd, (view[done:],), span.offset + done)
-            if not got:
-                raise BrokenMedia("became shorter after it was listed")
-            done += got
-        status = os.fstat(fd)
+        fd = os.open(path, _FLAGS)
+        try:
+            done = os.preadv(fd, (view,), offset)
+            while done < nbytes:
+                got = os.preadv(fd, (view[done:],), offset + done)
+                if not got:
+                    raise BrokenMedia("became shorter after it was listed")
+                done += got
+            status = os.fstat(fd)
+        finally:
+            os.close(fd)
     except OSError as error:
-        raise BrokenMedia(f"unreadable: {error.strerror}") from error
-    finally:
-        os.close(fd)
+        raise _unreadable(error) from error
     require_unchanged(status, span)
     return view
 

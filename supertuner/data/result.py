@@ -22,11 +22,10 @@ class FormatFigures:
     stored: int = 0
     codec: str = "raw"
 
-    def add(self, other: FormatFigures) -> None:
-        self.files += other.files
-        self.nbytes += other.nbytes
-        self.stored += other.stored
-        self.codec = other.codec
+    def add(self, files: int, nbytes: int, stored: int) -> None:
+        self.files += files
+        self.nbytes += nbytes
+        self.stored += stored
 
     def as_json(self) -> dict[str, JSON]:
         return {

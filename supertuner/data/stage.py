@@ -223,7 +223,8 @@ class _Staging:
         formats: dict[str, FormatFigures] = {}
         for worker in workers:
             for format, figures in worker.formats.items():
-                formats.setdefault(format, FormatFigures()).add(figures)
+                mine = formats.setdefault(format, FormatFigures(codec=figures.codec))
+                mine.add(figures.files, figures.nbytes, figures.stored)
         self._build.seal(
             {
                 "holds": "staged dataset",

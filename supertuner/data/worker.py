@@ -55,6 +55,7 @@ class StageWorker:
         self._job = job
         self._kind = job.dataset.dataset_type
         self._check = _checked_by_decoding if job.dataset.check == "decode" else probe
+        self._raw = not job.choices
         self._writer = job.build.writer()
         self._bulk = Bulk(self._writer, MEDIA)
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
@@ -66,7 +67,7 @@ class StageWorker:
         """Stage a chunk. What is done per file is kept short: reading 100 KB takes only some tens of microseconds."""
         items = self._job.listing.items[chunk.start : chunk.stop]
         nbytes = sum([item.nbytes for item in items])
-        if not self._job.choices:  # the sizes are known: one look at the budget for all
+        if self._raw:  # the sizes are known: one look at the budget for all
             self._job.meter.take(nbytes, sum([stored_bytes(item.nbytes) for item in items]))
         numbers: list[int] = []
         facts: list[Facts] = []
@@ -83,53 +84,52 @@ class StageWorker:
             captions.append(text)
         self._bulk.flush()
         self.columns.extend(numbers, facts, captions)
+        if self._raw:
+            self._count_raw([items[number - chunk.start].nbytes for number in numbers], facts)
         with self._job.lock:
             self._job.phase.advance(len(chunk), nbytes)
 
-    def _leave(self, number: int, item: Item, reason: str) -> None:
-        self.left.append((number, Left(item.name, reason)))
-        if not self._job.choices:
-            self._job.meter.give_back(item.nbytes, stored_bytes(item.nbytes))
-
     def finish(self) -> None:
         self._writer.close()
+
+    def _leave(self, number: int, item: Item, reason: str) -> None:
+        self.left.append((number, Left(item.name, reason)))
+        if self._raw:
+            self._job.meter.give_back(item.nbytes, stored_bytes(item.nbytes))
 
     def _captions(self, item: Item) -> tuple[str, ...]:
         settings = self._job.dataset.captions
         return read_captions(item, self._job.listing.caption_syntax, settings.caption_column, several=settings.several)
 
     def _one(self, item: Item) -> Facts:
-        media = item.media
-        if isinstance(media, Span) and media.nbytes > len(self._buffer):
-            return self._large(item.key, media)
-        content = read_into(media, self._buffer) if isinstance(media, Span) else self._job.source.payload(media)
+        key, _, nbytes, media, _ = item
+        if isinstance(media, int):
+            content = self._job.source.payload(media)
+        elif nbytes <= _BUFFER_BYTES:
+            content = read_into(media, self._buffer)
+        elif self._raw and nbytes == media.file_bytes:
+            return self._large(key, media)
+        else:
+            content = read_span(media)
         facts = self._check(content, self._kind)
-        self._store(item.key, content, facts.format)
+        if self._raw:
+            self._bulk.add(key, content)
+        else:
+            self._compressed(key, content, facts.format)
         return facts
 
-    def _store(self, key: str, content: memoryview, format: str) -> None:
+    def _compressed(self, key: str, content: memoryview, format: str) -> None:
+        """Store with the codec of its format, which may be none."""
+        codec = self._job.choices[format].codec if format in self._job.choices else RAW
         nbytes = len(content)
-        choice = self._job.choices.get(format)
-        if choice is None or choice.codec == RAW:
-            if self._job.choices:
-                self._job.meter.take(nbytes, stored_bytes(nbytes))
-            self._bulk.add(key, content)
-            self._count(format, nbytes, nbytes)
-            return
-        packed = compress(choice.codec, content)
+        packed = content if codec == RAW else compress(codec, content)
         self._job.meter.take(nbytes, stored_bytes(len(packed)))
-        self._bulk.flush()
         with self._writer.begin(key) as unit:
-            unit.put(MEDIA, packed, codec=choice.codec, raw_nbytes=nbytes)
-        self._count(format, nbytes, len(packed))
+            unit.put(MEDIA, packed, codec=codec, raw_nbytes=nbytes)
+        self.formats.setdefault(format, FormatFigures(codec=codec)).add(1, nbytes, len(packed))
 
     def _large(self, key: str, span: Span) -> Facts:
-        """A file that would not fit into the buffer: in pieces straight into the arena, if it is stored as it is."""
-        if self._job.choices or span.nbytes != span.file_bytes:
-            content = read_span(span)
-            facts = self._check(content, self._kind)
-            self._store(key, content, facts.format)
-            return facts
+        """A file that would not fit into the buffer: in pieces straight into the arena."""
         self._bulk.flush()
         fd = open_span(span)
         try:
@@ -140,17 +140,13 @@ class StageWorker:
             raise BrokenMedia(f"unreadable: {error.strerror}") from error
         finally:
             os.close(fd)
-        self._count(facts.format, span.nbytes, span.nbytes)
         return facts
 
-    def _count(self, format: str, nbytes: int, stored: int) -> None:
-        figures = self.formats.get(format)
-        if figures is None:
-            choice = self._job.choices.get(format)
-            figures = self.formats[format] = FormatFigures(codec=RAW if choice is None else choice.codec)
-        figures.files += 1
-        figures.nbytes += nbytes
-        figures.stored += stored
+    def _count_raw(self, sizes: list[int], facts: list[Facts]) -> None:
+        formats = [found.format for found in facts]
+        for format in set(formats):
+            mine = [nbytes for nbytes, its in zip(sizes, formats, strict=True) if its == format]
+            self.formats.setdefault(format, FormatFigures()).add(len(mine), sum(mine), sum(mine))
 
 
 def _checked_by_decoding(view: memoryview, kind: MediaKind) -> Facts:

@@ -96,7 +96,7 @@ def _one_folder(tree: Tree, root: str, prefix: str, kind: MediaKind, ending: str
             dot = name.rfind(".")
             wanted = dot > 0 and EXTENSIONS.get(name[dot:].lower()) is kind and name[0] != "."
             if wanted and entry.is_file():
-                _candidate(tree, entry, prefix + name, prefix + name[:dot])
+                _candidate(tree, entry, prefix + name, dot - len(name))
             elif name[0] == ".":
                 tree.hidden += 1
             elif entry.is_dir(follow_symlinks=False):
@@ -108,19 +108,19 @@ def _one_folder(tree: Tree, root: str, prefix: str, kind: MediaKind, ending: str
     return folders, links
 
 
-def _candidate(tree: Tree, entry: os.DirEntry[str], name: str, key: str) -> None:
-    """Take a regular file whose name says that it is of the wanted kind."""
+def _candidate(tree: Tree, entry: os.DirEntry[str], name: str, dot: int) -> None:
+    """Take a regular file whose name says that it is of the wanted kind; its ending begins at `dot`."""
     try:
         status = entry.stat()
     except OSError as error:
         tree.left.append(Left(printable(name), f"unreadable: {error.strerror}"))
         return
-    if not status.st_size:
-        tree.left.append(Left(printable(name), "zero bytes"))
-    elif not name.isprintable() and printable(name) != name:
+    if not name.isprintable() and printable(name) != name:
         tree.left.append(Left(printable(name), "its name is not UTF-8; rename it"))
+    elif status.st_size:
+        tree.media.append((name[:dot], name, status.st_size, status.st_mtime_ns))
     else:
-        tree.media.append((key, name, status.st_size, status.st_mtime_ns))
+        tree.left.append(Left(name, "zero bytes"))
 
 
 def _other_file(tree: Tree, entry: os.DirEntry[str], prefix: str, *, wanted: bool, ending: str) -> None:
