@@ -8,6 +8,7 @@ several become one by their mean, and of more than are wanted the first are take
 from __future__ import annotations
 
 from math import ceil
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,9 +97,12 @@ def _by_av(payload: memoryview, begin_s: float, length_s: float) -> tuple[Sound,
         if not container.streams.audio:
             raise BrokenMedia("no sound stream")
         stream = container.streams.audio[0]
-        rate = stream.codec_context.sample_rate
+        codec: Any = stream.codec_context
+        if codec is None:
+            raise BrokenMedia("a codec that FFmpeg does not know")
+        rate: int = codec.sample_rate
         begin, end = round(begin_s * rate), round(begin_s * rate) + ceil(length_s * rate)
-        planar = av.AudioResampler(format="fltp", layout=stream.codec_context.layout, rate=rate)
+        planar = av.AudioResampler(format="fltp", layout=codec.layout, rate=rate)
         at = 0
         for frame in container.decode(stream):
             for part in planar.resample(frame):

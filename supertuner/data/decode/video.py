@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,8 +77,10 @@ def _stream(container: InputContainer) -> VideoStream:
     if not container.streams.video:
         raise BrokenMedia("no video stream")
     stream = container.streams.video[0]
-    stream.thread_type = "NONE"  # samples are decoded side by side; threads within one would only compete with them
-    stream.codec_context.thread_count = 1
+    codec: Any = stream.codec_context
+    if codec is None:
+        raise BrokenMedia("a codec that FFmpeg does not know")
+    codec.thread_type, codec.thread_count = "NONE", 1  # samples are decoded side by side: threads would only compete
     return stream
 
 
