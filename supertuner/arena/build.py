@@ -131,7 +131,7 @@ class Build(Joined):
     def abandon(self) -> None:
         """Remove everything, committed units too. Other processes' writers learn it at their next commit."""
         assert not self._sealed, "a sealed arena is removed by Home.remove"
-        if self._folder.fd >= 0 and os.getpid() == self._pid:
+        if self._folder.fd >= 0 and os.getpid() == self._pid:  # in a forked child the build is the parent's
             with self._guard:
                 for writer in self._writers:
                     writer.close()
@@ -139,8 +139,7 @@ class Build(Joined):
         self._release()
 
     def close(self) -> None:
-        # In a forked child the build belongs to the parent: only our descriptors are closed.
-        if self._sealed or self._head.resumable or os.getpid() != self._pid:
+        if self._sealed or self._head.resumable:
             self._release()
         else:
             self.abandon()

@@ -7,17 +7,20 @@ import os
 import re
 import stat
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
 from supertuner.arena import locks
-from supertuner.core.errors import ArenaDamaged, ArenaError, ArenaFull
+from supertuner.core.errors import ArenaDamaged, ArenaError, ArenaFull, ArenaMissing
 from supertuner.core.types import bytes_text
 
 GONE = ".gone-"
 """Prefix of a folder whose arena was removed and whose files are being unlinked."""
-HEAD, BUILDER, INDEX, INDEX_TEMPORARY = "head", "builder", "index", "index.tmp"
+BUILDER, HEAD, INDEX = "builder", "head", "index"
+HEAD_TEMPORARY, INDEX_TEMPORARY = "head.tmp", "index.tmp"
 
 _SEGMENT_FILE = re.compile(r"([0-9]{4,9})\.(data|journal)")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG)
@@ -65,9 +68,14 @@ class Folder:
             return self._open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
 
     def open_lock(self, name: str) -> int:
-        """A file whose only use is its lock; made if missing."""
-        with naming(self.file(name)):
+        """A file whose only use is its lock; made if missing. FileNotFoundError if the folder itself was removed."""
+        try:
             return self._open(name, os.O_RDWR | os.O_CREAT)
+        except FileNotFoundError:
+            raise
+        except OSError:
+            with naming(self.file(name)):
+                raise
 
     def open_file(self, name: str) -> int:
         """A regular file of the arena, to read. A missing one, a link or a device is damage."""
@@ -161,6 +169,17 @@ class naming:  # not a generator: this stands around every write of a unit
             f"{self.file}: {error.strerror or error}; check the disk or memory below it, "
             "or use another home (arena.home, arena.disk_home)"
         ) from error
+
+
+@contextmanager
+def unless_abandoned(folder: Folder) -> Iterator[None]:
+    """What looks like damage of an arena that is being built may be that its owner abandoned it meanwhile: say so."""
+    try:
+        yield
+    except (ArenaDamaged, FileNotFoundError) as error:
+        if folder.is_current():
+            raise
+        raise ArenaMissing(f"{folder.path}: its owner abandoned the build; build it again") from error
 
 
 def write_all(fd: int, content: bytes | memoryview, offset: int) -> None:

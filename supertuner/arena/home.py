@@ -12,15 +12,27 @@ from pathlib import Path
 
 from supertuner.arena import locks
 from supertuner.arena.build import Build, Joined
-from supertuner.arena.files import BUILDER, GONE, HEAD, INDEX, Folder, discard, empty, naming, write_all
+from supertuner.arena.files import (
+    BUILDER,
+    GONE,
+    HEAD,
+    HEAD_TEMPORARY,
+    INDEX,
+    Folder,
+    discard,
+    empty,
+    naming,
+    unless_abandoned,
+    write_all,
+)
 from supertuner.arena.format import Head, Life, checked_name, pack_head
 from supertuner.arena.live import LiveReader
 from supertuner.arena.mapping import map_segments
 from supertuner.arena.reader import Reader, Verify
 from supertuner.arena.sealed import open_sealed, read_head
 from supertuner.arena.segments import restore
-from supertuner.arena.states import ArenaInfo, describe, has_ended, head_or_none
-from supertuner.core.errors import ArenaBusy, ArenaDamaged, ArenaError, ArenaMissing
+from supertuner.arena.states import ArenaInfo, describe, has_ended, head_or_none, is_building
+from supertuner.core.errors import ArenaBusy, ArenaDamaged, ArenaError, ArenaExists, ArenaMissing
 
 _ENTER_S = 10.0
 """Exclusive locks are held for moments: to look, or to unlink."""
@@ -67,7 +79,8 @@ class Home:
         """An arena that may still be growing; call `refresh()` to see more of it."""
         folder = self._enter(name)
         try:
-            return LiveReader(folder, self._head_of(folder))
+            with unless_abandoned(folder):
+                return LiveReader(folder, self._head_of(folder))
         except BaseException:
             folder.close()
             raise
@@ -76,7 +89,7 @@ class Home:
         """Begin an arena; what a dead builder left under that name is wiped first.
 
         With `resume`, its committed units are kept instead, and leaving this build without sealing keeps them too.
-        ArenaBusy if another process builds it (after `wait_s`); ArenaError if it is sealed already.
+        ArenaBusy if another process builds it (after `wait_s`); ArenaExists if it is sealed already.
         """
         path, end = self.path / checked_name(name), time.monotonic() + wait_s
         while True:
@@ -101,21 +114,17 @@ class Home:
             except ArenaBusy:
                 if time.monotonic() >= end:
                     raise
-            except ArenaError:
-                if not (self.path / name / INDEX).exists():  # sealed between our two looks: attach to it
-                    raise
+            except ArenaExists:
+                continue  # sealed between our two looks: attach to it
 
     def join(self, name: str) -> Joined:
         """Take part in a build that another process owns. ArenaMissing if none goes on."""
         folder = self._enter(name)
         try:
-            builder = folder.open_lock(BUILDER)
-            try:
-                if folder.has(INDEX) or not locks.is_held(builder):
+            with unless_abandoned(folder):
+                if folder.has(INDEX) or not is_building(folder):
                     raise ArenaMissing(f"{folder.path}: nobody is building it")
-            finally:
-                os.close(builder)
-            return Joined(folder, self._head_of(folder))
+                return Joined(folder, self._head_of(folder))
         except BaseException:
             folder.close()
             raise
@@ -137,37 +146,29 @@ class Home:
 
     def _try_build(self, path: Path, life: Life, wait_s: float, resume: bool) -> Build | None:
         """None: the folder went away, or was wiped; try again."""
+        folder, builder, head = Folder(path), -1, None
         try:
             folder = Folder.open(path)
-        except FileNotFoundError:
-            return None
-        builder = -1
-        try:
             if not locks.lock(folder.fd, exclusive=False, wait_s=wait_s):
                 raise ArenaBusy(f"{path}: is being removed by another process")
-            if not folder.is_current():
-                _leave(folder, builder)
-                return None
-            if folder.has(INDEX):
-                raise ArenaError(
-                    f"{path}: is built already; attach to it, or remove it with `supertuner arena rm {path.name}`"
-                )
             builder = folder.open_lock(BUILDER)
+            # What others do before they release either lock, they did before we look from here on.
             if not locks.lock(builder, exclusive=True, wait_s=wait_s):
                 raise ArenaBusy(f"{path}: another process builds it; wait for it or end it")
-            head = self._begin(folder, life, resume)
-        except BaseException:
-            _leave(folder, builder)
-            raise
-        if head is None:
-            _leave(folder, builder)
+            if folder.is_current():
+                head = self._begin(folder, life, resume)
+            return None if head is None else Build(folder, builder, head)
+        except FileNotFoundError:
             return None
-        return Build(folder, builder, head)
+        finally:
+            if head is None:
+                _leave(folder, builder)
 
     def _begin(self, folder: Folder, life: Life, resume: bool) -> Head | None:
         """The head of the build that we own now; None if there were remains, which are gone."""
-        if folder.has(INDEX):  # sealed while we waited for its builder
-            raise ArenaError(f"{folder.path}: is built already; attach to it, or remove it first")
+        if folder.has(INDEX):
+            remove = f"remove it with `supertuner arena rm {folder.path.name}`"
+            raise ArenaExists(f"{folder.path}: is built already; attach to it, or {remove}")
         if folder.names() == [BUILDER]:
             return _write_head(folder, Head(uuid.uuid4().bytes, time.time(), life, resume))
         old = head_or_none(folder)
@@ -211,7 +212,8 @@ class Home:
         except ArenaDamaged as error:
             return ArenaInfo(name, "damaged", 0, problem=str(error))
         try:
-            return describe(folder)
+            info = describe(folder)
+            return info if folder.is_current() else None
         finally:
             folder.close()
 
@@ -247,11 +249,12 @@ def _leave(folder: Folder, builder: int) -> None:
 
 def _write_head(folder: Folder, head: Head) -> Head:
     """Begin an arena; one that cannot even begin leaves no folder behind."""
-    fd = folder.create(HEAD)
+    fd = folder.create(HEAD_TEMPORARY)
     try:
         with naming(folder.file(HEAD)):
             write_all(fd, pack_head(head), 0)
             os.fsync(fd)
+            os.rename(HEAD_TEMPORARY, HEAD, src_dir_fd=folder.fd, dst_dir_fd=folder.fd)
     except BaseException:
         discard(folder)
         raise

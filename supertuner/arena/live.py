@@ -9,7 +9,7 @@ import numpy as np
 
 from supertuner.arena.catalog import Collected, ListedKeys, SegmentColumns
 from supertuner.arena.checks import check_catalog
-from supertuner.arena.files import INDEX, Folder
+from supertuner.arena.files import INDEX, Folder, unless_abandoned
 from supertuner.arena.format import (
     DATA_MAGIC,
     JOURNAL_NBYTES,
@@ -46,10 +46,11 @@ class LiveReader(Reader):
         if self.sealed:
             return 0
         before = len(self)
-        if self._folder.has(INDEX):
-            self._take_sealed()
-        else:
-            self._take_journals()
+        with unless_abandoned(self._folder):
+            if self._folder.has(INDEX):
+                self._take_sealed()
+            else:
+                self._take_journals()
         return len(self) - before
 
     def verify(self, progress: Progress | None = None) -> None:

@@ -130,7 +130,7 @@ def _cut(folder: Folder, journal: Journal, columns: SegmentColumns) -> None:
 
 
 def _truncate(folder: Folder, name: str, written: int, end: int) -> None:
-    """Make a file `end` bytes long. Cutting at the last written byte first frees and zeroes what lies behind it."""
+    """Make a file `end` bytes long, of which at least `written` must be there."""
     os.close(folder.open_file(name))  # refuses links
     fd = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder.fd)
     try:
@@ -138,9 +138,7 @@ def _truncate(folder: Folder, name: str, written: int, end: int) -> None:
             size = os.fstat(fd).st_size
             if size < written:
                 raise ArenaDamaged(folder.file(name), f"has {size} bytes where {written} were committed")
-            if size != end:
-                os.ftruncate(fd, written)
-                os.ftruncate(fd, end)
+            os.ftruncate(fd, end)
     finally:
         os.close(fd)
 

@@ -37,7 +37,7 @@ def describe(folder: Folder) -> ArenaInfo:
         if folder.has(INDEX):
             head, catalog = open_sealed(folder)
             return ArenaInfo(name, "sealed", nbytes, len(catalog.keys), head.created, head.life, users, catalog.meta)
-        state: Literal["building", "remains"] = "building" if _is_building(folder) else "remains"
+        state: Literal["building", "remains"] = "building" if is_building(folder) else "remains"
         if not folder.has(HEAD):
             return ArenaInfo(name, state, nbytes, users=users)
         head = read_head(folder)
@@ -64,7 +64,7 @@ def head_or_none(folder: Folder) -> Head | None:
         return None
 
 
-def _is_building(folder: Folder) -> bool:
+def is_building(folder: Folder) -> bool:
     if not folder.has(BUILDER):
         return False
     fd = folder.open_file(BUILDER)

@@ -10,6 +10,7 @@
     ├── BrokenMedia                 one file's bytes are not what they should be; becomes a line in the set-aside list
     └── ArenaError                  an arena on this node
         ├── ArenaMissing            nothing committed under that name
+        ├── ArenaExists             it is built already
         ├── ArenaBusy               another process is building, reading or removing it
         ├── ArenaFull               the memory or disk below it ran out
         └── ArenaDamaged            header, index or payload is not what was written, or comes from the future
@@ -82,6 +83,10 @@ class ArenaError(SuperTunerError):
 
 
 class ArenaMissing(ArenaError):
+    pass
+
+
+class ArenaExists(ArenaError):
     pass
 
 

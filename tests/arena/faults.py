@@ -8,6 +8,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ import pytest
 
 from supertuner.arena.build import Build
 from supertuner.arena.home import Home
-from supertuner.core.errors import ArenaDamaged
+from supertuner.core.errors import ArenaBusy, ArenaDamaged, ArenaMissing
 from tests.arena.making import build, contents, fork, units, wait
 
 LONGEST_US = 6000
@@ -128,6 +129,54 @@ def kill_readers(home: Home, rounds: int, seed: int) -> None:
         build(home, "a", content)
         kill_after_a_moment(work, rng)
         home.remove("a")
+
+
+def many_at_once(home: Home, processes: int, seconds: float, seed: int) -> None:
+    """Processes that build, read, follow, list, sweep and remove the same arenas: each is told the truth or "busy"."""
+    content = units(12)
+
+    def work(seed: int) -> None:
+        rng, end = random.Random(seed), time.monotonic() + seconds
+        while time.monotonic() < end:
+            with suppress(ArenaBusy, ArenaMissing):
+                _something(home, rng.choice("ab"), content, rng)
+
+    children = [fork(lambda s=number: work(seed + s)) for number in range(processes)]  # type: ignore[misc]
+    assert [wait(child) for child in children] == [0] * processes
+    home.sweep()
+    for info in home.ls():
+        assert info.state == "sealed" and contents(home, info.name) == content
+        home.remove(info.name)
+    assert os.listdir(home.path) == []
+
+
+def _something(home: Home, name: str, content: dict[str, bytes], rng: random.Random) -> None:
+    what = rng.choice(("attach", "build", "live", "ls", "sweep", "remove"))
+    if what == "attach":
+        assert contents(home, name) == content
+    elif what == "build":
+        got = home.attach_or_build(name, life=rng.choice(("run", "until_removed")))
+        with got:
+            if isinstance(got, Build):
+                _fill(got, content, rng)
+    elif what == "live":
+        with home.attach_live(name) as live:
+            for _ in range(20):
+                live.refresh()
+                assert all(bytes(live.view(i)) == content[live.key(i)] for i in range(len(live)))
+    elif what == "remove":
+        home.remove(name)
+    else:
+        (home.ls if what == "ls" else home.sweep)()
+
+
+def _fill(begun: Build, content: dict[str, bytes], rng: random.Random) -> None:
+    writers = [begun.writer(), begun.writer()]
+    for number, (key, payload) in enumerate(content.items()):
+        with writers[number % 2].begin(key) as unit:
+            unit.put("media", payload)
+    if rng.random() < 0.8:
+        begun.seal({})
 
 
 def damage_rounds(home: Home, rounds: int, seed: int) -> dict[str, int]:

@@ -25,3 +25,7 @@ def test_a_killed_reader_locks_nothing(home: Home) -> None:
 def test_every_flipped_bit_truncation_and_swap_is_found(home: Home) -> None:
     tried = faults.damage_rounds(home, rounds=300, seed=5)
     assert sum(tried.values()) == 300 and len(tried) == 4
+
+
+def test_many_processes_at_once_are_told_the_truth_or_busy(home: Home) -> None:
+    faults.many_at_once(home, processes=4, seconds=1.5, seed=6)

@@ -14,7 +14,7 @@ import pytest
 from supertuner.arena.build import Build
 from supertuner.arena.home import Home
 from supertuner.arena.reader import Reader
-from supertuner.core.errors import ArenaBusy, ArenaDamaged, ArenaError, ArenaMissing
+from supertuner.core.errors import ArenaBusy, ArenaDamaged, ArenaError, ArenaExists, ArenaMissing
 from tests.arena.making import build, contents, fork, units, wait
 
 
@@ -51,7 +51,7 @@ def test_an_arena_has_one_builder_at_a_time(home: Home) -> None:
             home.remove("a")
     with home.build("a") as begun:
         begun.seal({})
-    with pytest.raises(ArenaError, match=r"built already.*arena rm a"):
+    with pytest.raises(ArenaExists, match=r"built already.*arena rm a"):
         home.build("a")
 
 

@@ -219,6 +219,30 @@ def test_overlapping_records_are_refused(home: Home) -> None:
     assert "over another record" in str(refused(home)) or "outside" in str(refused(home))
 
 
+def test_a_large_record_off_its_boundary_is_refused(home: Home) -> None:
+    home.remove("a")
+    build(home, "a", {"k0": bytes(65536), "k1": b"1"}, writers=1)
+    forge(home, setting("offset", 0, 65536 - 4096))
+    assert "unaligned" in str(refused(home))
+
+
+def test_a_dtype_that_does_not_divide_the_size_is_refused(home: Home) -> None:
+    forge(home, lambda columns, counts: columns["kinds"].__setitem__(16, fmt.DTYPES["uint16"][0]))
+    assert "cannot have" in str(refused(home))
+
+
+def test_a_segment_named_twice_is_refused(home: Home) -> None:
+    home.remove("a")
+    build(home, "a", {"k0": b"1", "k1": b"2"}, writers=2)
+    forge(home, lambda columns, counts: columns["segments"].__setitem__(slice(24, 28), bytes(4)))
+    assert "names a segment twice" in str(refused(home))
+
+
+def test_a_segment_of_another_kind_is_refused(home: Home) -> None:
+    forge(home, lambda columns, counts: columns["segments"].__setitem__(4, fmt.TABLES))
+    assert "is of kind 0; the index says 1" in str(refused(home))
+
+
 def test_a_record_used_twice_is_found(home: Home) -> None:
     def change(columns: dict[str, bytearray], counts: Counts) -> None:
         columns["fields"][0:4] = columns["fields"][4:8]
@@ -353,6 +377,9 @@ def test_a_committed_unit_lost_from_a_journal_is_noticed_by_the_seal(home: Home)
         content = bytearray(file.read_bytes())
         content[-3] ^= 1
         file.write_bytes(content)
+        with pytest.raises(ArenaDamaged, match=r"0000\.journal: is unreadable after 1 units"):
+            begun.seal({})
+        os.truncate(file, len(content) - 5)
         with pytest.raises(ArenaDamaged, match=r"0000\.journal: is unreadable after 1 units"):
             begun.seal({})
 

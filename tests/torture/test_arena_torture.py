@@ -38,3 +38,7 @@ def test_100_killed_readers_lock_nothing(home: Home) -> None:
 def test_ten_thousand_flips_truncations_and_swaps_are_all_found(home: Home) -> None:
     tried = faults.damage_rounds(home, rounds=10_000, seed=15)
     assert sum(tried.values()) == 10_000 and min(tried.values()) > 500
+
+
+def test_eight_processes_at_once_are_told_the_truth_or_busy(home: Home) -> None:
+    faults.many_at_once(home, processes=8, seconds=20, seed=16)
