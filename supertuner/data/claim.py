@@ -14,16 +14,26 @@ from supertuner.core.errors import ArenaBusy, ArenaError, ArenaMissing
 from supertuner.core.events import Progress
 from supertuner.data.fingerprint import same_dataset
 
-_POLL_S = 0.05
+_POLL_S = 0.2
 
 
 def claim(home: Home, name: str, life: Life, verify: Verify, progress: Progress) -> Build | Reader:
     """A build of our own, or the arena, validated and held. Waits as long as another process builds it."""
-    found = _try(home, name, life, verify)
+    found = _attach(home, name, verify)
     if found is not None:
         return found
-    with progress.phase(f"waiting for another process that stages {name}"):
+    home.sweep()  # dead builders' remains may hold the memory that we need now
+    return _try(home, name, life, verify) or _wait(home, name, life, verify, progress)
+
+
+def _wait(home: Home, name: str, life: Life, verify: Verify, progress: Progress) -> Build | Reader:
+    """Show how far the other process is, until it is done or gone."""
+    shown = 0
+    with progress.phase(f"waiting for another process that stages {name}") as phase:
         while (found := _try(home, name, life, verify)) is None:
+            nbytes = next((arena.nbytes for arena in home.ls() if arena.name == name), 0)
+            phase.advance(nbytes=max(0, nbytes - shown))
+            shown = max(shown, nbytes)
             time.sleep(_POLL_S)
     return found
 
@@ -33,17 +43,24 @@ def older_versions(arenas: Sequence[ArenaInfo], dataset_id: str, name: str) -> l
     return [a for a in arenas if a.name != name and a.state == "sealed" and same_dataset(a.name, dataset_id)]
 
 
-def _try(home: Home, name: str, life: Life, verify: Verify) -> Build | Reader | None:
-    """What is possible now; None if another process is building. A damaged arena is an error, not a reason to build."""
+def _attach(home: Home, name: str, verify: Verify) -> Reader | None:
+    """None if there is none yet. A damaged arena is an error with its remedy, not a reason to build."""
     try:
         return home.attach(name, verify=verify)
     except ArenaMissing:
-        home.sweep()  # dead builders' remains may hold the memory that we need now
+        return None
+
+
+def _try(home: Home, name: str, life: Life, verify: Verify) -> Build | Reader | None:
+    """What is possible now; None if another process is building."""
+    found = _attach(home, name, verify)
+    if found is not None:
+        return found
     try:
         return home.build(name, life=life)
     except ArenaBusy:
         return None
     except ArenaError:
-        if any(a.name == name and a.state == "sealed" for a in home.ls()):
+        if any(arena.name == name and arena.state == "sealed" for arena in home.ls()):
             return None  # sealed between our two looks: the next one finds it
         raise

@@ -32,7 +32,7 @@ class StagedDataset:
         meta = reader.meta
         if meta.get("holds") != "staged dataset" or meta.get("version") != STAGED_VERSION:
             what = f"holds {meta.get('holds')!r} of version {meta.get('version')}, not a staged dataset"
-            raise ArenaDamaged("arena", f"{what} of version {STAGED_VERSION}")
+            raise ArenaDamaged(reader.name, f"{what} of version {STAGED_VERSION}")
         self._reader = reader
         self.meta: Mapping[str, Any] = meta
         self.id = str(meta["dataset"])

@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import time
+import warnings
 from pathlib import Path
 
 from supertuner.arena.home import Home
@@ -14,7 +15,11 @@ from tests.data.staging import contents, dataset, names, stager
 
 def stage_in_child(folder: Path, home: Path) -> int:
     """The process id of a child that stages `folder`, from the first moment on."""
-    pid = os.fork()
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # other tests' threads are idle, and the child execs nothing
+        pid = os.fork()
     if pid == 0:
         code = 1
         try:

@@ -87,6 +87,12 @@ def test_a_saved_hugging_face_dataset_is_staged_and_reused(tmp_path, home):
     assert stager(home).stage(settings).reused
 
 
+def test_caption_settings_that_a_hugging_face_dataset_cannot_have_are_refused(tmp_path, home):
+    path = saved(tmp_path / "hf", {"image": [{"bytes": picture(), "path": None}], "text": ["x"]})
+    with pytest.raises(SourceError, match=r"keeps captions in a column.*captions\.caption_column"):
+        stager(home).stage(dataset(path, captions={"source": "sidecar"}))
+
+
 def test_rows_of_a_hugging_face_dataset_open_files_inside_of_its_folder_only(tmp_path, home):
     paths = ["in.jpg", "/etc/passwd", "../out.jpg", "gone.jpg"]
     rows = {"image": [{"bytes": None, "path": path} for path in paths], "text": list("abcd")}

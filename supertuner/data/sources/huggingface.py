@@ -44,6 +44,11 @@ class HuggingFaceSource:
                 yield f"{path.relative_to(self._root)}\0{status.st_size}\0{status.st_mtime_ns}".encode()
 
     def listing(self) -> Listing:
+        if self._captions.metadata_file is not None or self._captions.source == "sidecar":
+            raise SourceError(
+                f"{self._root}: a Hugging Face dataset keeps captions in a column; leave captions.source and "
+                "captions.metadata_file alone and set captions.caption_column"
+            )
         items: list[Item] = []
         left: list[Left] = []
         rows = len(self._dataset) if self._limit is None else min(self._limit, len(self._dataset))
