@@ -16,9 +16,7 @@ from tests.data.staging import contents, dataset, names, stager
 def stage_in_child(folder: Path, home: Path) -> int:
     """The process id of a child that stages `folder`, from the first moment on."""
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", DeprecationWarning
-        )  # other tests' threads are idle, and the child execs nothing
+        warnings.simplefilter("ignore", DeprecationWarning)  # threads of other tests are idle
         pid = os.fork()
     if pid == 0:
         code = 1
