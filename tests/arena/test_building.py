@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -50,6 +52,19 @@ def test_an_aborted_unit_leaves_no_trace(any_home: Home) -> None:
     with any_home.attach("a") as reader:
         assert [reader.key(i) for i in range(len(reader))] == ["0", "2", "4"]
         reader.verify()
+
+
+def test_what_an_aborted_unit_wrote_does_not_show_between_later_ones(home: Home) -> None:
+    with home.build("a") as begun:
+        writer = begun.writer()
+        unit = writer.begin("aborted")
+        unit.put("media", b"x" * 150_000)
+        unit.abort()
+        for key, nbytes in (("k0", 70_001), ("k1", 10)):
+            with writer.begin(key) as unit:
+                unit.put("media", bytes(nbytes))
+        begun.seal({})
+    assert contents(home, "a") == {"k0": bytes(70_001), "k1": bytes(10)}
 
 
 def test_an_error_inside_a_unit_aborts_it(home: Home) -> None:
@@ -155,6 +170,17 @@ def test_sealing_waits_for_no_writer_of_another_process_but_says_so(home: Home) 
         with pytest.raises(ArenaError, match="sealed"):
             joined.writer()
     assert contents(home, "a") == {"k": b"1"}
+
+
+def test_no_writer_opens_a_segment_while_the_arena_is_sealed(home: Home) -> None:
+    with home.build("a"), home.join("a") as joined, (home.path / "a" / "head").open("rb") as gate:
+        fcntl.flock(gate, fcntl.LOCK_EX)  # as the seal does
+        with ThreadPoolExecutor() as pool:
+            opening = pool.submit(joined.writer)
+            with pytest.raises(TimeoutError):
+                opening.result(timeout=0.1)
+            fcntl.flock(gate, fcntl.LOCK_UN)
+            opening.result(timeout=10)
 
 
 def test_nobody_joins_what_nobody_builds(home: Home) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -53,6 +55,33 @@ def test_an_arena_has_one_builder_at_a_time(home: Home) -> None:
         begun.seal({})
     with pytest.raises(ArenaExists, match=r"built already.*arena rm a"):
         home.build("a")
+
+
+def test_a_builder_that_waited_for_one_that_gave_up_builds(home: Home) -> None:
+    first = home.build("a")
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(home.build, "a", wait_s=10)
+        with pytest.raises(TimeoutError):
+            waiting.result(timeout=0.1)
+        first.abandon()
+        with waiting.result(timeout=10) as second:
+            second.seal({"by": "the second"})
+    with home.attach("a") as reader:
+        assert reader.meta == {"by": "the second"}
+
+
+def test_a_reader_that_waited_for_a_removal_sees_the_arena_that_came_after(home: Home) -> None:
+    build(home, "a", {"old": b"1"})
+    folder = os.open(home.path / "a", os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_EX)  # as a removal does
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(contents, home, "a")
+        with pytest.raises(TimeoutError):
+            waiting.result(timeout=0.1)
+        (home.path / "a").rename(home.path / ".gone-1")
+        build(home, "a", {"new": b"2"})
+        os.close(folder)
+        assert waiting.result(timeout=10) == {"new": b"2"}
 
 
 def test_remains_of_a_dead_builder_do_not_stop_the_next(any_home: Home) -> None:
