@@ -27,12 +27,12 @@ from supertuner.arena.home import Home, default_home
 from supertuner.config import data as settings
 from supertuner.core.events import Silence
 from supertuner.core.host import Host
-from supertuner.data.batches import Decoders
+from supertuner.data.batching.batches import Decoders
+from supertuner.data.batching.prefetch import Prefetcher
+from supertuner.data.batching.resize import Filter, crop_box
 from supertuner.data.corpus import Corpus, corpus_of
-from supertuner.data.prefetch import Prefetcher
-from supertuner.data.resize import Filter, crop_box
-from supertuner.data.stage import Stager
-from supertuner.data.windows import single
+from supertuner.data.ordering.windows import single
+from supertuner.data.staging.stage import Stager
 
 SIDE, BATCH, ROUNDS, CPUS = 1024, 4, 7, 2
 LIMIT = 1.3

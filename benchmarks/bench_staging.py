@@ -30,7 +30,7 @@ from supertuner.config.data import Dataset
 from supertuner.core.events import Silence
 from supertuner.core.host import Host
 from supertuner.core.types import bytes_text
-from supertuner.data.stage import Stager
+from supertuner.data.staging.stage import Stager
 
 CASES = {"100 KB": (4000, 384), "1 MB": (400, 1216)}
 """Files, and the side of the picture that each holds."""

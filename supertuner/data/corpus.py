@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from supertuner.config.data import Dataset
 from supertuner.core.events import SetAside
-from supertuner.data.assign import block_of, why_none
-from supertuner.data.members import Members, members_of
-from supertuner.data.order import Group, Order, rate_of
+from supertuner.data.ordering.assign import block_of, why_none
+from supertuner.data.ordering.members import Members, members_of
+from supertuner.data.ordering.order import Group, Order, rate_of
 from supertuner.data.samples import Samples
 
 

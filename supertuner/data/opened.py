@@ -14,9 +14,9 @@ from supertuner.core.events import Progress, Sink, Warned
 from supertuner.core.host import Host
 from supertuner.data.corpus import Corpus, corpus_of
 from supertuner.data.homes import home_of
-from supertuner.data.members import Members, shared_members
+from supertuner.data.ordering.members import Members, shared_members
 from supertuner.data.samples import Samples
-from supertuner.data.stage import Stager
+from supertuner.data.staging.stage import Stager
 
 
 @contextmanager
@@ -27,15 +27,13 @@ def open_corpus(
 
     `life` is how long a fresh arena stays, if not as `arena.keep` says.
     """
-    if not config.datasets:
-        raise SourceError("the configuration names no dataset; add one under datasets")
     kept = config.arena.keep if life is None else life
     homes: dict[str, Home] = {}
     with ExitStack() as opened:
         datasets: list[tuple[Dataset, Samples]] = []
-        for number, dataset in enumerate(config.datasets):
-            home = homes[dataset.id] = home_of(dataset, config)
-            _, staged = Stager(home, host, sink, progress, life=kept).open(dataset, f"datasets[{number}]")
+        for stager, dataset, place in stagers(config, host, sink, progress, kept):
+            homes[dataset.id] = stager.home
+            _, staged = stager.open(dataset, place)
             opened.callback(staged.close)
             datasets.append((dataset, staged))
 
@@ -51,6 +49,18 @@ def open_corpus(
         )
         tell_left_out(corpus, sink)
         yield corpus
+
+
+def stagers(
+    config: RunConfig, host: Host, sink: Sink, progress: Progress, life: Life
+) -> Iterator[tuple[Stager, Dataset, str]]:
+    """For each dataset, who stages it, and what its block is called in the configuration."""
+    if not config.datasets:
+        raise SourceError("the configuration names no dataset; add one under datasets")
+    for number, dataset in enumerate(config.datasets):
+        home = home_of(dataset, config)
+        stager = Stager(home, host, sink, progress, life=life, verify=config.arena.verify)
+        yield stager, dataset, f"datasets[{number}]"
 
 
 def tell_left_out(corpus: Corpus, sink: Sink) -> None:

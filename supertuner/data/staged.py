@@ -15,9 +15,9 @@ from supertuner.arena.home import Home
 from supertuner.arena.reader import Reader, Verify
 from supertuner.core.errors import ArenaDamaged
 from supertuner.core.types import MediaKind
-from supertuner.data.columns import CAPTION_BYTES, CAPTION_INDEX, CAPTION_OFFSETS
-from supertuner.data.compress import RAW, decompress
-from supertuner.data.fingerprint import STAGED_VERSION
+from supertuner.data.staging.columns import CAPTION_BYTES, CAPTION_INDEX, CAPTION_OFFSETS
+from supertuner.data.staging.compress import RAW, decompress
+from supertuner.data.staging.fingerprint import STAGED_VERSION
 
 MEDIA = "media"
 """The field of a unit that holds a file's bytes."""

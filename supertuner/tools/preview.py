@@ -14,13 +14,13 @@ from supertuner.core.host import Host
 from supertuner.core.types import MediaKind
 from supertuner.data.corpus import Corpus
 from supertuner.data.opened import open_corpus
-from supertuner.data.windows import MicroBatch, single
+from supertuner.data.ordering.windows import MicroBatch, single
 from supertuner.sinks.console import Console
 from supertuner.tools.session import life_of
 from supertuner.tools.sheet import Cell, Section, draw_sheet
 
 if TYPE_CHECKING:
-    from supertuner.data.batches import Batch
+    from supertuner.data.batching.batches import Batch
 
 CELLS = 8
 """Samples shown of a batch."""
@@ -54,7 +54,7 @@ def preview(loaded: Loaded, out: Path, *, epoch: int = 0) -> int:
 
 def write_preview(corpus: Corpus, out: Path, *, epoch: int = 0, threads: int = 1) -> int:
     """Write the sheet of an epoch to `out` as PNG; how many buckets it shows."""
-    from supertuner.data.batches import Decoders
+    from supertuner.data.batching.batches import Decoders
 
     order = corpus.order
     batches = first_batches(corpus, epoch)

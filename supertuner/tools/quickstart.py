@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from supertuner.core.errors import SuperTunerError
+from supertuner.core.events import Silence
 from supertuner.data.opened import open_corpus
-from supertuner.data.result import StageResult
+from supertuner.data.staging.result import StageResult
 from supertuner.tools.preview import write_preview
 from supertuner.tools.sample_data import make_sample_data
 from supertuner.tools.session import life_of, load_narrowed, session
@@ -34,9 +35,8 @@ def quickstart(folder: Path) -> Quickstart:
     config = _dataset(folder)
     with session(load_narrowed(config, [f"run.output_dir={folder / 'runs'}"])) as work:
         staged = stage_all(work)
-        with open_corpus(
-            work.config, host=work.host, sink=work.sink, progress=work.console, life=life_of(work.config)
-        ) as corpus:
+        quiet = Silence()  # all that there is to tell was told just now
+        with open_corpus(work.config, host=work.host, sink=quiet, progress=quiet, life=life_of(work.config)) as corpus:
             buckets = write_preview(corpus, folder / SHEET, threads=work.host.cpus())
         return Quickstart(config, work.folder.path, folder / SHEET, buckets, tuple(staged))
 

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from supertuner.core.types import bytes_text
-from supertuner.data.homes import home_of
-from supertuner.data.result import StageResult
-from supertuner.data.stage import Stager
+from supertuner.data.opened import stagers
+from supertuner.data.staging.result import StageResult
 from supertuner.tools.session import Session, life_of
 
 
 def stage_all(work: Session) -> list[StageResult]:
-    """Stage every dataset, or find that nothing changed. Ended arenas and remains of killed builders go first."""
-    results = []
-    for number, dataset in enumerate(work.config.datasets):
-        home = home_of(dataset, work.config)
-        stager = Stager(home, work.host, work.sink, work.console, life=life_of(work.config))
-        results.append(stager.stage(dataset, f"datasets[{number}]"))
-    return results
+    """Stage every dataset, or find that nothing changed."""
+    life = life_of(work.config)
+    found = stagers(work.config, work.host, work.sink, work.console, life)
+    return [stager.stage(dataset, place) for stager, dataset, place in found]
 
 
 def summary(result: StageResult) -> str:

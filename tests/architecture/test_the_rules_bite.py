@@ -13,8 +13,8 @@ from tests.architecture import code_rules, doc_rules, import_rules
     ("path", "source"),
     [
         ("arena/home.py", "from supertuner.data import stage"),
-        ("arena/home.py", "import supertuner.data.stage"),
-        ("arena/home.py", "def f():\n    from supertuner.data.stage import stage"),
+        ("arena/home.py", "import supertuner.data.staging.stage"),
+        ("arena/home.py", "def f():\n    from supertuner.data.staging.stage import stage"),
         ("arena/home.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from supertuner.data import stage"),
         ("arena/home.py", "from supertuner import data"),
         ("arena/home.py", "from ..data import stage"),

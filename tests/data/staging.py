@@ -10,8 +10,8 @@ from supertuner.arena.home import Home
 from supertuner.config.data import Dataset
 from supertuner.core.events import Decided, Event, Phase, SetAside, Silence, Warned
 from supertuner.core.host import Host
-from supertuner.data.stage import Stager
 from supertuner.data.staged import StagedDataset
+from supertuner.data.staging.stage import Stager
 
 
 class Told(Silence):

@@ -18,13 +18,13 @@ from supertuner.core.errors import ArenaDamaged, BrokenMedia
 from supertuner.core.events import Decided, Silence
 from supertuner.core.host import Host
 from supertuner.core.types import MediaKind
-from supertuner.data.batches import Batch, Decoders, pinned_pool
+from supertuner.data.batching.batches import Batch, Decoders, pinned_pool
+from supertuner.data.batching.prefetch import Prefetcher, prefetched
+from supertuner.data.batching.render import render
 from supertuner.data.corpus import Corpus, corpus_of
-from supertuner.data.members import members_of, shared_members, table_name
-from supertuner.data.prefetch import Prefetcher, prefetched
-from supertuner.data.render import render
-from supertuner.data.stage import Stager
-from supertuner.data.windows import MicroBatch, single
+from supertuner.data.ordering.members import members_of, shared_members, table_name
+from supertuner.data.ordering.windows import MicroBatch, single
+from supertuner.data.staging.stage import Stager
 from supertuner.tools.sample_data import make_sample_data
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from supertuner.data.bijection import inverse, key_of, keys_below, permute
+from supertuner.data.ordering.bijection import inverse, key_of, keys_below, permute
 
 
 def whole(size: int, key: int) -> np.ndarray:

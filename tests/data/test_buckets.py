@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from supertuner.config.data import AudioSettings, Dataset
 from supertuner.core.types import MediaKind
-from supertuner.data.assign import Block, bucket_numbers, bucket_table, why_none
-from supertuner.data.buckets import NO_BUCKET, audio_steps, frame_bucket, frames_available, nearest_size, sizes
+from supertuner.data.ordering.assign import Block, bucket_numbers, bucket_table, why_none
+from supertuner.data.ordering.buckets import NO_BUCKET, audio_steps, frame_bucket, frames_available, nearest_size, sizes
 
 SIDES = st.integers(1, 6000)
 SHAPES = st.lists(st.tuples(SIDES, SIDES), min_size=1, max_size=30)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from supertuner.core.errors import BrokenMedia
-from supertuner.data.compress import CODECS, RAW, Trial, choose, compress, decompress
+from supertuner.data.staging.compress import CODECS, RAW, Trial, choose, compress, decompress
 from tests.data.media_files import picture, sound, write
 from tests.data.staging import Told, contents, dataset, stager
 

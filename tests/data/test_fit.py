@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from supertuner.core.errors import DoesNotFit
 from supertuner.core.types import GIB, MIB
-from supertuner.data.fit import Room, budget, file_system, limit_bytes, lowered, require, reserve, stored_bytes
+from supertuner.data.staging.fit import Room, budget, file_system, limit_bytes, lowered, require, reserve, stored_bytes
 from tests.data.media_files import picture, write
 from tests.data.staging import Told, contents, dataset, machine, names, stager
 

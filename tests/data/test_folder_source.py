@@ -9,9 +9,9 @@ import pytest
 from supertuner.config.data import Captions, Dataset
 from supertuner.core.errors import SourceError
 from supertuner.core.types import MediaKind
-from supertuner.data.reading import read_captions
 from supertuner.data.sources import format_of, open_source
 from supertuner.data.sources.folder import FolderSource
+from supertuner.data.staging.reading import read_captions
 from tests.data.media_files import picture, write
 
 JPEG = picture("jpeg", (8, 8))

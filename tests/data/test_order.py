@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from supertuner.core.errors import SourceError
 from supertuner.core.types import MediaKind
-from supertuner.data.buckets import Bucket
-from supertuner.data.order import Group, Order, rate_of
-from supertuner.data.windows import micro_batches, share
+from supertuner.data.ordering.buckets import Bucket
+from supertuner.data.ordering.order import Group, Order, rate_of
+from supertuner.data.ordering.windows import micro_batches, share
 
 
 def group(dataset: int, size: int, width: int = 64, rate: Fraction = Fraction(1)) -> Group:
@@ -134,7 +134,7 @@ def test_another_process_computes_the_same_order():
     """Nothing that differs between processes, such as Python's own hashes, may play a part."""
     code = (
         "from tests.data.test_order import group, listed\n"
-        "from supertuner.data.order import Order, rate_of\n"
+        "from supertuner.data.ordering.order import Order, rate_of\n"
         "order = Order([group(0, 9), group(1, 12, 128, rate_of(2, 0.3))], seed=3, batch_size=2)\n"
         "print(listed(order, 0, 100))"
     )

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from supertuner.data.augment import Change, apply_colour, colour_map
-from supertuner.data.resize import crop_box, resized
+from supertuner.data.batching.augment import Change, apply_colour, colour_map
+from supertuner.data.batching.resize import crop_box, resized
 
 SIDE = st.integers(1, 5000)
 SHARE = st.floats(0, 1)

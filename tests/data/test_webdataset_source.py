@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from supertuner.config.data import Captions
 from supertuner.core.types import MediaKind
-from supertuner.data.reading import read_captions, read_span
 from supertuner.data.sources.listing import Span
 from supertuner.data.sources.tar_index import members
 from supertuner.data.sources.webdataset import WebDatasetSource
+from supertuner.data.staging.reading import read_captions, read_span
 from tests.data.media_files import picture, tar
 
 JPEG = picture("jpeg", (8, 8))

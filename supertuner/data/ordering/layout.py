@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from supertuner.data.bijection import U64, inverse, permute
+from supertuner.data.ordering.bijection import U64, inverse, permute
 
 I64 = NDArray[np.int64]
 

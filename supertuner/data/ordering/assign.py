@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from supertuner.config.data import Dataset
 from supertuner.core.types import MediaKind
-from supertuner.data.buckets import (
+from supertuner.data.ordering.buckets import (
     NO_BUCKET,
     Bucket,
     Ints,

@@ -19,8 +19,8 @@ from supertuner.arena.format import Life
 from supertuner.arena.home import Home
 from supertuner.arena.reader import Reader
 from supertuner.config.data import Dataset
-from supertuner.data.assign import block_of, bucket_numbers, bucket_table
-from supertuner.data.buckets import NO_BUCKET, Bucket, Ints
+from supertuner.data.ordering.assign import block_of, bucket_numbers, bucket_table
+from supertuner.data.ordering.buckets import NO_BUCKET, Bucket, Ints
 from supertuner.data.samples import Samples
 
 BLOCK = 1 << 18

@@ -10,15 +10,15 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from supertuner.core.types import MediaKind
-from supertuner.data.assign import block_of
-from supertuner.data.augment import Change, apply_colour, change_for, colour_map
-from supertuner.data.buckets import Bucket, frames_available
-from supertuner.data.captions import caption_for
-from supertuner.data.chance import Chance
+from supertuner.data.batching.augment import Change, apply_colour, change_for, colour_map
+from supertuner.data.batching.captions import caption_for
+from supertuner.data.batching.chance import Chance
+from supertuner.data.batching.resize import crop_box, resized
 from supertuner.data.corpus import Part
 from supertuner.data.decode import broken_means
 from supertuner.data.decode.image import RGB
-from supertuner.data.resize import crop_box, resized
+from supertuner.data.ordering.assign import block_of
+from supertuner.data.ordering.buckets import Bucket, frames_available
 
 if TYPE_CHECKING:
     import torch

@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from supertuner.core.errors import SourceError
-from supertuner.data.bijection import key_of, keys_below, permute
-from supertuner.data.buckets import Bucket
-from supertuner.data.layout import I64, Layout, lay_out
+from supertuner.data.ordering.bijection import key_of, keys_below, permute
+from supertuner.data.ordering.buckets import Bucket
+from supertuner.data.ordering.layout import I64, Layout, lay_out
 
 WEIGHT_STEPS = 1_000_000
 """Rates are exact fractions with denominators up to this; sums of draws over epochs then fit 64 bits."""

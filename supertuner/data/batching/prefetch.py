@@ -14,9 +14,9 @@ from types import TracebackType
 from supertuner.config.data import LoaderSettings
 from supertuner.core.events import Decided, Sink
 from supertuner.core.host import Host
-from supertuner.data.batches import Batch, Decoders, Pending
+from supertuner.data.batching.batches import Batch, Decoders, Pending
 from supertuner.data.corpus import Corpus
-from supertuner.data.windows import MicroBatch
+from supertuner.data.ordering.windows import MicroBatch
 
 
 class Prefetcher:

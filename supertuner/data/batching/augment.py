@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from supertuner.config.data import Augment
-from supertuner.data.chance import Chance
+from supertuner.data.batching.chance import Chance
 
 if TYPE_CHECKING:
     import torch

@@ -13,17 +13,17 @@ from supertuner.config.data import Dataset
 from supertuner.core.errors import BrokenMedia
 from supertuner.core.events import Phase
 from supertuner.core.types import MIB, MediaKind
-from supertuner.data.columns import Columns
-from supertuner.data.compress import RAW, Choice, compress
-from supertuner.data.decodes import require_decodes
-from supertuner.data.fit import stored_bytes
-from supertuner.data.meter import Meter
 from supertuner.data.probe import probe
 from supertuner.data.probe.facts import Facts
-from supertuner.data.reading import open_span, read_captions, read_into, read_span, require_unchanged
-from supertuner.data.result import FormatFigures
 from supertuner.data.sources.listing import Left, Listing, Source, Span
 from supertuner.data.staged import MEDIA
+from supertuner.data.staging.columns import Columns
+from supertuner.data.staging.compress import RAW, Choice, compress
+from supertuner.data.staging.decodes import require_decodes
+from supertuner.data.staging.fit import stored_bytes
+from supertuner.data.staging.meter import Meter
+from supertuner.data.staging.reading import open_span, read_captions, read_into, read_span, require_unchanged
+from supertuner.data.staging.result import FormatFigures
 
 if TYPE_CHECKING:
     from supertuner.arena.build import Build

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from supertuner.core.host import Host
-from supertuner.data.fit import Room, file_system, limit_bytes
+from supertuner.data.staging.fit import Room, file_system, limit_bytes
 
 _MEMORY = frozenset(("tmpfs", "ramfs"))
 

@@ -6,11 +6,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from supertuner.core.errors import BrokenMedia
-from supertuner.data.compress import Choice, Setting, Trial, choose, compress, tried_codecs
-from supertuner.data.fit import stored_bytes
 from supertuner.data.probe.sniff import HEAD_BYTES, sniff
-from supertuner.data.reading import read_span
 from supertuner.data.sources.listing import Item, Source, Span
+from supertuner.data.staging.compress import Choice, Setting, Trial, choose, compress, tried_codecs
+from supertuner.data.staging.fit import stored_bytes
+from supertuner.data.staging.reading import read_span
 
 _SAMPLES = 12
 """Files looked at per file name ending: enough to tell 5 % from nothing, few enough to take no time."""

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from supertuner.data.buckets import Bucket
-from supertuner.data.order import Draws, Order
+from supertuner.data.ordering.buckets import Bucket
+from supertuner.data.ordering.order import Draws, Order
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from supertuner.config.data import Captions
-from supertuner.data.chance import Chance
+from supertuner.data.batching.chance import Chance
 
 TRIGGER_MARK = "[trigger]"
 

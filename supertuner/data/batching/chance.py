@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from supertuner.data.bijection import key_of
+from supertuner.data.ordering.bijection import key_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from supertuner.core.types import MediaKind
-from supertuner.data.buckets import Bucket
+from supertuner.data.batching.render import caption_of, render
 from supertuner.data.corpus import Corpus
-from supertuner.data.render import caption_of, render
-from supertuner.data.windows import MicroBatch
+from supertuner.data.ordering.buckets import Bucket
+from supertuner.data.ordering.windows import MicroBatch
 
 if TYPE_CHECKING:
     import torch

@@ -12,7 +12,7 @@ from supertuner.arena.reader import Reader, Verify
 from supertuner.arena.states import ArenaInfo
 from supertuner.core.errors import ArenaBusy, ArenaError, ArenaMissing
 from supertuner.core.events import Progress
-from supertuner.data.fingerprint import same_dataset
+from supertuner.data.staging.fingerprint import same_dataset
 
 _POLL_S = 0.2
 

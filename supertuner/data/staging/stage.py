@@ -20,19 +20,19 @@ from supertuner.core.errors import ArenaFull, DoesNotFit, SourceError
 from supertuner.core.events import Decided, Measured, Progress, SetAside, Sink, Warned
 from supertuner.core.host import Host
 from supertuner.core.types import GIB, JSON, MIB, bytes_text
-from supertuner.data import fit, trial
-from supertuner.data.claim import claim, older_versions
-from supertuner.data.columns import CAPTION_INDEX, tables
-from supertuner.data.compress import RAW, Choice
-from supertuner.data.crew import Crew, chunked
-from supertuner.data.fingerprint import STAGED_VERSION, arena_name, fingerprint
-from supertuner.data.meter import Meter
-from supertuner.data.result import FormatFigures, StageResult, judge
-from supertuner.data.room import room_of
 from supertuner.data.sources import open_source
 from supertuner.data.sources.listing import Left, Listing, Source
 from supertuner.data.staged import SET_ASIDE, StagedDataset
-from supertuner.data.worker import Job, StageWorker
+from supertuner.data.staging import fit, trial
+from supertuner.data.staging.claim import claim, older_versions
+from supertuner.data.staging.columns import CAPTION_INDEX, tables
+from supertuner.data.staging.compress import RAW, Choice
+from supertuner.data.staging.crew import Crew, chunked
+from supertuner.data.staging.fingerprint import STAGED_VERSION, arena_name, fingerprint
+from supertuner.data.staging.meter import Meter
+from supertuner.data.staging.result import FormatFigures, StageResult, judge
+from supertuner.data.staging.room import room_of
+from supertuner.data.staging.worker import Job, StageWorker
 
 MOST_THREADS = 72
 _CHUNK_FILES = 64

@@ -1,0 +1,1 @@
+"""From staged bytes to batches: decoding, seeded changes, captions, and the batches ahead."""
