@@ -32,6 +32,7 @@ from supertuner.arena.home import Home
 DATA_BYTES = 2 << 30
 ROUND_BYTES = 200 << 20
 BATCH_BYTES = 6 << 20
+MEMCPY_ROUNDS = 41
 ROUNDS = 15
 FEW_ROUNDS = 5
 LONG_ROUND_S = 0.5
@@ -106,7 +107,9 @@ def scene_rows(scene: Scene) -> list[Row]:
     with in_memory_folder() as folder, arena_of(scene, folder / "arenas") as ours:
         check(scene, ours)
         scene.read_all(ours)
-        timings = interleave({"arena": scene.rounds_of(ours), "memcpy": scene.rounds_of(memcpy_of(scene))}, ROUNDS)
+        timings = interleave(
+            {"arena": scene.rounds_of(ours), "memcpy": scene.rounds_of(memcpy_of(scene))}, MEMCPY_ROUNDS
+        )
         tell(scene, "memcpy", timings["memcpy"])
         tell(scene, "arena", timings["arena"])
         name = f"gather of {scene.label}, share of memcpy"
