@@ -7,7 +7,7 @@ import time
 import pytest
 
 from supertuner.config.data import Captions, Dataset
-from supertuner.core.errors import SourceError
+from supertuner.core.errors import BrokenMedia, SourceError
 from supertuner.core.types import MediaKind
 from supertuner.data.sources import format_of, open_source
 from supertuner.data.sources.folder import FolderSource
@@ -82,6 +82,18 @@ def test_what_is_not_a_file_with_bytes_is_left_out_with_its_reason(tmp_path):
         "nowhere.jpg": "a link that leads nowhere",
         "b\\udcff.jpg": "its name is not UTF-8; rename it",
     }
+
+
+def test_links_in_a_circle_are_left_out_with_their_reason_whatever_their_name_promises(tmp_path):
+    write(tmp_path, {"good.jpg": JPEG, "bad_caption.jpg": JPEG})
+    for name in ("circle.jpg", "folder", "bad_caption.txt"):
+        (tmp_path / name).symlink_to(name)
+    found = listing(tmp_path)
+    assert dict(found.left) == {"circle.jpg": "unreadable: Too many levels of symbolic links"}
+    assert "folder left out: Too many levels of symbolic links" in found.notes
+    assert [item.key for item in found.items] == ["bad_caption", "good"]
+    with pytest.raises(BrokenMedia, match="caption"):
+        read_captions(found.items[0], found.caption_syntax, "text", several=False)
 
 
 def test_a_relative_folder_is_the_same_dataset_as_its_absolute_path(tmp_path, monkeypatch):

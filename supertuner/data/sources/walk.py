@@ -29,6 +29,8 @@ class Tree:
     other_kinds: Counter[MediaKind] = field(default_factory=Counter)
     unread: Counter[str] = field(default_factory=Counter)
     again: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+    """Names that might be folders, and why they could not be looked at."""
 
     def notes(self, kind: MediaKind) -> list[str]:
         lines = [
@@ -40,7 +42,7 @@ class Tree:
             lines += some(count, f"{ending} file", f"{ending} files", "not a format that is read here; convert it")
         lines += some(self.hidden, "hidden file", "hidden files", "its name begins with a dot")
         lines += [f"folder {name} left out: a link to a folder that is already listed" for name in self.again]
-        return lines
+        return lines + self.unknown
 
 
 _ODD = ((stat.S_ISFIFO, "a named pipe"), (stat.S_ISSOCK, "a socket"))
@@ -95,16 +97,24 @@ def _one_folder(tree: Tree, root: str, prefix: str, kind: MediaKind, ending: str
             name = entry.name
             dot = name.rfind(".")
             wanted = dot > 0 and EXTENSIONS.get(name[dot:].lower()) is kind and name[0] != "."
-            if wanted and entry.is_file():
-                _candidate(tree, entry, prefix + name, dot - len(name))
-            elif name[0] == ".":
-                tree.hidden += 1
-            elif entry.is_dir(follow_symlinks=False):
-                folders.append(prefix + name)
-            elif entry.is_dir():
-                links.append(prefix + name)
-            else:
-                _other_file(tree, entry, prefix, wanted=wanted, ending=ending)
+            try:
+                if wanted and entry.is_file():
+                    _candidate(tree, entry, prefix + name, dot - len(name))
+                elif name[0] == ".":
+                    tree.hidden += 1
+                elif entry.is_dir(follow_symlinks=False):
+                    folders.append(prefix + name)
+                elif entry.is_dir():
+                    links.append(prefix + name)
+                else:
+                    _other_file(tree, entry, prefix, wanted=wanted, ending=ending)
+            except OSError as error:  # a link in a circle, or to where we may not look: nobody knows what it is
+                if wanted:
+                    tree.left.append(Left(printable(prefix + name), f"unreadable: {error.strerror}"))
+                elif name.endswith(ending):
+                    tree.sidecars[prefix + name[: -len(ending)]] = entry
+                else:
+                    tree.unknown.append(f"{printable(prefix + name)} left out: {error.strerror}")
     return folders, links
 
 
