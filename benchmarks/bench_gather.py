@@ -2,10 +2,11 @@
 
 The samples are 2 GiB of noise, many times the last-level cache, and every batch is drawn from all of them. Everybody
 has read all of it once before the clock starts, and fills a buffer of one batch again and again. memcpy copies whole
-batches from an ordinary array of the same 2 GiB: the limit. One thread each, but for the DataLoader's 2 workers.
+batches from an ordinary array of the same 2 GiB, on one thread: the limit.
 
-Beside each peer stands what memcpy itself would reach against it in the same rounds: no store that copies every byte
-once can do better, so a limit above that cannot be met on this machine by one thread.
+The arena copies a batch with as many threads as there are CPUs, as the loader does, and also with one. Peers are in
+their documented fastest mode, which but for the DataLoader's 2 workers is one thread. Beside each peer stand the arena
+and memcpy on one thread in the same rounds: no store that copies every byte once on one thread can do better.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.harness import Row, Timing, at_least, interleave, noted, paired, report, say, skipped
 from benchmarks.peers import PEERS, Bytes, Gather, Opener, dataloader_rounds, webdataset_gather
 from supertuner.arena.home import Home
+from supertuner.core.host import Host
 
 DATA_BYTES = 2 << 30
 ROUND_BYTES = 200 << 20
@@ -49,6 +51,8 @@ LIMITS = {
 """How many times faster than the peer, for samples of 100 KB; the other sizes have no limit but memcpy's."""
 LIMITED = "100 KB"
 MANY_FILES = 50_000
+CPUS = Host().cpus()
+ONE, ALL = "1 thread", f"{CPUS} threads"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,15 +109,20 @@ def rows() -> list[Row]:
 
 def scene_rows(scene: Scene) -> list[Row]:
     with in_memory_folder() as folder, arena_of(scene, folder / "arenas") as ours:
-        check(scene, ours)
+        rivals = {"memcpy": memcpy_of(scene), ONE: ours, ALL: partial(ours, threads=CPUS)}
+        for gather in (rivals[ONE], rivals[ALL]):
+            check(scene, gather)
         scene.read_all(ours)
-        timings = interleave(
-            {"arena": scene.rounds_of(ours), "memcpy": scene.rounds_of(memcpy_of(scene))}, MEMCPY_ROUNDS
-        )
-        tell(scene, "memcpy", timings["memcpy"])
-        tell(scene, "arena", timings["arena"])
-        name = f"gather of {scene.label}, share of memcpy"
-        found = [at_least(name, paired(timings["memcpy"], timings["arena"]), MEMCPY_SHARE)]
+        timings = interleave({name: scene.rounds_of(gather) for name, gather in rivals.items()}, MEMCPY_ROUNDS)
+        for name, timing in timings.items():
+            tell(scene, name, timing)
+        found = [
+            at_least(
+                f"gather of {scene.label}, {name}, share of memcpy", paired(timings["memcpy"], timing), MEMCPY_SHARE
+            )
+            for name, timing in timings.items()
+            if name != "memcpy"
+        ]
         for peer, opener in PEERS.items():
             found.append(against(scene, ours, peer, partial(peer_rounds, scene, opener)))
         if len(scene.samples) <= MANY_FILES:
@@ -121,7 +130,7 @@ def scene_rows(scene: Scene) -> list[Row]:
     return found
 
 
-def against(scene: Scene, ours: Gather, peer: str, begin: Callable[[Path], Callable[[], None]]) -> Row:
+def against(scene: Scene, ours: Callable[..., None], peer: str, begin: Callable[[Path], Callable[[], None]]) -> Row:
     """Time the arena and one peer in turns."""
     name = f"gather of {scene.label}, times {peer}"
     limit = LIMITS.get(peer) if scene.label == LIMITED else None
@@ -133,11 +142,13 @@ def against(scene: Scene, ours: Gather, peer: str, begin: Callable[[Path], Calla
             return skipped(name, limit or float("nan"), f"{error.name} is not installed")
         # The slowest peers differ by much more than the weather does; fewer rounds will do.
         rounds = ROUNDS if seconds_of(play) < LONG_ROUND_S else FEW_ROUNDS
-        memcpy = scene.rounds_of(memcpy_of(scene))
-        timings = interleave({"arena": scene.rounds_of(ours), "memcpy": memcpy, "peer": play}, rounds, warmup=0)
+        rivals = {"memcpy": memcpy_of(scene), ONE: ours, ALL: partial(ours, threads=CPUS)}
+        players = {name: scene.rounds_of(gather) for name, gather in rivals.items()}
+        timings = interleave({**players, "peer": play}, rounds, warmup=0)
     tell(scene, peer, timings["peer"])
-    ratio = paired(timings["peer"], timings["arena"])
-    note = f"memcpy: {paired(timings['peer'], timings['memcpy']).median:.3g} ×"
+    ratio = paired(timings["peer"], timings[ALL])
+    beside = {name: paired(timings["peer"], timings[name]).median for name in (ONE, "memcpy")}
+    note = ", ".join(f"{name} {share:.3g} ×" for name, share in beside.items())
     return noted(name, ratio, note=note) if limit is None else at_least(name, ratio, limit, note=note)
 
 
@@ -174,7 +185,7 @@ def memcpy_of(scene: Scene) -> Gather:
 
 
 @contextmanager
-def arena_of(scene: Scene, home: Path) -> Iterator[Gather]:
+def arena_of(scene: Scene, home: Path) -> Iterator[Callable[..., None]]:
     """The samples in an arena, read through the reader that training uses."""
     arenas = Home(home)
     with arenas.build("gather") as build:

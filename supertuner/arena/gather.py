@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
 import numpy as np
@@ -20,8 +24,11 @@ Indices: TypeAlias = Union[Sequence[int], NDArray[Any], "torch.Tensor"]
 Out: TypeAlias = Union[NDArray[Any], "torch.Tensor"]
 
 _BY_PAGES = 32 * PAGE
-"""Up to this size numpy's take on whole pages is no slower than a slice copy per record, 1.4 times as fast at 4 KiB,
-and it lets other threads run meanwhile."""
+"""Up to this size numpy's take on whole pages is no slower than a copy per record: 2 times as fast at 4 KiB,
+and 0.95 of one at 1 MB."""
+_MOST_THREADS = 72
+_THREAD_BYTES = 1 << 20
+"""Waking a thread takes some tens of microseconds, in which one core copies about this much."""
 _CHUNK = 1 << 16
 
 
@@ -82,19 +89,61 @@ def checked_out(catalog: Catalog, records: U32, out: Out, rows: Rows | None) -> 
     return buffer, _checked_row(catalog, records, dtype, shape[1:])
 
 
-def copy_rows(memory: memoryview, pages: NDArray[np.uint8], offsets: U64, out: NDArray[np.uint8], nbytes: int) -> None:
-    """Copy the record at each offset to the next row of `out`. `pages` is the same memory, page by page."""
-    if not nbytes or not len(offsets):
-        return
+def copy_rows(pages: NDArray[np.uint8], offsets: U64, out: NDArray[np.uint8], nbytes: int) -> None:
+    """Copy the record at each offset to the next row of `out`. Both ways of copying let other threads run."""
     if nbytes <= _BY_PAGES and nbytes % PAGE == 0:
         first = (offsets // PAGE).astype(np.intp)
         wanted = first if nbytes == PAGE else (first[:, None] + np.arange(nbytes // PAGE)).ravel()
         pages.take(wanted, 0, out.reshape(-1, PAGE), "clip")
         return
-    target, row = out.data, 0
-    for start in offsets.tolist():
-        target[row : row + nbytes] = memory[start : start + nbytes]
-        row += nbytes
+    memory = pages.reshape(-1)
+    for row, start in zip(out.reshape(-1, nbytes), offsets.tolist(), strict=True):
+        np.copyto(row, memory[start : start + nbytes])
+
+
+class Copiers:
+    """Threads that copy parts of a batch beside the caller: started when first asked for, ended by `close`.
+
+    One core gets a fraction of a machine's memory bandwidth: two gave 1.4 to 1.9 times one, measured on batches of
+    6 MiB and more.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pool: ThreadPoolExecutor | None = None
+        self._owner = 0
+
+    def copy(self, pages: NDArray[np.uint8], offsets: U64, out: NDArray[np.uint8], nbytes: int, threads: int) -> None:
+        """`copy_rows`, shared among up to `threads` threads, the caller's included."""
+        if not nbytes or not len(offsets):
+            return
+        parts = min(threads, _MOST_THREADS, len(offsets), out.nbytes // _THREAD_BYTES)
+        if parts <= 1:
+            copy_rows(pages, offsets, out, nbytes)
+            return
+        edges = [len(offsets) * part // parts for part in range(parts + 1)]
+        pool = self._threads()
+        others = [
+            pool.submit(copy_rows, pages, offsets[begin:end], out[begin * nbytes : end * nbytes], nbytes)
+            for begin, end in pairwise(edges[1:])
+        ]
+        copy_rows(pages, offsets[: edges[1]], out[: edges[1] * nbytes], nbytes)
+        for other in others:
+            other.result()
+
+    def close(self) -> None:
+        with self._lock:
+            if self._pool is not None and self._owner == os.getpid():
+                self._pool.shutdown()
+            self._pool = None
+
+    def _threads(self) -> ThreadPoolExecutor:
+        """The pool, which starts threads as they are needed. A forked child gets its own: it has no thread of its parent."""
+        with self._lock:
+            if self._pool is None or self._owner != os.getpid():
+                self._pool = ThreadPoolExecutor(_MOST_THREADS, thread_name_prefix="arena-copy")
+                self._owner = os.getpid()
+            return self._pool
 
 
 def flat_bytes(out: Out) -> tuple[NDArray[np.uint8], str]:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from supertuner.arena.catalog import Catalog
 from supertuner.arena.files import INDEX, Folder
 from supertuner.arena.format import ABSENT, PAGE, Kind
-from supertuner.arena.gather import Indices, Out, Rows, checked_out, copy_rows, records_of, rows_of, units_of
+from supertuner.arena.gather import Copiers, Indices, Out, Rows, checked_out, records_of, rows_of, units_of
 from supertuner.arena.payload import numpy_dtype, torch_dtype
 from supertuner.arena.verify import Stopped, check_record, verify_arena
 from supertuner.core.errors import ArenaDamaged, ArenaError
@@ -40,6 +40,7 @@ class Reader:
         self._always = verify == "always"
         self._fault: ArenaDamaged | ArenaError | None = None
         self._stop = threading.Event()
+        self._copiers = Copiers()
         self._thread: threading.Thread | None = None
         self._show(catalog, memory)
         if verify == "background":
@@ -117,10 +118,11 @@ class Reader:
         """Bytes once unpacked."""
         return int(self._raw_nbytes[self._record(i, field)])
 
-    def gather(self, indices: Indices, out: Out, field: str = "media") -> None:
+    def gather(self, indices: Indices, out: Out, field: str = "media", *, threads: int = 1) -> None:
         """Copy the units' records into the rows of `out`, a contiguous numpy array or CPU tensor of shape [k, …].
 
         A row has the records' dtype and shape, or is their bytes (uint8). Records of different sizes: ValueError.
+        A large batch is copied by up to `threads` threads at once.
         """
         self._check_state(field)
         if field not in self._rows:
@@ -131,7 +133,7 @@ class Reader:
         if self._always:
             for record in records.tolist():
                 check_record(self._folder, self._catalog, self._bytes, record)
-        copy_rows(self._bytes, self._pages, self._catalog.offset[records], flat, nbytes)
+        self._copiers.copy(self._pages, self._catalog.offset[records], flat, nbytes, threads)
 
     def table(self, name: str) -> NDArray[Any]:
         """A column of the whole dataset, read-only and zero-copy."""
@@ -152,6 +154,7 @@ class Reader:
         if self._folder.fd < 0:
             return
         self._stop.set()
+        self._copiers.close()
         if self._thread is not None:
             self._thread.join()
         self._columns.clear()

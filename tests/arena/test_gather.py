@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import threading
 
 import numpy as np
 import pytest
@@ -114,3 +117,28 @@ def test_views_are_read_only_and_outlive_the_reader(home: Home) -> None:
     assert bytes(view) == array.tobytes() == tensor.numpy().tobytes()
     with pytest.raises(AssertionError, match="closed"):
         reader.view(0, "x")
+
+
+@pytest.mark.parametrize("shape", [(256, 1024), (250, 1001)])
+@pytest.mark.parametrize("threads", [2, 3, 100])
+def test_a_batch_copied_by_several_threads_is_the_same_batch(home: Home, shape: tuple[int, ...], threads: int) -> None:
+    with rows(home, shape, count=12) as reader:
+        wanted = [7, 11, 0, 7, 3, 2, 1]
+        out = np.full((7, *shape), -1, np.float32)
+        reader.gather(wanted, out, "x", threads=threads)
+        assert np.array_equal(out, np.stack([reader.array(i, "x") for i in wanted]))
+        assert any(thread.name.startswith("arena-copy") for thread in threading.enumerate())
+    assert not any(thread.name.startswith("arena-copy") for thread in threading.enumerate())
+
+
+def test_a_forked_child_copies_with_threads_of_its_own(home: Home) -> None:
+    with rows(home, (256, 1024), count=4) as reader:
+        out = np.zeros((4, 256, 1024), np.float32)
+        reader.gather(range(4), out, "x", threads=2)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)  # without a pool of its own it would wait for ever
+            out[:] = -1
+            reader.gather(range(4), out, "x", threads=2)
+            os._exit(0 if np.array_equal(out[3], reader.array(3, "x")) else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
