@@ -109,7 +109,7 @@ def rows() -> list[Row]:
 
 def scene_rows(scene: Scene) -> list[Row]:
     with in_memory_folder() as folder, arena_of(scene, folder / "arenas") as ours:
-        rivals = {"memcpy": memcpy_of(scene), ONE: ours, ALL: partial(ours, threads=CPUS)}
+        rivals = rivals_of(scene, ours)
         for gather in (rivals[ONE], rivals[ALL]):
             check(scene, gather)
         scene.read_all(ours)
@@ -142,8 +142,7 @@ def against(scene: Scene, ours: Callable[..., None], peer: str, begin: Callable[
             return skipped(name, limit or float("nan"), f"{error.name} is not installed")
         # The slowest peers differ by much more than the weather does; fewer rounds will do.
         rounds = ROUNDS if seconds_of(play) < LONG_ROUND_S else FEW_ROUNDS
-        rivals = {"memcpy": memcpy_of(scene), ONE: ours, ALL: partial(ours, threads=CPUS)}
-        players = {name: scene.rounds_of(gather) for name, gather in rivals.items()}
+        players = {name: scene.rounds_of(gather) for name, gather in rivals_of(scene, ours).items()}
         timings = interleave({**players, "peer": play}, rounds, warmup=0)
     tell(scene, peer, timings["peer"])
     ratio = paired(timings["peer"], timings[ALL])
@@ -171,6 +170,11 @@ def peer_rounds(scene: Scene, opener: Opener, folder: Path) -> Callable[[], None
 def loader_rounds(scene: Scene, folder: Path) -> Callable[[], None]:
     play = dataloader_rounds(folder, scene.samples)
     return lambda: play(scene.batches())
+
+
+def rivals_of(scene: Scene, ours: Callable[..., None]) -> dict[str, Gather]:
+    """Those that are timed in every round."""
+    return {"memcpy": memcpy_of(scene), ONE: ours, ALL: partial(ours, threads=CPUS)}
 
 
 def memcpy_of(scene: Scene) -> Gather:

@@ -138,7 +138,7 @@ class Copiers:
             self._pool = None
 
     def _threads(self) -> ThreadPoolExecutor:
-        """The pool, which starts threads as they are needed. A forked child gets its own: it has no thread of its parent."""
+        """The pool, which starts threads as they are needed; a forked child, which has none of them, gets its own."""
         with self._lock:
             if self._pool is None or self._owner != os.getpid():
                 self._pool = ThreadPoolExecutor(_MOST_THREADS, thread_name_prefix="arena-copy")
