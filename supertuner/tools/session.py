@@ -10,9 +10,11 @@ from pathlib import Path
 from supertuner.arena.format import Life
 from supertuner.config.load import Loaded, load
 from supertuner.config.tree import RunConfig
-from supertuner.core.errors import SourceError
+from supertuner.core.errors import ConfigError, SourceError
 from supertuner.core.events import Decided, Sink, Together
 from supertuner.core.host import Host
+from supertuner.data.homes import home_path
+from supertuner.data.staging.earlier import staged_earlier
 from supertuner.sinks.console import Console
 from supertuner.sinks.kept_config import KeptConfig
 from supertuner.sinks.run_folder import RunFolder
@@ -34,13 +36,24 @@ def life_of(config: RunConfig) -> Life:
 
 
 def load_narrowed(path: Path, sets: Sequence[str], *, limit: int | None = None, strict: bool = False) -> Loaded:
-    """A configuration, with a command's `--limit` and `--strict` as if they were set for each of its datasets."""
-    loaded = load(path, sets=sets)
+    """A configuration, with a command's `--limit` and `--strict` as if they were set for each of its datasets.
+
+    A named run gets a name of its own with them: a first try must not stand in the way of the run itself. A dataset's
+    folder may be gone if what was staged from it is still here.
+    """
+    try:
+        config = load(path, sets=sets, check_paths=False).config
+    except ConfigError:
+        return load(path, sets=sets)  # the same refusal, together with the paths that are wrong
     given = [*([f"limit={limit}"] if limit is not None else []), *(["strict=true"] if strict else [])]
-    if not given:
-        return loaded
-    places = range(len(loaded.config.datasets))
-    return load(path, sets=[*sets, *(f"datasets[{place}].{one}" for place in places for one in given)])
+    narrowed = [*sets, *(f"datasets[{place}].{one}" for place in range(len(config.datasets)) for one in given)]
+    if given and config.run.name is not None:
+        tried = [*([f"limit-{limit}"] if limit is not None else []), *(["strict"] if strict else [])]
+        narrowed.append("run.name=" + "-".join([config.run.name, *tried]))
+    loaded = load(path, sets=narrowed, check_paths=False)
+    config = loaded.config
+    gone = any(staged_earlier(home_path(dataset, config), dataset) is not None for dataset in config.datasets)
+    return loaded if gone else load(path, sets=narrowed)
 
 
 @contextmanager

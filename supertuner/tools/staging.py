@@ -18,7 +18,7 @@ def stage_all(work: Session) -> list[StageResult]:
 def summary(result: StageResult) -> str:
     """One dataset in a few lines, for people."""
     what = f"{result.files} {result.kind} file{'s' if result.files != 1 else ''}"
-    how = "reused: nothing has changed" if result.reused else f"staged in {result.seconds:.2f} s"
+    how = f"reused: {result.why_reused}" if result.reused else f"staged in {result.seconds:.2f} s"
     rate = "" if result.reused else f", {bytes_text(result.nbytes / max(result.seconds, 1e-9))}/s"
     lines = [
         f"{result.dataset}: {what}, {bytes_text(result.nbytes)}, {how}{rate}",

@@ -118,6 +118,23 @@ def test_restaging_an_unchanged_dataset_is_instant_and_says_so(tmp_path, home):
     assert told.decided()["datasets[set].arena"] == f"{first.arena} reused"
 
 
+def test_all_older_versions_are_one_warning_with_a_command_that_removes_them(tmp_path, home):
+    folder = write(tmp_path / "set", pictures(3))
+    old = [stager(home).stage(dataset(folder, limit=limit)).arena for limit in (1, 2)]
+    told = Told()
+    stager(home, told).stage(dataset(folder))
+    assert "2 older versions are still kept" in told.warnings()
+    assert f"rm --home {home} {' '.join(sorted(old))}`" in told.warnings()
+
+
+def test_a_limit_that_an_arena_already_there_exceeds_is_told(tmp_path, home):
+    folder = write(tmp_path / "set", pictures(3))
+    stager(home).stage(dataset(folder))
+    told = Told()
+    assert stager(home, told).stage(dataset(folder, in_memory={"memory_limit_gb": 1e-6})).reused
+    assert "memory_limit_gb allows 1.0 KiB, and the arena that is there already takes" in told.warnings()
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -139,7 +156,8 @@ def test_a_changed_dataset_gets_a_new_arena_and_the_old_one_is_reported_not_dele
     new = stager(home, told).stage(dataset(folder, **settings))
     assert new.arena != old.arena and not new.reused
     assert {info.name for info in Home(home).ls()} == {old.arena, new.arena}
-    assert f"supertuner arena rm {old.arena}" in told.warnings()
+    assert f"supertuner arena rm --home {home} {old.arena}" in told.warnings()
+    assert told.decided()["datasets[set].arena"] == new.arena
 
 
 def test_the_number_of_threads_changes_nothing_that_can_be_read(tmp_path, home):

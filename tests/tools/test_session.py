@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from supertuner.core.errors import RunFolderError, SourceError
+from supertuner.core.errors import ConfigError, RunFolderError, SourceError
 from supertuner.tools.sample_data import make_sample_data
 from supertuner.tools.session import load_narrowed, session
 from supertuner.tools.staging import stage_all
@@ -65,3 +65,36 @@ def test_a_configuration_without_datasets_says_so(tmp_path: Path) -> None:
     empty.write_text("{}")
     with pytest.raises(SourceError, match=r"empty\.json names no dataset"):
         session(load_narrowed(empty, ())).__enter__()
+
+
+def test_a_named_run_can_be_tried_on_a_few_samples_first(config: Path) -> None:
+    with session(load_narrowed(config, ["run.name=mine"], limit=2, strict=True)) as tried:
+        pass
+    with session(load_narrowed(config, ["run.name=mine"])) as whole:
+        pass
+    assert (tried.folder.path.name, whole.folder.path.name) == ("mine-limit-2-strict", "mine")
+
+
+def test_once_staged_a_dataset_is_found_although_its_folder_was_moved_away_or_unmounted(config: Path) -> None:
+    with session(load_narrowed(config, ())) as work:
+        fresh = stage_all(work)
+    pictures, sounds = config.parent / "images", config.parent / "sounds"
+    pictures.rename(config.parent / "moved")
+    sounds.rename(config.parent / "unmounted")
+    sounds.mkdir()
+    with session(load_narrowed(config, ())) as work:
+        again = stage_all(work)
+    assert [result.arena for result in again] == [result.arena for result in fresh]
+    assert [result.reused for result in again] == [True, True, True]
+    assert "source is gone" in again[0].why_reused and "nothing has changed" in again[1].why_reused
+
+
+def test_a_folder_that_is_gone_is_refused_when_nothing_was_staged_from_it_with_these_settings(config: Path) -> None:
+    with session(load_narrowed(config, ())) as work:
+        stage_all(work)
+    (config.parent / "images").rename(config.parent / "moved")
+    for sets in (["datasets[0].in_memory.compression=lz4"], ["datasets[0].id=other"], ["arena.home=nowhere"]):
+        with pytest.raises(ConfigError, match=r"instance_data_dir.*is not a folder"):
+            load_narrowed(config, sets)
+    with pytest.raises(ConfigError, match=r"(?s)batch_size.*instance_data_dir"):
+        load_narrowed(config, ["train.batch_size=0"])

@@ -61,7 +61,7 @@ class HuggingFaceSource:
                     items.append(self._item(row, f"{row:0{digits}d}", name, media, cell))
                 except BrokenMedia as error:
                     left.append(Left(name, str(error)))
-        why = f"column {self._captions.caption_column!r}" if has_captions else "none: " + self._no_captions()
+        why = f"metadata: column {self._captions.caption_column!r}" if has_captions else "none: " + self._no_captions()
         return Listing(items, tuple(left), (), why, wants_captions=self._captions.source != "none")
 
     def payload(self, row: int) -> memoryview:

@@ -15,7 +15,20 @@ _NAME_CHARS = 64
 
 def fingerprint(dataset: Dataset, identity: Iterable[bytes]) -> str:
     """Digest of what the source holds and of the settings that change what is stored; buckets are none of them."""
-    digest = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(_settings(dataset), digest_size=16)
+    for part in identity:
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def origin(dataset: Dataset) -> str:
+    """Digest of where a dataset came from and of the same settings: known also when the source is gone."""
+    places = [str(dataset.instance_data_dir), str(dataset.captions.metadata_file)]
+    return hashlib.blake2b(_settings(dataset) + json.dumps(places).encode(), digest_size=16).hexdigest()
+
+
+def _settings(dataset: Dataset) -> bytes:
     captions = dataset.captions
     settings = {
         "version": STAGED_VERSION,
@@ -27,11 +40,7 @@ def fingerprint(dataset: Dataset, identity: Iterable[bytes]) -> str:
         "captions": [captions.source, captions.extension, captions.several, captions.constant],
         "columns": [captions.file_column, captions.caption_column],
     }
-    digest.update(json.dumps(settings, sort_keys=True).encode())
-    for part in identity:
-        digest.update(len(part).to_bytes(8, "little"))
-        digest.update(part)
-    return digest.hexdigest()
+    return json.dumps(settings, sort_keys=True).encode()
 
 
 def arena_name(dataset_id: str, fingerprint: str) -> str:

@@ -56,6 +56,7 @@ class StageResult:
     formats: Mapping[str, JSON]
     set_aside: tuple[SetAside, ...]
     without_caption: int
+    why_reused: str = ""
     older: tuple[tuple[str, int], ...] = ()
     """Arenas of this dataset as it was before, and their sizes: kept until somebody removes them."""
 

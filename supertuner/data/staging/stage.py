@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 
 from supertuner.arena.build import Build
 from supertuner.arena.format import Life
-from supertuner.arena.home import Home
+from supertuner.arena.home import Home, default_home
 from supertuner.arena.reader import Reader, Verify
 from supertuner.config.data import Dataset
 from supertuner.core.errors import ArenaFull, DoesNotFit, SourceError
@@ -28,7 +29,8 @@ from supertuner.data.staging.claim import claim, older_versions
 from supertuner.data.staging.columns import CAPTION_INDEX, tables
 from supertuner.data.staging.compress import RAW, Choice
 from supertuner.data.staging.crew import Crew, chunked
-from supertuner.data.staging.fingerprint import STAGED_VERSION, arena_name, fingerprint
+from supertuner.data.staging.earlier import staged_earlier
+from supertuner.data.staging.fingerprint import STAGED_VERSION, arena_name, fingerprint, origin
 from supertuner.data.staging.meter import Meter
 from supertuner.data.staging.result import FormatFigures, StageResult, judge
 from supertuner.data.staging.room import room_of
@@ -60,26 +62,34 @@ class Stager:
         """Stage or reuse, and hold. `place` is what the dataset's block is called in the configuration."""
         began = time.perf_counter()
         place = place or f"datasets[{dataset.id}]"
-        source = open_source(dataset)
-        with self.progress.phase(f"listing {dataset.id}"):
-            mark = fingerprint(dataset, source.identity())
-        name = arena_name(dataset.id, mark)
-        claimed = claim(self.home, name, self.life, self.verify, self.progress)
-        if isinstance(claimed, Build):
-            with claimed as build:
-                _Staging(self, dataset, source, build, mark, place).run()
-                staged = StagedDataset.open(self.home, name, verify=self.verify)
+        earlier = staged_earlier(self.home.path, dataset)
+        if earlier is not None:
+            name, reused = earlier.name, "its source is gone, and everything is in the arena"
+            staged = StagedDataset.open(self.home, name, verify=self.verify)
         else:
-            staged = StagedDataset.of(claimed)
+            staged, name, reused = self._listed(dataset, place)
         try:
-            result = self._result(dataset, staged, began, name, reused=isinstance(claimed, Reader))
+            result = self._result(dataset, staged, began, name, reused)
             self._report(dataset, result, place)
         except BaseException:
             staged.close()
             raise
         return result, staged
 
-    def _result(self, dataset: Dataset, staged: StagedDataset, began: float, name: str, *, reused: bool) -> StageResult:
+    def _listed(self, dataset: Dataset, place: str) -> tuple[StagedDataset, str, str]:
+        """The dataset as its source is now, the arena's name, and why it was reused; "" for a fresh one."""
+        source = open_source(dataset)
+        with self.progress.phase(f"listing {dataset.id}"):
+            mark = fingerprint(dataset, source.identity())
+        name = arena_name(dataset.id, mark)
+        claimed = claim(self.home, name, self.life, self.verify, self.progress)
+        if isinstance(claimed, Reader):
+            return StagedDataset.of(claimed), name, "nothing has changed since it was staged"
+        with claimed as build:
+            _Staging(self, dataset, source, build, mark, place).run()
+            return StagedDataset.open(self.home, name, verify=self.verify), name, ""
+
+    def _result(self, dataset: Dataset, staged: StagedDataset, began: float, name: str, reused: str) -> StageResult:
         """The figures as the arena itself holds them, so that a reused one reports what a fresh one did."""
         meta = staged.meta
         arenas = self.home.ls()
@@ -89,7 +99,8 @@ class Stager:
             arena=name,
             home=str(self.home.path),
             fingerprint=staged.fingerprint,
-            reused=reused,
+            reused=bool(reused),
+            why_reused=reused,
             files=len(staged),
             nbytes=int(meta["bytes"]),
             stored_bytes=next(arena.nbytes for arena in arenas if arena.name == name),
@@ -103,19 +114,33 @@ class Stager:
     def _report(self, dataset: Dataset, result: StageResult, place: str) -> None:
         """What the user should know of a dataset that is there now, fresh or reused."""
         name = f"datasets[{dataset.id}]"
-        if result.reused:
-            reason = "nothing has changed since it was staged"
-            self.sink.emit(Decided(f"{name}.arena", f"{result.arena} reused", reason))
+        if not result.reused:
+            self.sink.emit(Decided(f"{name}.arena", result.arena, "staged: no arena held it as it is now"))
+        else:
+            self.sink.emit(Decided(f"{name}.arena", f"{result.arena} reused", result.why_reused))
+            self._doubt_limit(dataset, result)
             for one in result.set_aside:
                 self.sink.emit(one)
             judge(dataset, result.set_aside, result.files, place)
         if result.without_caption and dataset.captions.source != "none":
             text = f"{result.without_caption} of {result.files} samples have no caption; they get an empty one"
             self.sink.emit(Warned(f"{name}.captions", text))
-        for old, nbytes in result.older:
-            text = f"an older version is still kept ({bytes_text(nbytes)}): `supertuner arena rm {old}`"
+        if result.older:
+            names = " ".join(old for old, _ in result.older)
+            versions = "an older version is" if len(result.older) == 1 else f"{len(result.older)} older versions are"
+            size = bytes_text(sum(nbytes for _, nbytes in result.older))
+            where = "" if self.home.path == default_home() else f" --home {shlex.quote(str(self.home.path))}"
+            text = f"{versions} still kept ({size}): `supertuner arena rm{where} {names}`"
             self.sink.emit(Warned(f"{name}.arena", text))
         self.sink.emit(Measured(f"{name}.staging", result.figures()))
+
+    def _doubt_limit(self, dataset: Dataset, result: StageResult) -> None:
+        """A limit bounds what is stored; what lies there already is not thrown away for it, but it is told."""
+        limit = fit.limit_bytes(dataset.in_memory.memory_limit_gb)
+        if dataset.type == "in_memory" and limit is not None and result.stored_bytes > limit:
+            size, allowed = bytes_text(result.stored_bytes), bytes_text(limit)
+            text = f"allows {allowed}, and the arena that is there already takes {size}; it is used all the same"
+            self.sink.emit(Warned(f"datasets[{dataset.id}].in_memory.memory_limit_gb", text))
 
 
 class _Staging:
@@ -148,7 +173,8 @@ class _Staging:
             notes = "".join(f"; {note}" for note in listing.notes)
             where = self._dataset.instance_data_dir
             raise SourceError(f"{self._name}: no {self._dataset.dataset_type} files in {str(where)!r}{notes}")
-        self._decide("captions", listing.captions_from.partition(":")[0], listing.captions_from)
+        chosen, _, why = listing.captions_from.partition(": ")
+        self._decide("captions", chosen, why or "as configured")
         return listing
 
     def _choices(self, listing: Listing) -> dict[str, Choice]:
@@ -232,6 +258,7 @@ class _Staging:
                 "dataset": self._dataset.id,
                 "kind": self._dataset.dataset_type.value,
                 "fingerprint": self._mark,
+                "origin": origin(self._dataset),
                 "bytes": sum(figures.nbytes for figures in formats.values()),
                 "formats": {format: figures.as_json() for format, figures in sorted(formats.items())},
                 "captions": listing.captions_from,
