@@ -8,7 +8,18 @@ from hypothesis import strategies as st
 
 from supertuner.core.errors import DoesNotFit
 from supertuner.core.types import GIB, MIB
-from supertuner.data.staging.fit import Room, budget, file_system, limit_bytes, lowered, require, reserve, stored_bytes
+from supertuner.data.staging.fit import (
+    Budget,
+    Room,
+    budget,
+    file_system,
+    limit_bytes,
+    lowered,
+    require,
+    reserve,
+    stored_bytes,
+)
+from supertuner.data.staging.meter import Meter
 from tests.data.media_files import picture, write
 from tests.data.staging import Told, contents, dataset, machine, names, stager
 
@@ -173,3 +184,10 @@ def test_a_named_codec_is_obeyed_and_warned_about_where_it_gains_nothing(tmp_pat
     assert {k: v[0] for k, v in contents(home, result.arena).items()} == {
         path.stem: path.read_bytes() for path in folder.iterdir()
     }
+
+
+def test_the_forecast_counts_what_lies_beside_the_files_once():
+    meter = Meter("set", Budget(10 * MIB, "is there", "raise it"), None, files=100, raw_total=100 * MIB, taken=9 * MIB)
+    meter.take(raw=MIB, stored=MIB // 2)
+    with pytest.raises(DoesNotFit, match=r"need about 59\.0 MiB .* about 49\.0 MiB are missing"):
+        meter.take(raw=MIB, stored=MIB // 2 + 1)

@@ -111,6 +111,29 @@ def test_sidecars_give_one_caption_or_one_per_line(tmp_path):
     assert texts(tmp_path, several=True) == {"a": ("two words", "more"), "b": ("",), "c": ()}
 
 
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16", "utf-32-be"])
+def test_a_caption_in_another_encoding_is_refused_also_where_its_bytes_happen_to_be_utf8(tmp_path, encoding):
+    write(tmp_path, {"a.jpg": JPEG, "a.txt": "cat".encode(encoding)})
+    with pytest.raises(BrokenMedia, match="UTF-8"):
+        texts(tmp_path)
+
+
+def test_a_caption_that_is_a_pipe_is_said_to_be_no_file(tmp_path):
+    write(tmp_path, {"a.jpg": JPEG})
+    os.mkfifo(tmp_path / "a.txt")
+    with pytest.raises(BrokenMedia, match="its caption file: not a file that can be read"):
+        texts(tmp_path)
+
+
+@pytest.mark.parametrize("state", ["{}", "{", '{"_data_files": [{"filename": "gone.arrow"}], "_split": null}'])
+def test_a_damaged_hugging_face_dataset_is_an_error_that_names_it(tmp_path, state):
+    pytest.importorskip("datasets")
+    write(tmp_path, {"state.json": state, "dataset_info.json": "{}"})
+    source = open_source(Dataset(id="set", instance_data_dir=tmp_path))
+    with pytest.raises(SourceError, match="cannot be loaded as a Hugging Face dataset"):
+        source.listing()
+
+
 def test_sidecars_may_have_another_ending_or_keep_the_pictures(tmp_path):
     write(tmp_path, {"a.jpg": JPEG, "a.caption": "one", "b.jpg": JPEG, "b.jpg.caption": "two", "c.caption": "nobody's"})
     assert texts(tmp_path, extension=".caption") == {"a": ("one",), "b": ("two",)}
@@ -197,6 +220,11 @@ def test_a_caption_in_a_table_that_is_not_utf8_or_not_text_sets_only_its_own_sam
     [
         ("metadata.jsonl", b'{"file_name": "a.jpg", "text": "x"}\n{oops\n', "line 2: not JSON"),
         ("metadata.jsonl", b"[1]\n", "line 1: must be an object"),
+        (
+            "metadata.jsonl",
+            b'{"file_name": null, "text": "x"}\n',
+            "line 1: 'file_name' must be a file's name and is None",
+        ),
         ("metadata.csv", b"file_name,text\na.jpg,one, two\n", "line 2: more cells than columns; quote"),
         ("metadata.csv", b'file_name,text\na.jpg,"one\n', "not CSV"),
         ("metadata.parquet", b"PAR1 not really", "not a parquet file"),

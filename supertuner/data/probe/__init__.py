@@ -37,6 +37,10 @@ def _moving(format: str, payload: memoryview, kind: MediaKind) -> Facts:
 
 
 def _wrong(format: str | None, kind: MediaKind) -> str:
-    known = {"image": "JPEG, PNG or WebP", "video": "MP4, MOV, MKV, WebM or AVI", "audio": "WAV, FLAC, OGG, MP3 or AAC"}
+    known = {
+        "image": "JPEG, PNG or WebP",
+        "video": "MP4, MOV, MKV, WebM, AVI or TS",
+        "audio": "WAV, FLAC, OGG, MP3 or AAC",
+    }
     what = "of a type nobody here knows" if format is None else f"really {format}"
     return f"wrong type: it is {what}; {kind} must be {known[kind]}"

@@ -23,6 +23,8 @@ def from_bytes(content: bytes, *, several: bool) -> tuple[str, ...]:
         text = content.removeprefix(_BOM).decode()
     except UnicodeDecodeError as error:
         raise BrokenMedia(f"caption is not UTF-8 (byte {error.start})") from error
+    if "\0" in text:
+        raise BrokenMedia("caption holds zero bytes; is it UTF-16? Save it as UTF-8")
     if several:
         lines = tuple(stripped for line in text.splitlines() if (stripped := line.strip()))
         return lines or ("",)

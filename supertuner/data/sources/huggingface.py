@@ -78,7 +78,13 @@ class HuggingFaceSource:
             raise SourceError(
                 f"{self._root} is a Hugging Face dataset, which needs an extra: pip install 'supertuner[huggingface]'"
             ) from error
-        loaded = datasets.load_from_disk(str(self._root))
+        try:
+            loaded = datasets.load_from_disk(str(self._root))
+        except Exception as error:  # whatever that library stumbles over in damaged files, of many types
+            what = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise SourceError(
+                f"{self._root}: cannot be loaded as a Hugging Face dataset ({what}); save it again, or set format"
+            ) from error
         if isinstance(loaded, datasets.DatasetDict):
             name = "train" if "train" in loaded else next(iter(loaded)) if len(loaded) == 1 else None
             if name is None:

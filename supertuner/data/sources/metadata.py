@@ -76,6 +76,9 @@ def _inside(name: str) -> str | None:
 
 
 def _column_missing(place: str, row: Mapping[str, object], captions: Captions) -> str:
+    if captions.file_column in row and captions.caption_column in row:
+        value = row[captions.file_column]
+        return f"{place}: {captions.file_column!r} must be a file's name and is {value!r}; mend or remove that row"
     have = ", ".join(repr(str(name)) for name in list(row)[:20])
     return (
         f"{place}: needs the columns {captions.file_column!r} (a file's name) and {captions.caption_column!r}; "

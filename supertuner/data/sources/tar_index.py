@@ -30,7 +30,7 @@ def members(fd: int) -> Iterator[Member]:
         header = os.pread(fd, BLOCK, at)
         if not header or header == bytes(BLOCK):
             if not header and at == 0:
-                yield Member("", 0, 0, "zero bytes")
+                yield Member("", 0, 0, "zero bytes")  # no name: it is the archive itself that is wrong
             return
         problem, size = _check(header, at, end)
         size = int(override.get("size", size)) if override.get("size", "").isdigit() else size
@@ -38,7 +38,7 @@ def members(fd: int) -> Iterator[Member]:
         if not problem and at + BLOCK + size > end:
             problem = f"the archive is truncated: it ends inside {name!r}"
         if problem:
-            yield Member(name, at, 0, problem)
+            yield Member(name if at else "", at, 0, f"{problem}; nothing behind that is read" if at else problem)
             return
         body, at = at + BLOCK, at + BLOCK + -(-size // BLOCK) * BLOCK
         kind = header[156:157]

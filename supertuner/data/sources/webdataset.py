@@ -32,7 +32,10 @@ class WebDatasetSource:
         """Name, path and status of each shard, in name order."""
         paths = [self._root] if self._root.is_file() else sorted(self._root.rglob("*.tar"))
         base = self._root.parent if self._root.is_file() else self._root
-        return [(path.relative_to(base).as_posix(), str(path), path.stat()) for path in paths if path.is_file()]
+        try:
+            return [(path.relative_to(base).as_posix(), str(path), path.stat()) for path in paths if path.is_file()]
+        except OSError as error:
+            raise SourceError(f"{error.filename or self._root}: cannot be looked at: {error.strerror}") from error
 
     def identity(self) -> Iterable[bytes]:
         yield b"webdataset"
@@ -88,13 +91,15 @@ class _Found:
             return []
         try:
             return list(self._items(name, path, status, fd))
+        except OSError as error:  # the disk, not the archive: what it holds is not known
+            raise SourceError(f"{path}: cannot be read: {error.strerror}; check the disk it lies on") from error
         finally:
             os.close(fd)
 
     def _items(self, shard: str, path: str, status: os.stat_result, fd: int) -> Iterator[Item]:
         stem = shard.removesuffix(".tar")
         for member in members(fd):
-            name = printable(f"{shard}/{member.name}")
+            name = printable(f"{shard}/{member.name}" if member.name else shard)
             folder, _, base = member.name.rpartition("/")
             if base.startswith(".") and not member.problem:
                 continue

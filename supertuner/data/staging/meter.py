@@ -28,6 +28,7 @@ class Meter:
         self._lock = threading.Lock()
         self._look_at = _LOOK_EVERY
         self._raw = 0
+        self._beside = taken
         self.taken = taken
 
     def take(self, raw: int, stored: int) -> None:
@@ -59,7 +60,8 @@ class Meter:
 
     def _forecast(self) -> int:
         """What the whole dataset would take, by what it took so far."""
-        return max(self.taken, int(self.taken / max(1, self._raw) * self._raw_total))
+        files = (self.taken - self._beside) / max(1, self._raw) * self._raw_total
+        return max(self.taken, self._beside + int(files))
 
     def _look(self) -> None:
         left = self._host.memory_available() if self._host else None

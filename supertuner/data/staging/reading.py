@@ -67,6 +67,8 @@ def read_captions(item: Item, syntax: str, column: str, *, several: bool) -> tup
         return caption or ()
     if caption.nbytes > MAX_CAPTION_BYTES:
         raise BrokenMedia(f"caption of {caption.nbytes} bytes; at most {MAX_CAPTION_BYTES} are allowed")
+    if caption.file_bytes < 0:
+        raise BrokenMedia("its caption file: not a file that can be read")
     try:
         content = bytes(read_span(caption))
     except BrokenMedia as error:
