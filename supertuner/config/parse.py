@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import stat
 import tomllib
 from collections.abc import Callable, Hashable
 from pathlib import Path
@@ -21,14 +23,24 @@ MAX_VALUES = 100_000
 """YAML aliases can make a few lines mean billions of values; no configuration needs more than this."""
 
 
+_PLACE = re.compile(r"\d+:\d+: ")
+_TOO_LONG = "a number has more digits than any setting can have"
+
+
 class Unreadable(Exception):
     """The text is not what its ending says, or not plain values. Turned into a ConfigError where the file is known."""
+
+    def __init__(self, message: str, path: str = "") -> None:
+        self.path = path
+        super().__init__(message)
 
 
 def read_bytes(path: Path) -> bytes:
     """The file's bytes, or a ConfigError that says why not."""
     try:
-        with path.open("rb") as file:
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # a pipe would be waited for, and nobody might write
+                raise ConfigError(path.name, [Problem("", f"cannot read {path}: it is not a file")])
             content = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
         raise ConfigError(path.name, [Problem("", f"there is no file {path}")]) from None
@@ -57,17 +69,17 @@ def parse_bytes(content: bytes, name: str) -> JSON:
         raise ConfigError(name, [Problem("", f"nested deeper than {MAX_DEPTH} levels")]) from None
     except Unreadable as error:
         text = str(error)
-        raise ConfigError(name, [Problem("", f"{name}:{text}" if text[:1].isdigit() else text)]) from None
+        raise ConfigError(name, [Problem(error.path, f"{name}:{text}" if _PLACE.match(text) else text)]) from None
     return value
 
 
 def _json(text: str) -> Any:
     try:
-        return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+        return json.loads(text, object_pairs_hook=_unique)
     except json.JSONDecodeError as error:
         raise Unreadable(f"{error.lineno}:{error.colno}: {error.msg}") from None
-    except ValueError as error:  # a number with thousands of digits
-        raise Unreadable(f"a number is too long: {error}") from None
+    except ValueError:  # a number with thousands of digits
+        raise Unreadable(_TOO_LONG) from None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -79,10 +91,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _no_constant(text: str) -> Any:
-    raise Unreadable(f"{text} is no number that a setting can have")
-
-
 def _toml(text: str) -> Any:
     try:
         return tomllib.loads(text)
@@ -91,8 +99,8 @@ def _toml(text: str) -> Any:
         place = re.search(r" \(at line (\d+), column (\d+)\)$", message)
         where = f"{place[1]}:{place[2]}: " if place else ""
         raise Unreadable(where + (message[: place.start()] if place else message)) from None
-    except ValueError as error:
-        raise Unreadable(f"a number is too long: {error}") from None
+    except ValueError:
+        raise Unreadable(_TOO_LONG) from None
 
 
 def _yaml(text: str) -> Any:
@@ -101,12 +109,20 @@ def _yaml(text: str) -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{mark.line + 1}:{mark.column + 1}: " if mark else ""
-        raise Unreadable(f"{where}{error.problem or error.context}") from None
+        raise Unreadable(where + _yaml_words(error.problem or error.context or "not YAML")) from None
     except yaml.YAMLError as error:
         raise Unreadable(str(error).splitlines()[0]) from None
-    except ValueError as error:
-        raise Unreadable(f"a value cannot be read: {error}") from None
+    except ValueError:
+        raise Unreadable(_TOO_LONG) from None
     return {} if value is None else value
+
+
+def _yaml_words(problem: str) -> str:
+    """The library's words, or better ones where those say what the library wanted instead of what to do."""
+    if problem == "but found another document":
+        return "a second document begins here (---); one file is one configuration"
+    tag = re.fullmatch(r"could not determine a constructor for the tag '(.*)'", problem)
+    return f"tags are not read ({tag[1]}); write the plain value" if tag else problem
 
 
 _READERS: dict[str, Callable[[str], Any]] = {".json": _json, ".yaml": _yaml, ".yml": _yaml, ".toml": _toml}
@@ -166,7 +182,7 @@ class Loader(yaml.SafeLoader):
         """Merge keys are refused above, so there is nothing to flatten."""
 
 
-def check_plain(value: Any, depth: int = 0, count: list[int] | None = None) -> None:
+def check_plain(value: Any, path: str = "", depth: int = 0, count: list[int] | None = None) -> None:
     """Refuse what JSON cannot say, numbers that are not finite, and trees that are too deep or too large."""
     count = [0] if count is None else count
     count[0] += 1
@@ -176,29 +192,29 @@ def check_plain(value: Any, depth: int = 0, count: list[int] | None = None) -> N
         raise Unreadable(f"more than {MAX_VALUES} values; YAML aliases count each time")
     if isinstance(value, dict):
         for name, inner in value.items():
-            check_plain(name, depth + 1, count)
-            check_plain(inner, depth + 1, count)
+            check_plain(name, path, depth + 1, count)
+            check_plain(inner, f"{path}.{name}".lstrip("."), depth + 1, count)
     elif isinstance(value, list):
-        for inner in value:
-            check_plain(inner, depth + 1, count)
+        for index, inner in enumerate(value):
+            check_plain(inner, f"{path}[{index}]", depth + 1, count)
     else:
-        _check_scalar(value)
+        refusal = _scalar_refusal(value)
+        if refusal:
+            raise Unreadable(refusal, path)
 
 
-def _check_scalar(value: Any) -> None:
+def _scalar_refusal(value: Any) -> str:
+    """Why no setting can have this value; "" if it can."""
     if isinstance(value, str):
-        if any(0xD800 <= ord(c) <= 0xDFFF or c == "\0" for c in value):
-            raise Unreadable(f"{value!r} holds characters that no file name or caption can have")
-    elif isinstance(value, bool) or value is None:
-        return
-    elif isinstance(value, int):
-        if not -(1 << 63) <= value < 1 << 63:
-            raise Unreadable("a whole number has more than 64 bits")
-    elif isinstance(value, float):
-        if not math.isfinite(value):
-            raise Unreadable(f"{value} is no number that a setting can have")
-    else:
-        raise Unreadable(f"{str(value)[:60]} is a {type(value).__name__}; put it in quotes if it is meant as text")
+        odd = any(0xD800 <= ord(c) <= 0xDFFF or c == "\0" for c in value)
+        return f"{value!r} holds characters that no file name or caption can have" if odd else ""
+    if isinstance(value, bool) or value is None:
+        return ""
+    if isinstance(value, int):
+        return "" if -(1 << 63) <= value < 1 << 63 else "a whole number has more than 64 bits"
+    if isinstance(value, float):
+        return "" if math.isfinite(value) else f"{value} is no number that a setting can have"
+    return f"{str(value)[:60]} is a {type(value).__name__}; put it in quotes if it is meant as text"
 
 
 def _reason(error: Exception) -> str:

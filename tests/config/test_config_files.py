@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import pytest
@@ -130,3 +131,26 @@ def test_a_missing_file_or_a_folder_is_an_error_of_the_configuration(tmp_path):
 
 def test_an_empty_yaml_or_toml_file_is_all_defaults(load_text):
     assert load_text("", "run.yaml").config == load_text("# nothing\n", "run.toml").config
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("run.json", '{"optimizer": {"learning_rate": NaN}}', "optimizer.learning_rate: nan is no number"),
+        ("run.json", '{"train": {"batch_size": 1e999}}', "train.batch_size: inf is no number"),
+        ("run.yaml", "datasets: [{}, {weight: .inf}]", "datasets[1].weight: inf is no number"),
+        ("run.toml", "[run]\nname = 2024-01-31", "run.name: 2024-01-31 is a date; put it in quotes"),
+        ("run.yaml", "run: {name: !foo x}", "run.yaml:1:13: tags are not read (!foo); write the plain value"),
+        ("run.yaml", "a: 1\n---\nb: 2", "run.yaml:2:1: a second document begins here"),
+        ("run.json", '{"run": {"seed": ' + "9" * 5000 + "}}", "a number has more digits than any setting can have"),
+    ],
+)
+def test_what_no_setting_can_be_is_told_with_its_place_and_in_our_words(refuse, name, text, says):
+    (problem,) = refuse(text, name)
+    assert problem.startswith(says)
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "run.json")
+    with pytest.raises(ConfigError, match="it is not a file"):
+        load(tmp_path / "run.json", environ={})
