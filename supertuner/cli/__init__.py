@@ -52,6 +52,10 @@ def main() -> None:
     except SuperTunerError as error:
         typer.echo(str(error), err=True)
         sys.exit(error.exit_code)
+    except OSError as error:  # the machine's refusal, where no room had a better answer: which file, and what it said
+        where = f"{error.filename}: " if error.filename is not None else ""
+        typer.echo(f"{where}{error.strerror or error}; the system refused this, and the command cannot go on", err=True)
+        sys.exit(1)
     except KeyboardInterrupt:
         typer.echo("stopped", err=True)
         sys.exit(130)

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from supertuner.arena.home import Home
     from supertuner.arena.states import ArenaInfo
 
@@ -35,7 +37,9 @@ def list_arenas(home: HomeOption = None, as_json: JsonOption = False) -> None:
     if not infos:
         console.print(f"no arenas in {opened.path}", soft_wrap=True)
         return
-    console.print(_table(infos, str(opened.path)))
+    table = _table(infos, str(opened.path))
+    needed = console.measure(table, options=console.options.update(max_width=10_000)).maximum
+    Console(highlight=False, width=max(console.width, needed)).print(table)  # a name that is folded cannot be copied
     for info in infos:
         if info.problem:
             typer.echo(info.problem)
@@ -87,7 +91,10 @@ def rm(
 
 def _home(path: Path | None) -> Home:
     from supertuner.arena.home import Home, default_home
+    from supertuner.core.errors import ArenaError
 
+    if path is not None and not path.is_dir():  # looking at a folder must not make it
+        raise ArenaError(f"--home {path}: is not a folder; `arena.home` of the configuration names it")
     return Home(path or default_home())
 
 
@@ -105,7 +112,7 @@ def _record(info: ArenaInfo) -> dict[str, object]:
     }
 
 
-def _table(infos: list[ArenaInfo], title: str) -> object:
+def _table(infos: list[ArenaInfo], title: str) -> Table:
     from rich.table import Table
 
     from supertuner.core.types import bytes_text

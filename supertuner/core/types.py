@@ -27,3 +27,8 @@ def bytes_text(nbytes: float) -> str:
             value = nbytes / factor
             return f"{value:.0f} {unit}" if value >= 100 else f"{value:.1f} {unit}"
     return f"{nbytes:.0f} B"
+
+
+def on_screen(text: str) -> str:
+    """`text` in one line, with control characters as escapes: a file's name must not steer the terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)

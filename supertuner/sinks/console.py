@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from supertuner.core.events import Decided, Event, SetAside, Warned
-from supertuner.core.types import JSON
+from supertuner.core.types import JSON, on_screen
 from supertuner.sinks.figures import Tally
 
 SET_ASIDE_SHOWN = 5
@@ -31,12 +31,19 @@ class Console:
     """Sink and progress for a person. Close it (or leave its `with`) to see what was still held back.
 
     Decisions are collected and shown together, before the next phase begins and at the end; of the files set aside
-    the first few are named. Figures (`Measured`) are a command's result, which the command itself prints.
+    the first few are named; `rest` says where the others are. Figures (`Measured`) are a command's result, which the
+    command itself prints.
     """
 
-    def __init__(self, console: RichConsole | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        console: RichConsole | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        rest: str = "the run's set_aside.jsonl has them all",
+    ) -> None:
         self._console = console or RichConsole(stderr=True, highlight=False)
         self._clock = clock
+        self._rest = rest
         self._decisions: list[Decided] = []
         self._set_aside: list[SetAside] = []
         self._bars: RichProgress | None = None
@@ -69,10 +76,10 @@ class Console:
     def close(self) -> None:
         self.show_decisions()
         for event in self._set_aside[:SET_ASIDE_SHOWN]:
-            self._print(Text.assemble(("set aside ", "yellow"), (event.file, "bold"), f": {event.reason}"))
+            self._print(Text.assemble(("set aside ", "yellow"), (on_screen(event.file), "bold"), f": {event.reason}"))
         more = len(self._set_aside) - SET_ASIDE_SHOWN
         if more > 0:
-            self._print(Text(f"and {more} more files set aside; the run's set_aside.jsonl has them all"))
+            self._print(Text(f"and {more} more files set aside; {self._rest}"))
         self._set_aside = []
 
     def __enter__(self) -> Console:

@@ -47,7 +47,7 @@ class Tally:
         elif self.items:
             parts.append(f"{self.items / elapsed:,.0f} files/s")
         if self.ended_s is not None:
-            return ", ".join([*parts, f"in {duration_text(elapsed)}"])
+            return ", ".join([*parts, f"in {duration_text(elapsed)}"]) if parts else duration_text(elapsed)
         left = seconds_left(self.share(), elapsed)
         return ", ".join(parts if left is None else [*parts, f"{duration_text(left)} left"])
 

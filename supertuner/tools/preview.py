@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ import numpy as np
 
 from supertuner.config.load import Loaded
 from supertuner.core.durable import write_bytes
+from supertuner.core.errors import SuperTunerError
 from supertuner.core.host import Host
 from supertuner.core.types import MediaKind
 from supertuner.data.corpus import Corpus
@@ -44,8 +46,9 @@ def first_batches(corpus: Corpus, epoch: int) -> list[MicroBatch]:
 
 def preview(loaded: Loaded, out: Path, *, epoch: int = 0) -> int:
     """Stage what is not staged yet and write the sheet; how many buckets it shows. It only looks: no run is begun."""
+    _require_writable(out)
     config, host = loaded.config, Host()
-    with Console() as console:
+    with Console(rest="`supertuner stage` lists them all") as console:
         for note in loaded.notes:
             console.emit(note)
         with open_corpus(config, host=host, sink=console, progress=console, life=life_of(config)) as corpus:
@@ -63,13 +66,22 @@ def write_preview(corpus: Corpus, out: Path, *, epoch: int = 0, threads: int = 1
     with Decoders(corpus, threads) as decoders:
         sections = [_section(corpus, micro, decoders.make(_part(micro))) for micro in shown]
     note = (
-        f"seed {corpus.seed}, epoch {epoch}: {order.epoch_length(epoch)} samples in {len(order.groups)} buckets, "
+        f"seed {corpus.seed}, epoch {epoch}: {order.epoch_length(epoch)} samples in {len(order.groups)} "
+        f"bucket{'s' if len(order.groups) != 1 else ''}, "
         f"batches of {order.batch_size}"
     )
     if len(shown) < len(batches):
         note += f"; the {len(shown)} largest are shown"
     write_bytes(out, _png(draw_sheet("one batch of every bucket", note, sections)))
     return len(shown)
+
+
+def _require_writable(out: Path) -> None:
+    """Said before the work is done, not after."""
+    if out.suffix.lower() != ".png":
+        raise SuperTunerError(f"--out {out}: the sheet is a PNG; let its name end in .png")
+    if out.is_dir() or not os.access(out.absolute().parent, os.W_OK | os.X_OK):
+        raise SuperTunerError(f"--out {out}: cannot be written there; name a file in a folder that exists and is yours")
 
 
 def _part(micro: MicroBatch) -> MicroBatch:

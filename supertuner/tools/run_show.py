@@ -13,7 +13,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from supertuner.core.errors import RunFolderError
-from supertuner.core.types import JSON, bytes_text
+from supertuner.core.types import JSON, bytes_text, on_screen
 from supertuner.sinks.console import value_text
 from supertuner.sinks.jsonlines import people_time, read_lines
 from supertuner.sinks.kept_config import leaves
@@ -95,7 +95,7 @@ def show(view: RunView, console: Console) -> None:
     _part(console, "decisions", _decisions(view) if view.decisions else None)
     _part(console, "warnings", _warnings(view) if view.warnings else None)
     _part(console, "figures", _figures(view) if view.figures else None)
-    _part(console, f"set aside: {len(view.set_aside)} files", _set_aside(view) if view.set_aside else None)
+    _part(console, _counted(len(view.set_aside)), _set_aside(view) if view.set_aside else None)
 
 
 def figure_text(name: str, value: JSON) -> str:
@@ -158,10 +158,14 @@ def _set_aside(view: RunView) -> RenderableType:
     counts = Counter(str(line["dataset"]) for line in view.set_aside)
     lines = [Text(f"{dataset}: {count}", "dim") for dataset, count in counts.items()] if len(counts) > 1 else []
     for line in view.set_aside[:FILES_SHOWN]:
-        lines.append(Text.assemble((str(line["file"]), "yellow"), f": {line['reason']}"))
+        lines.append(Text.assemble((on_screen(str(line["file"])), "yellow"), f": {line['reason']}"))
     if len(view.set_aside) > FILES_SHOWN:
         lines.append(Text(f"and {len(view.set_aside) - FILES_SHOWN} more in {SET_ASIDE}", "dim"))
     return Group(*lines)
+
+
+def _counted(files: int) -> str:
+    return f"set aside: {files} file{'s' if files != 1 else ''}"
 
 
 def _runs_below(path: Path) -> str:
@@ -172,12 +176,16 @@ def _runs_below(path: Path) -> str:
 
 def _load(path: Path) -> Mapping[str, JSON]:
     value = _parsed(path)
-    return value if isinstance(value, dict) else {}
+    if not isinstance(value, dict):
+        raise RunFolderError(f"{path} is not a JSON object; the run's folder is damaged")
+    return value
 
 
 def _load_list(path: Path) -> list[dict[str, JSON]]:
     value = _parsed(path)
-    return value if isinstance(value, list) else []
+    if not isinstance(value, list):
+        raise RunFolderError(f"{path} is not a JSON list; the run's folder is damaged")
+    return value
 
 
 def _parsed(path: Path) -> object:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 
 from typer.testing import CliRunner, Result
 
 from supertuner.arena.home import Home
 from supertuner.cli.arena import app
-from supertuner.core.errors import ArenaBusy, ArenaMissing
+from supertuner.core.errors import ArenaBusy, ArenaError, ArenaMissing
 from tests.arena.making import build, units
 
 
@@ -24,6 +25,18 @@ def test_ls_lists_what_is_there(home: Home) -> None:
         shown = run(home, "ls").output
     assert all(word in shown for word in ("cats", "in use", "9", "until removed"))
     assert "sealed" in run(home, "ls").output
+
+
+def test_ls_shows_names_whole_in_one_line_however_narrow_the_screen(home: Home) -> None:
+    name = "a-dataset-with-a-very-long-name-" + "x" * 64
+    build(home, name, units(1))
+    assert any(line.startswith(f"{name} ") for line in run(home, "ls").output.splitlines())
+
+
+def test_looking_at_a_folder_that_is_not_there_does_not_make_it(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["ls", "--home", str(tmp_path / "typo")])
+    assert isinstance(result.exception, ArenaError) and "is not a folder" in str(result.exception)
+    assert not (tmp_path / "typo").exists()
 
 
 def test_ls_json_is_for_programs(home: Home) -> None:

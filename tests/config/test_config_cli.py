@@ -100,3 +100,10 @@ def test_schema_prints_the_committed_file():
     assert supertuner("config", "schema").stdout == committed, (
         "run `supertuner config schema > config/supertuner.schema.json`"
     )
+
+
+def test_what_the_system_refuses_is_one_line_with_the_file_and_no_traceback(tmp_path):
+    (tmp_path / "a.json").write_text("{}")
+    done = supertuner("config", "convert", "a.json", "-o", "/proc/b.json", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "/proc/" in done.stderr and "No such file" in done.stderr and len(done.stderr.splitlines()) == 1

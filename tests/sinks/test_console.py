@@ -134,3 +134,19 @@ def test_time_left_is_unknown_until_something_is_done() -> None:
 )
 def test_durations_read_well(seconds: float, text: str) -> None:
     assert duration_text(seconds) == text
+
+
+def test_a_name_cannot_steer_the_terminal_and_the_rest_is_where_the_command_says() -> None:
+    out = io.StringIO()
+    with Console(RichConsole(file=out, width=200), Clock(), rest="ask elsewhere") as console:
+        for number in range(6):
+            console.emit(SetAside("cats", f"{number}\x1b[31m\n.jpg", "broken"))
+    assert "\x1b" not in out.getvalue() and "0\\x1b[31m\\n.jpg: broken\n" in out.getvalue()
+    assert out.getvalue().endswith("and 1 more files set aside; ask elsewhere\n")
+
+
+def test_a_phase_without_figures_says_only_how_long_it_took() -> None:
+    console, out = plain()
+    with console.phase("listing cats"):
+        pass
+    assert out.getvalue() == "listing cats: 0.0 s\n"

@@ -12,11 +12,12 @@ import pytest
 from PIL import Image
 
 from supertuner.config.load import load
+from supertuner.core.errors import SuperTunerError
 from supertuner.core.events import Silence
 from supertuner.core.host import Host
 from supertuner.core.types import MediaKind
 from supertuner.data.opened import open_corpus
-from supertuner.tools.preview import first_batches, write_preview
+from supertuner.tools.preview import first_batches, preview, write_preview
 from supertuner.tools.sample_data import make_sample_data
 from supertuner.tools.sheet import Cell, Section, draw_sheet, wrapped
 
@@ -109,3 +110,12 @@ def test_the_commands_make_data_and_a_sheet_of_it(tmp_path):
     with Image.open(sheet) as picture:
         assert picture.format == "PNG"
     assert "bucket" in said
+
+
+@pytest.mark.parametrize("out", ["sheet.jpg", "nowhere/sheet.png", "folder.png"])
+def test_a_sheet_that_cannot_be_written_is_refused_before_anything_is_staged(sample, tmp_path, out):
+    (tmp_path / "folder.png").mkdir()
+    loaded = load(sample, sets=[f"arena.home={tmp_path / 'arenas'}"])
+    with pytest.raises(SuperTunerError, match="--out"):
+        preview(loaded, tmp_path / out)
+    assert not (tmp_path / "arenas").exists()

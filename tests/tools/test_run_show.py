@@ -96,3 +96,10 @@ def test_the_command_refuses_what_is_not_a_run_without_a_traceback(tmp_path: Pat
     done = command("run", "show", str(tmp_path / "nowhere"))
     assert done.returncode == 1
     assert done.stderr.strip() == f"{tmp_path / 'nowhere'} is not a run's folder: it has no run.json"
+
+
+@pytest.mark.parametrize(("file", "content"), [("run.json", "[]"), ("decisions.json", "{}")])
+def test_a_damaged_file_of_a_run_is_named_not_shown_as_empty(run: Path, file: str, content: str) -> None:
+    (run / file).write_text(content)
+    with pytest.raises(RunFolderError, match=rf"{file} is not a JSON"):
+        run_show.read_run(run)

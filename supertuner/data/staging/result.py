@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from supertuner.config.data import Dataset
 from supertuner.core.errors import StageError, TooManyBroken
 from supertuner.core.events import SetAside
-from supertuner.core.types import JSON, MediaKind
+from supertuner.core.types import JSON, MediaKind, on_screen
 
 _SHOWN = 10
 
@@ -100,7 +100,7 @@ def judge(dataset: Dataset, set_aside: Sequence[SetAside], staged: int, place: s
 
 
 def _lines(set_aside: Sequence[SetAside], shown: int) -> str:
-    lines = [f"  {one.file}: {one.reason}" for one in set_aside[:shown]]
+    lines = [f"  {on_screen(one.file)}: {one.reason}" for one in set_aside[:shown]]
     if len(set_aside) > shown:
         lines.append(f"  and {len(set_aside) - shown} more")
     return "\n".join(lines)
