@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from supertuner.config.data import Augment, Captions
 from supertuner.data.batching.augment import change_for
-from supertuner.data.batching.captions import caption_for
+from supertuner.data.batching.captions import caption_for, triggered
 from supertuner.data.batching.chance import Chance
 
 
@@ -102,3 +102,9 @@ def test_augmentations_stay_in_their_ranges_and_use_them():
     assert {change.along for change in changes} == {0.5}
     anywhere = [change_for(augment, True, chance(turn)) for turn in range(2000)]
     assert min(c.across for c in anywhere) < 0.01 and max(c.along for c in anywhere) > 0.99
+
+
+def test_a_trigger_word_inside_another_word_does_not_count_as_there():
+    assert triggered("she asks", "sks", ",") == "sks, she asks"
+    assert triggered("a sks.", "sks", ",") == "a sks."
+    assert triggered("photo of <c++>", "<c++>", ",") == "photo of <c++>"

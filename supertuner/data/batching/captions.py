@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from supertuner.config.data import Captions
@@ -46,7 +47,8 @@ def triggered(text: str, trigger: str | None, separator: str) -> str:
         return text
     if TRIGGER_MARK in text:
         return text.replace(TRIGGER_MARK, trigger)
-    return text if trigger in text else joined([trigger, text] if text else [trigger], separator)
+    word = rf"(?<!\w){re.escape(trigger)}(?!\w)"  # whole: "sks" is not in "she asks"
+    return text if re.search(word, text) else joined([trigger, text] if text else [trigger], separator)
 
 
 def joined(tags: Sequence[str], separator: str) -> str:
