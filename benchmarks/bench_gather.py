@@ -2,11 +2,11 @@
 
 The samples are 2 GiB of noise, many times the last-level cache, and every batch is drawn from all of them. Everybody
 has read all of it once before the clock starts, and fills a buffer of one batch again and again. memcpy copies whole
-batches from an ordinary array of the same 2 GiB, on one thread: the limit.
+batches from an ordinary array of the same 2 GiB: the limit. One thread each, but for the DataLoader's 2 workers.
 
-The arena copies a batch with as many threads as there are CPUs, as the loader does, and also with one. Peers are in
-their documented fastest mode, which but for the DataLoader's 2 workers is one thread. Beside each peer stand the arena
-and memcpy on one thread in the same rounds: no store that copies every byte once on one thread can do better.
+Beside each peer stands what memcpy itself would reach against it in the same rounds: no store that copies every byte
+once can do better, so a limit above that cannot be met on this machine by one thread. Large batches are also gathered
+with one thread per CPU, which no limit asks for.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -34,6 +34,7 @@ from supertuner.core.host import Host
 DATA_BYTES = 2 << 30
 ROUND_BYTES = 200 << 20
 BATCH_BYTES = 6 << 20
+LARGE_BATCH_BYTES = 64 << 20
 MEMCPY_ROUNDS = 41
 ROUNDS = 15
 FEW_ROUNDS = 5
@@ -51,8 +52,6 @@ LIMITS = {
 """How many times faster than the peer, for samples of 100 KB; the other sizes have no limit but memcpy's."""
 LIMITED = "100 KB"
 MANY_FILES = 50_000
-CPUS = Host().cpus()
-ONE, ALL = "1 thread", f"{CPUS} threads"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +61,7 @@ class Scene:
     label: str
     samples: Bytes
     chance: np.random.Generator
+    batch_bytes: int = BATCH_BYTES
 
     @property
     def nbytes(self) -> int:
@@ -69,7 +69,7 @@ class Scene:
 
     @property
     def batch(self) -> int:
-        return max(1, BATCH_BYTES // self.nbytes)
+        return max(1, self.batch_bytes // self.nbytes)
 
     @property
     def round_samples(self) -> int:
@@ -109,20 +109,16 @@ def rows() -> list[Row]:
 
 def scene_rows(scene: Scene) -> list[Row]:
     with in_memory_folder() as folder, arena_of(scene, folder / "arenas") as ours:
-        rivals = rivals_of(scene, ours)
-        for gather in (rivals[ONE], rivals[ALL]):
-            check(scene, gather)
+        check(scene, ours)
         scene.read_all(ours)
-        timings = interleave({name: scene.rounds_of(gather) for name, gather in rivals.items()}, MEMCPY_ROUNDS)
-        for name, timing in timings.items():
-            tell(scene, name, timing)
-        found = [
-            at_least(
-                f"gather of {scene.label}, {name}, share of memcpy", paired(timings["memcpy"], timing), MEMCPY_SHARE
-            )
-            for name, timing in timings.items()
-            if name != "memcpy"
-        ]
+        timings = interleave(
+            {"arena": scene.rounds_of(ours), "memcpy": scene.rounds_of(memcpy_of(scene))}, MEMCPY_ROUNDS
+        )
+        tell(scene, "memcpy", timings["memcpy"])
+        tell(scene, "arena", timings["arena"])
+        name = f"gather of {scene.label}, share of memcpy"
+        found = [at_least(name, paired(timings["memcpy"], timings["arena"]), MEMCPY_SHARE)]
+        found.append(by_all_cpus(replace(scene, batch_bytes=LARGE_BATCH_BYTES), ours))
         for peer, opener in PEERS.items():
             found.append(against(scene, ours, peer, partial(peer_rounds, scene, opener)))
         if len(scene.samples) <= MANY_FILES:
@@ -130,7 +126,18 @@ def scene_rows(scene: Scene) -> list[Row]:
     return found
 
 
-def against(scene: Scene, ours: Callable[..., None], peer: str, begin: Callable[[Path], Callable[[], None]]) -> Row:
+def by_all_cpus(scene: Scene, ours: Callable[..., None]) -> Row:
+    """Large batches, each copied by as many threads as there are CPUs, against memcpy on one."""
+    threads = Host().cpus()
+    many = partial(ours, threads=threads)
+    check(scene, many)
+    timings = interleave({"arena": scene.rounds_of(many), "memcpy": scene.rounds_of(memcpy_of(scene))}, ROUNDS)
+    tell(scene, f"arena, {threads} threads", timings["arena"])
+    name = f"gather of {scene.label} in batches of 64 MiB, {threads} threads, times memcpy on one"
+    return noted(name, paired(timings["memcpy"], timings["arena"]))
+
+
+def against(scene: Scene, ours: Gather, peer: str, begin: Callable[[Path], Callable[[], None]]) -> Row:
     """Time the arena and one peer in turns."""
     name = f"gather of {scene.label}, times {peer}"
     limit = LIMITS.get(peer) if scene.label == LIMITED else None
@@ -142,12 +149,11 @@ def against(scene: Scene, ours: Callable[..., None], peer: str, begin: Callable[
             return skipped(name, limit or float("nan"), f"{error.name} is not installed")
         # The slowest peers differ by much more than the weather does; fewer rounds will do.
         rounds = ROUNDS if seconds_of(play) < LONG_ROUND_S else FEW_ROUNDS
-        players = {name: scene.rounds_of(gather) for name, gather in rivals_of(scene, ours).items()}
-        timings = interleave({**players, "peer": play}, rounds, warmup=0)
+        memcpy = scene.rounds_of(memcpy_of(scene))
+        timings = interleave({"arena": scene.rounds_of(ours), "memcpy": memcpy, "peer": play}, rounds, warmup=0)
     tell(scene, peer, timings["peer"])
-    ratio = paired(timings["peer"], timings[ALL])
-    beside = {name: paired(timings["peer"], timings[name]).median for name in (ONE, "memcpy")}
-    note = ", ".join(f"{name} {share:.3g} ×" for name, share in beside.items())
+    ratio = paired(timings["peer"], timings["arena"])
+    note = f"memcpy: {paired(timings['peer'], timings['memcpy']).median:.3g} ×"
     return noted(name, ratio, note=note) if limit is None else at_least(name, ratio, limit, note=note)
 
 
@@ -170,11 +176,6 @@ def peer_rounds(scene: Scene, opener: Opener, folder: Path) -> Callable[[], None
 def loader_rounds(scene: Scene, folder: Path) -> Callable[[], None]:
     play = dataloader_rounds(folder, scene.samples)
     return lambda: play(scene.batches())
-
-
-def rivals_of(scene: Scene, ours: Callable[..., None]) -> dict[str, Gather]:
-    """Those that are timed in every round."""
-    return {"memcpy": memcpy_of(scene), ONE: ours, ALL: partial(ours, threads=CPUS)}
 
 
 def memcpy_of(scene: Scene) -> Gather:

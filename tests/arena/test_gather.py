@@ -123,8 +123,8 @@ def test_views_are_read_only_and_outlive_the_reader(home: Home) -> None:
 @pytest.mark.parametrize("threads", [2, 3, 100])
 def test_a_batch_copied_by_several_threads_is_the_same_batch(home: Home, shape: tuple[int, ...], threads: int) -> None:
     with rows(home, shape, count=12) as reader:
-        wanted = [7, 11, 0, 7, 3, 2, 1]
-        out = np.full((7, *shape), -1, np.float32)
+        wanted = [7, 11, 0, 7, 3, 2, 1] * 3
+        out = np.full((21, *shape), -1, np.float32)
         reader.gather(wanted, out, "x", threads=threads)
         assert np.array_equal(out, np.stack([reader.array(i, "x") for i in wanted]))
         assert any(thread.name.startswith("arena-copy") for thread in threading.enumerate())
@@ -132,8 +132,8 @@ def test_a_batch_copied_by_several_threads_is_the_same_batch(home: Home, shape: 
 
 
 def test_a_forked_child_copies_with_threads_of_its_own(home: Home) -> None:
-    with rows(home, (256, 1024), count=4) as reader:
-        out = np.zeros((4, 256, 1024), np.float32)
+    with rows(home, (1024, 1024), count=4) as reader:
+        out = np.zeros((4, 1024, 1024), np.float32)
         reader.gather(range(4), out, "x", threads=2)
         child = os.fork()
         if child == 0:
