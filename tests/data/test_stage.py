@@ -127,6 +127,13 @@ def test_all_older_versions_are_one_warning_with_a_command_that_removes_them(tmp
     assert f"rm --home {home} {' '.join(sorted(old))}`" in told.warnings()
 
 
+def test_a_dataset_of_the_same_id_from_another_place_is_not_called_an_older_version(tmp_path, home):
+    stager(home).stage(dataset(write(tmp_path / "theirs", pictures(3))))
+    told = Told()
+    assert stager(home, told).stage(dataset(write(tmp_path / "ours", pictures(2)))).older == ()
+    assert "arena rm" not in told.warnings()
+
+
 def test_a_limit_that_an_arena_already_there_exceeds_is_told(tmp_path, home):
     folder = write(tmp_path / "set", pictures(3))
     stager(home).stage(dataset(folder))

@@ -10,9 +10,9 @@ from supertuner.arena.format import Life
 from supertuner.arena.home import Home
 from supertuner.arena.reader import Reader, Verify
 from supertuner.arena.states import ArenaInfo
+from supertuner.config.data import Dataset
 from supertuner.core.errors import ArenaBusy, ArenaError, ArenaMissing
 from supertuner.core.events import Progress
-from supertuner.data.staging.fingerprint import same_dataset
 
 _POLL_S = 0.2
 
@@ -38,9 +38,14 @@ def _wait(home: Home, name: str, life: Life, verify: Verify, progress: Progress)
     return found
 
 
-def older_versions(arenas: Sequence[ArenaInfo], dataset_id: str, name: str) -> list[ArenaInfo]:
-    """Sealed arenas of the same dataset as it was before its files or settings changed."""
-    return [a for a in arenas if a.name != name and a.state == "sealed" and same_dataset(a.name, dataset_id)]
+def older_versions(arenas: Sequence[ArenaInfo], dataset: Dataset, name: str) -> list[ArenaInfo]:
+    """Sealed arenas of the same dataset as it was before its files or settings changed.
+
+    Other projects of this node may use the same id: only what came from the same place is a version of this dataset.
+    """
+    wanted = {"dataset": dataset.id, "source": str(dataset.instance_data_dir)}
+    others = [arena for arena in arenas if arena.name != name and arena.state == "sealed"]
+    return [arena for arena in others if wanted.items() <= dict(arena.meta or {}).items()]
 
 
 def _attach(home: Home, name: str, verify: Verify) -> Reader | None:

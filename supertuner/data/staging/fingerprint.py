@@ -46,9 +46,3 @@ def _settings(dataset: Dataset) -> bytes:
 def arena_name(dataset_id: str, fingerprint: str) -> str:
     """Says whose it is and which version of it: `cats-0f3a…`."""
     return f"{(dataset_id or 'dataset')[:_NAME_CHARS]}-{fingerprint[:16]}"
-
-
-def same_dataset(name: str, dataset_id: str) -> bool:
-    """Whether the arena `name` holds some version of this dataset."""
-    stem, _, mark = name.rpartition("-")
-    return stem == (dataset_id or "dataset")[:_NAME_CHARS] and len(mark) == 16

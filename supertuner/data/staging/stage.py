@@ -108,7 +108,7 @@ class Stager:
             formats=dict(meta["formats"]),
             set_aside=tuple(SetAside(dataset.id, file, reason) for file, reason in staged.set_aside()),
             without_caption=int(meta["without_caption"]),
-            older=tuple((old.name, old.nbytes) for old in older_versions(arenas, dataset.id, name)),
+            older=tuple((old.name, old.nbytes) for old in older_versions(arenas, dataset, name)),
         )
 
     def _report(self, dataset: Dataset, result: StageResult, place: str) -> None:
@@ -258,6 +258,7 @@ class _Staging:
                 "dataset": self._dataset.id,
                 "kind": self._dataset.dataset_type.value,
                 "fingerprint": self._mark,
+                "source": str(self._dataset.instance_data_dir),
                 "origin": origin(self._dataset),
                 "bytes": sum(figures.nbytes for figures in formats.values()),
                 "formats": {format: figures.as_json() for format, figures in sorted(formats.items())},
