@@ -102,7 +102,7 @@ def roomy(tmp_path, home, **less):
 @pytest.mark.parametrize(
     ("less", "settings", "says"),
     [
-        ({}, {"memory_limit_gb": 0.0005}, "memory_limit_gb allows"),
+        ({}, {"memory_limit_gb": 0.0005}, "are allowed by in_memory.memory_limit_gb; .* are missing; raise it"),
         ({"available": 3 * GIB}, {}, "MemAvailable or cgroup"),
         ({"cgroup": 512 * 1024}, {}, "MemAvailable or cgroup"),
     ],
@@ -187,7 +187,7 @@ def test_a_named_codec_is_obeyed_and_warned_about_where_it_gains_nothing(tmp_pat
 
 
 def test_the_forecast_counts_what_lies_beside_the_files_once():
-    meter = Meter("set", Budget(10 * MIB, "is there", "raise it"), None, files=100, raw_total=100 * MIB, taken=9 * MIB)
+    meter = Meter("set", Budget(10 * MIB, "are there", "raise it"), None, files=100, raw_total=100 * MIB, taken=9 * MIB)
     meter.take(raw=MIB, stored=MIB // 2)
-    with pytest.raises(DoesNotFit, match=r"need about 59\.0 MiB .* about 49\.0 MiB are missing"):
+    with pytest.raises(DoesNotFit, match=r"need about 59\.0 MiB, .* about 49\.0 MiB are missing"):
         meter.take(raw=MIB, stored=MIB // 2 + 1)

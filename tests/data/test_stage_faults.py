@@ -44,7 +44,7 @@ def small_tmpfs(tmp_path):
 def test_a_dataset_larger_than_its_tmpfs_is_refused_before_copying(tmp_path, small_tmpfs):
     folder = write(tmp_path / "set", pictures(300))
     told = Told()
-    with pytest.raises(DoesNotFit, match=r"is free on the shared memory below the arena's home.*are missing"):
+    with pytest.raises(DoesNotFit, match=r"are free on the shared memory below the arena's home.*are missing"):
         stager(small_tmpfs / "home", told).stage(dataset(folder))
     assert not any(title.startswith("staging") for title, _, _ in told.phases)
     assert names(small_tmpfs / "home") == []

@@ -35,6 +35,7 @@ class Room:
 class Budget:
     nbytes: int
     bound_by: str
+    """What follows the number: `are free on …`."""
     remedy: str
 
 
@@ -64,13 +65,13 @@ def lowered(room: Room) -> int | None:
 def budget(room: Room) -> Budget:
     """Bytes that may be stored, and which of the bounds is the tightest."""
     kind = "shared memory" if room.in_memory else "disk"
-    bounds = [Budget(room.free_bytes, f"is free on the {kind} below the arena's home", _free_remedy(room))]
+    bounds = [Budget(room.free_bytes, f"are free on the {kind} below the arena's home", _free_remedy(room))]
     if room.in_memory and room.memory_available is not None:
         kept = reserve(room.memory_total)
-        text = f"memory is available (MemAvailable or cgroup, {bytes_text(kept)} kept for other programs)"
+        text = f"of memory are available (MemAvailable or cgroup, {bytes_text(kept)} kept for other programs)"
         bounds.append(Budget(max(0, room.memory_available - kept), text, 'free memory, or set type: "disk"'))
     if room.in_memory and room.limit_bytes is not None:
-        bounds.append(Budget(room.limit_bytes, "in_memory.memory_limit_gb allows", "raise it"))
+        bounds.append(Budget(room.limit_bytes, "are allowed by in_memory.memory_limit_gb", "raise it"))
     return min(bounds, key=lambda b: b.nbytes)
 
 
@@ -97,7 +98,7 @@ def require(dataset: str, need: int, files: int, bound: Budget, *, estimated: bo
 def message(dataset: str, need: int, files: int, bound: Budget, *, estimated: bool = False) -> str:
     about = "about " if estimated else ""
     return (
-        f"datasets[{dataset}] does not fit: its {files} files need {about}{bytes_text(need)} and "
+        f"datasets[{dataset}] does not fit: its {files} files need {about}{bytes_text(need)}, and only "
         f"{bytes_text(bound.nbytes)} {bound.bound_by}; {about}{bytes_text(need - bound.nbytes)} are missing; "
         f'{bound.remedy}, set in_memory.compression: "auto" if the files are not compressed yet, or use fewer (limit)'
     )
