@@ -19,7 +19,9 @@ def register(app: typer.Typer) -> None:
 def preview(
     config: Config,
     out: Annotated[Path, typer.Option(help="The PNG to write.")] = Path("preview.png"),
-    epoch: Annotated[int, typer.Option(min=0, help="The epoch to look at; each is shuffled and changed anew.")] = 0,
+    epoch: Annotated[
+        int, typer.Option(min=0, max=1_000_000_000, help="The epoch to look at; each is shuffled and changed anew.")
+    ] = 0,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Only so many samples of each dataset, for a first try.")
     ] = None,
@@ -30,7 +32,8 @@ def preview(
     from supertuner.tools.session import load_narrowed
 
     shown = draw(load_narrowed(config, sets or (), limit=limit), out, epoch=epoch)
-    typer.echo(f"{out}: {shown} bucket{'s' if shown != 1 else ''}")
+    empty = "" if shown else f"; no sample is drawn in epoch {epoch}: weights below 1 leave some to later epochs"
+    typer.echo(f"{out}: {shown} bucket{'s' if shown != 1 else ''}{empty}")
 
 
 def sample_data(

@@ -110,6 +110,11 @@ def test_the_commands_make_data_and_a_sheet_of_it(tmp_path):
     with Image.open(sheet) as picture:
         assert picture.format == "PNG"
     assert "bucket" in said
+    rare = [argument for place in range(3) for argument in ("--set", f"datasets[{place}].weight=0.000001")]
+    said = supertuner(
+        "preview", str(data / "config.json"), "--out", str(sheet), "--set", f"arena.home={tmp_path / 'a'}", *rare
+    )
+    assert "0 buckets; no sample is drawn in epoch 0" in said
 
 
 @pytest.mark.parametrize("out", ["sheet.jpg", "nowhere/sheet.png", "folder.png"])
