@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -61,18 +63,19 @@ def quickstart(
     typer.echo("")
     for result in made.staged:
         typer.echo(summary(result))
+    supertuner = "supertuner" if shutil.which("supertuner") else sys.argv[0]
     typer.echo(
         f"""
-the pictures, clips and tones   {made.config.parent}
-their configuration             {made.config}
-one batch of {made.buckets} buckets, drawn   {made.sheet}
-the run, with its decisions     {made.run}
+one batch of each of {made.buckets} buckets, drawn: {made.sheet}
+the pictures, clips and tones:        {made.config.parent}
+their configuration:                  {made.config}
+the run, with its decisions:          {made.run}
 
-next, with your own data:
-  supertuner run show {made.run}
-  supertuner arena ls
-  supertuner config show {made.config} --origins
-  edit {made.config} so that instance_data_dir names your folder, then
-  supertuner config validate {made.config}
-  supertuner preview {made.config} --out sheet.png"""
+next:
+  {supertuner} run show {made.run}
+  {supertuner} config show {made.config} --origins
+  {supertuner} arena ls
+with your own data: let instance_data_dir in {made.config} name your folder, then
+  {supertuner} config validate {made.config}
+  {supertuner} preview {made.config} --out sheet.png"""
     )
