@@ -22,6 +22,7 @@ GONE = ".gone-"
 BUILDER, HEAD, INDEX = "builder", "head", "index"
 HEAD_TEMPORARY, INDEX_TEMPORARY = "head.tmp", "index.tmp"
 
+_OWN = frozenset((BUILDER, HEAD, INDEX, HEAD_TEMPORARY, INDEX_TEMPORARY))
 _SEGMENT_FILE = re.compile(r"([0-9]{4,9})\.(data|journal)")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG)
 
@@ -110,6 +111,10 @@ class Folder:
     def names(self) -> list[str]:
         return sorted(os.listdir(self.fd))
 
+    def foreign(self) -> str | None:
+        """A name in this folder that no arena has: the folder is somebody's, and is neither reclaimed nor removed."""
+        return next((name for name in self.names() if name not in _OWN and not _SEGMENT_FILE.fullmatch(name)), None)
+
     def segments(self, suffix: str = "journal") -> list[int]:
         """Numbers of the segments that have a file of this suffix."""
         found = (_SEGMENT_FILE.fullmatch(name) for name in self.names())
@@ -129,11 +134,19 @@ class Folder:
         return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=self.fd)
 
 
+def require_own(folder: Folder) -> None:
+    """ArenaError unless everything in the folder is an arena's."""
+    stranger = folder.foreign()
+    if stranger is not None:
+        raise ArenaError(f"{folder.path}: is not an arena: it holds {stranger!r}; nothing in it is touched")
+
+
 def discard(folder: Folder) -> None:
     """Remove an arena whose exclusive lock we hold, or which we build. Its name is free at once, its bytes soon after.
 
     A kill in between leaves a folder whose name begins with GONE, for the next sweep.
     """
+    require_own(folder)
     gone = folder.path.with_name(GONE + uuid.uuid4().hex)
     with naming(folder.path):
         os.rename(folder.path, gone)

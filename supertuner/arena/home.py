@@ -22,6 +22,7 @@ from supertuner.arena.files import (
     discard,
     empty,
     naming,
+    require_own,
     unless_abandoned,
     write_all,
 )
@@ -34,6 +35,9 @@ from supertuner.arena.segments import restore
 from supertuner.arena.states import ArenaInfo, describe, has_ended, head_or_none, is_building
 from supertuner.core.errors import ArenaBusy, ArenaDamaged, ArenaError, ArenaExists, ArenaMissing
 
+MARK = ".supertuner-arenas"
+"""An empty file that tells a home from any other folder."""
+
 _ENTER_S = 10.0
 """Exclusive locks are held for moments: to look, or to unlink."""
 
@@ -45,7 +49,10 @@ def default_home() -> Path:
 
 class Home:
     def __init__(self, path: Path) -> None:
-        """Made if missing, for this user only; a link, another user's folder or one others may write is refused."""
+        """Made if missing, for this user only.
+
+        Refused: a link, another user's folder, one that others may write to, one that holds anything else.
+        """
         self.path = path.absolute()
         with naming(self.path):
             with suppress(FileExistsError):  # what is there is looked at next
@@ -57,6 +64,7 @@ class Home:
             raise ArenaError(f"{self.path}: belongs to user {found.st_uid}; name a home of your own (arena.home)")
         if found.st_mode & 0o022:
             raise ArenaError(f"{self.path}: others may write to it; `chmod go-w {self.path}` or name another home")
+        self._require_ours()
 
     def ls(self) -> list[ArenaInfo]:
         names = sorted(name for name in os.listdir(self.path) if not name.startswith("."))
@@ -92,6 +100,7 @@ class Home:
         ArenaBusy if another process builds it (after `wait_s`); ArenaExists if it is sealed already.
         """
         path, end = self.path / checked_name(name), time.monotonic() + wait_s
+        self._mark()
         while True:
             with naming(path):
                 os.makedirs(path, 0o700, exist_ok=True)
@@ -144,6 +153,21 @@ class Home:
         """Reclaim what dead builders left and what has outlived its stated life; the names of what went."""
         return [name for name in sorted(os.listdir(self.path)) if self._sweep(name)]
 
+    def _require_ours(self) -> None:
+        """A folder with things in it is a home only if arenas were built there: a sweep must never meet other files."""
+        with naming(self.path):
+            names = os.listdir(self.path)
+        if names and MARK not in names:
+            raise ArenaError(
+                f"{self.path}: holds other things ({sorted(names)[0]!r}); name an empty folder, or one that does not "
+                "exist yet, as the arenas' home (arena.home, arena.disk_home)"
+            )
+
+    def _mark(self) -> None:
+        """From now on this folder is a home."""
+        with naming(self.path):
+            os.close(os.open(self.path / MARK, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+
     def _try_build(self, path: Path, life: Life, wait_s: float, resume: bool) -> Build | None:
         """None: the folder went away, or was wiped; try again."""
         folder, builder, head = Folder(path), -1, None
@@ -151,6 +175,7 @@ class Home:
             folder = Folder.open(path)
             if not locks.lock(folder.fd, exclusive=False, wait_s=wait_s):
                 raise ArenaBusy(f"{path}: is being removed by another process")
+            require_own(folder)
             builder = folder.open_lock(BUILDER)
             # What others do before they release either lock, they did before we look from here on.
             if not locks.lock(builder, exclusive=True, wait_s=wait_s):
@@ -228,7 +253,7 @@ class Home:
         except (FileNotFoundError, ArenaDamaged):  # gone, or not an arena: `ls` shows it
             return False
         try:
-            if not locks.try_lock(folder.fd, exclusive=True) or not folder.is_current():
+            if not locks.try_lock(folder.fd, exclusive=True) or not folder.is_current() or folder.foreign() is not None:
                 return False
             if name.startswith(GONE):
                 empty(folder, folder.path)

@@ -33,6 +33,9 @@ class ArenaInfo:
 
 def describe(folder: Folder) -> ArenaInfo:
     name, nbytes, users = folder.path.name, folder.stored_bytes(), locks.is_held(folder.fd)
+    stranger = folder.foreign()
+    if stranger is not None:
+        return ArenaInfo(name, "damaged", nbytes, problem=f"{folder.path}: is not an arena: it holds {stranger!r}")
     try:
         if folder.has(INDEX):
             head, catalog = open_sealed(folder)
@@ -48,6 +51,8 @@ def describe(folder: Folder) -> ArenaInfo:
 
 def has_ended(folder: Folder, now: float) -> bool:
     """Whether an arena that nobody has open should go: remains of a dead builder, or a life that is over."""
+    if not folder.names():  # not even a lock of a builder: nothing says that it is ours, and it takes no room
+        return False
     head = head_or_none(folder)
     if head is None:  # a sealed arena with a damaged head is the user's to remove; unsealed, nothing of it can be used
         return not folder.has(INDEX)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from supertuner.arena.home import Home
 from supertuner.arena.reader import Reader, Verify
 from supertuner.core.errors import ArenaDamaged
+from supertuner.core.events import Progress
 from supertuner.core.types import MediaKind
 from supertuner.data.staging.columns import CAPTION_BYTES, CAPTION_INDEX, CAPTION_OFFSETS
 from supertuner.data.staging.compress import RAW, decompress
@@ -90,6 +91,10 @@ class StagedDataset:
     def set_aside(self) -> list[tuple[str, str]]:
         """Files that were broken when the dataset was staged, and why."""
         return [(file, reason) for file, reason in json.loads(self._reader.table(SET_ASIDE).tobytes())]
+
+    def verify(self, progress: Progress) -> None:
+        """Check every byte; ArenaDamaged names the file."""
+        self._reader.verify(progress)
 
     def close(self) -> None:
         self._reader.close()

@@ -149,7 +149,9 @@ def _figures(view: RunView) -> RenderableType:
     lines = []
     for what, figures in view.figures.items():
         plain = figures.items() if isinstance(figures, Mapping) else ()
-        texts = [figure_text(name, value) for name, value in plain if not isinstance(value, Mapping)]
+        texts = [
+            figure_text(name, value) for name, value in plain if value is not None and not isinstance(value, Mapping)
+        ]
         lines.append(Text.assemble((what, "bold"), f": {', '.join(texts)}"))
     return Group(*lines)
 

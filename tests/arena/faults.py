@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from supertuner.arena.build import Build
-from supertuner.arena.home import Home
+from supertuner.arena.home import MARK, Home
 from supertuner.core.errors import ArenaBusy, ArenaDamaged, ArenaMissing
 from tests.arena.making import build, contents, fork, units, wait
 
@@ -57,7 +57,7 @@ def kill_builders(home: Home, rounds: int, seed: int) -> int:
         assert contents(home, "a") == content
         home.remove("a")
         home.sweep()
-        assert os.listdir(home.path) == [], "something stayed behind"
+        assert os.listdir(home.path) == [MARK], "something stayed behind"
     return sealed
 
 
@@ -147,7 +147,7 @@ def many_at_once(home: Home, processes: int, seconds: float, seed: int) -> None:
     for info in home.ls():
         assert info.state == "sealed" and contents(home, info.name) == content
         home.remove(info.name)
-    assert os.listdir(home.path) == []
+    assert os.listdir(home.path) == [MARK]
 
 
 def _something(home: Home, name: str, content: dict[str, bytes], rng: random.Random) -> None:

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from supertuner.arena.home import Home
+from supertuner.arena.home import MARK, Home
 from supertuner.core.errors import ArenaBusy, ArenaError, ArenaMissing
 from tests.arena.making import build, contents, fork, units, wait
 
@@ -82,7 +82,7 @@ def test_leaving_without_seal_leaves_nothing(home: Home) -> None:
         with begun.writer().begin("k") as unit:
             unit.put("media", b"1" * 100_000)
         raise RuntimeError
-    assert os.listdir(home.path) == []
+    assert os.listdir(home.path) == [MARK]
 
 
 def test_many_threads_write_at_once(home: Home) -> None:
@@ -155,7 +155,7 @@ def test_a_live_reader_and_a_joined_writer_learn_that_the_build_was_abandoned(ho
         live.refresh()
     joined.close()
     live.close()
-    assert os.listdir(home.path) == []
+    assert os.listdir(home.path) == [MARK]
 
 
 def test_sealing_waits_for_no_writer_of_another_process_but_says_so(home: Home) -> None:

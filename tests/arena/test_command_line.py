@@ -8,7 +8,7 @@ from pathlib import Path
 
 from typer.testing import CliRunner, Result
 
-from supertuner.arena.home import Home
+from supertuner.arena.home import MARK, Home
 from supertuner.cli.arena import app
 from supertuner.core.errors import ArenaBusy, ArenaError, ArenaMissing
 from tests.arena.making import build, units
@@ -67,7 +67,7 @@ def test_rm_asks_first(home: Home) -> None:
     refused = run(home, "rm", "cats", answer="n\n")
     assert refused.exit_code == 1 and "remove cats" in refused.output and [i.name for i in home.ls()] == ["cats"]
     assert run(home, "rm", "cats", answer="y\n").exit_code == 0
-    assert os.listdir(home.path) == []
+    assert os.listdir(home.path) == [MARK]
 
 
 def test_rm_yes_does_not_ask_and_in_use_is_an_error(home: Home) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from supertuner.arena.build import Build
-from supertuner.arena.home import Home
+from supertuner.arena.home import MARK, Home
 from supertuner.arena.reader import Reader
 from supertuner.core.errors import ArenaBusy, ArenaDamaged, ArenaError, ArenaExists, ArenaMissing
 from tests.arena.making import build, contents, fork, units, wait
@@ -42,7 +42,7 @@ def test_an_attached_arena_is_not_removed(home: Home) -> None:
         home.attach("a")
     with pytest.raises(ArenaMissing):
         home.remove("a")
-    assert os.listdir(home.path) == []
+    assert os.listdir(home.path) == [MARK]
 
 
 def test_an_arena_has_one_builder_at_a_time(home: Home) -> None:
@@ -121,7 +121,7 @@ def test_the_life_of_a_run_ends_with_its_last_reader(home: Home) -> None:
     first.close()
     assert [info.name for info in home.ls()] == ["a"]
     second.close()
-    assert os.listdir(home.path) == []
+    assert os.listdir(home.path) == [MARK]
 
 
 def test_the_life_of_a_run_ends_when_its_readers_were_killed(home: Home) -> None:
@@ -227,3 +227,41 @@ def test_locks_do_not_pass_to_programs_that_are_started(home: Home) -> None:
     finally:
         child.kill()
         child.wait()
+
+
+def test_folders_that_are_not_arenas_are_neither_reclaimed_nor_removed(home: Home) -> None:
+    for name in ("photos", ".gone-photos"):
+        (home.path / name / "2024").mkdir(parents=True)
+        (home.path / name / "thesis.txt").write_text("years of work")
+    assert home.sweep() == []
+    with pytest.raises(ArenaError, match="is not an arena: it holds"):
+        home.remove("photos")
+    with pytest.raises(ArenaError, match="is not an arena: it holds"):
+        home.build("photos")
+    assert [info.state for info in home.ls()] == ["damaged"]
+    for name in ("photos", ".gone-photos"):
+        assert (home.path / name / "thesis.txt").read_text() == "years of work"
+        assert sorted(p.name for p in (home.path / name).iterdir()) == ["2024", "thesis.txt"]
+
+
+def test_a_folder_that_holds_other_things_is_no_home(tmp_path: Path) -> None:
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "thesis.txt").write_text("years of work")
+    with pytest.raises(ArenaError, match=r"holds other things \('thesis'\); name an empty folder"):
+        Home(tmp_path)
+    assert (tmp_path / "thesis" / "thesis.txt").read_text() == "years of work"
+
+
+def test_a_home_stays_one_when_its_last_arena_is_removed(tmp_path: Path) -> None:
+    home = Home(tmp_path / "arenas")
+    build(home, "cats", units(2))
+    home.remove("cats")
+    build(Home(tmp_path / "arenas"), "dogs", units(2))
+    assert [info.name for info in Home(tmp_path / "arenas").ls()] == ["dogs"]
+
+
+def test_an_empty_folder_of_yours_in_a_home_is_not_reclaimed(home: Home) -> None:
+    build(home, "cats", units(2))
+    (home.path / "mine").mkdir()
+    assert home.sweep() == []
+    assert (home.path / "mine").is_dir()

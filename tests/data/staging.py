@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from supertuner.arena.home import Home
+from supertuner.arena.home import MARK, Home
 from supertuner.config.data import Dataset
 from supertuner.core.events import Decided, Event, Phase, SetAside, Silence, Warned
 from supertuner.core.host import Host
@@ -56,8 +56,8 @@ def contents(home: Path, arena: str) -> dict[str, tuple[bytes, tuple[str, ...]]]
 
 
 def names(home: Path) -> list[str]:
-    """What lies in a home, remains included."""
-    return sorted(os.listdir(home)) if home.exists() else []
+    """What lies in a home, remains included, beside the mark that makes it one."""
+    return sorted(name for name in os.listdir(home) if name != MARK) if home.exists() else []
 
 
 def machine(root: Path, *, total: int, available: int, tmpfs: Path, cgroup: int | None = None) -> Host:

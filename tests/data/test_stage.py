@@ -1,5 +1,6 @@
 """Staging keeps its promises: everything is there and equal, once per node, and told with reasons."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from supertuner.arena.home import Home
-from supertuner.core.errors import SourceError, StageError, TooManyBroken
+from supertuner.core.errors import ArenaDamaged, SourceError, StageError, TooManyBroken
 from supertuner.core.types import MediaKind
 from supertuner.data.staged import StagedDataset
 from tests.data.media_files import picture, png_claiming, sound, tar, video, write
@@ -372,3 +373,28 @@ def test_columns_are_shared_not_copied(tmp_path, home):
         assert not staged.width.flags.owndata and not staged.width.flags.writeable
         assert staged.media(0).readonly
         assert isinstance(staged.fps, np.ndarray) and staged.fps.dtype == np.float32
+
+
+def test_an_arena_that_has_outlived_its_stated_life_is_not_used_again(tmp_path, home):
+    folder = write(tmp_path / "set", pictures(3))
+    brief = dataclasses.replace(stager(home), life=1e-9)
+    first = brief.stage(dataset(folder))
+    assert not brief.stage(dataset(folder)).reused
+    kept = dataclasses.replace(stager(home), life=1.0)
+    assert not kept.stage(dataset(folder)).reused and kept.stage(dataset(folder)).reused
+    assert names(home) == [first.arena]
+
+
+@pytest.mark.parametrize("verify", ["always", "background"])
+def test_staging_checks_every_byte_of_a_reused_arena_if_asked_to(tmp_path, home, verify):
+    folder = write(tmp_path / "set", pictures(3))
+    result = stager(home).stage(dataset(folder))
+    data = next(path for path in (home / result.arena).glob("*.data") if path.stat().st_size > 4096)
+    with data.open("r+b") as file:
+        file.seek(4096 + 100)
+        byte = file.read(1)[0]
+        file.seek(4096 + 100)
+        file.write(bytes([byte ^ 4]))
+    assert stager(home).stage(dataset(folder)).reused
+    with pytest.raises(ArenaDamaged, match=result.arena):
+        dataclasses.replace(stager(home), verify=verify).stage(dataset(folder))

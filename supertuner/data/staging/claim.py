@@ -19,10 +19,10 @@ _POLL_S = 0.2
 
 def claim(home: Home, name: str, life: Life, verify: Verify, progress: Progress) -> Build | Reader:
     """A build of our own, or the arena, validated and held. Waits as long as another process builds it."""
+    home.sweep()  # what has outlived its stated life is not used again; remains may hold the memory that we need now
     found = _attach(home, name, verify)
     if found is not None:
         return found
-    home.sweep()  # dead builders' remains may hold the memory that we need now
     return _try(home, name, life, verify) or _wait(home, name, life, verify, progress)
 
 

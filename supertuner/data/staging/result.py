@@ -62,7 +62,7 @@ class StageResult:
 
     def figures(self) -> dict[str, JSON]:
         """What `--json` prints."""
-        rate = 0.0 if self.reused or not self.seconds else 1 / self.seconds
+        rate = None if self.reused or not self.seconds else 1 / self.seconds
         return {
             "dataset": self.dataset,
             "kind": self.kind.value,
@@ -74,8 +74,8 @@ class StageResult:
             "bytes": self.nbytes,
             "stored_bytes": self.stored_bytes,
             "seconds": round(self.seconds, 4),
-            "files_per_s": round(self.files * rate, 1),
-            "bytes_per_s": round(self.nbytes * rate, 1),
+            "files_per_s": None if rate is None else round(self.files * rate, 1),
+            "bytes_per_s": None if rate is None else round(self.nbytes * rate, 1),
             "formats": dict(self.formats),
             "set_aside": len(self.set_aside),
             "without_caption": self.without_caption,

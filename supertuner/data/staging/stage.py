@@ -53,9 +53,14 @@ class Stager:
     verify: Verify = "on_demand"
 
     def stage(self, dataset: Dataset, place: str = "") -> StageResult:
-        """Stage `dataset`, or find it staged. An arena kept for "run" only ends here: use `open` to work with it."""
+        """Stage `dataset`, or find it staged. An arena kept for "run" only ends here: use `open` to work with it.
+
+        Nobody reads it here, so checks that reading would bring are made now: all of an arena that is reused.
+        """
         result, staged = self.open(dataset, place)
-        staged.close()
+        with staged:
+            if result.reused and self.verify != "on_demand":
+                staged.verify(self.progress)
         return result
 
     def open(self, dataset: Dataset, place: str = "") -> tuple[StageResult, StagedDataset]:
