@@ -59,7 +59,8 @@ class LiveReader(Reader):
             super().verify(progress)
             return
         total = int(self._catalog.nbytes.sum())
-        with (progress or Silence()).phase(f"verifying {self.name}", items=len(self._offset), nbytes=total) as phase:
+        title, records = f"verifying {self.name}", len(self._offset)
+        with (progress or Silence()).phase(title, items=records, nbytes=total, noun="records") as phase:
             for record in range(len(self._offset)):
                 check_record(self._folder, self._catalog, self._bytes, record)
                 phase.advance(items=1, nbytes=self._nbytes[record])

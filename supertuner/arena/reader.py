@@ -146,7 +146,8 @@ class Reader:
     def verify(self, progress: Progress | None = None) -> None:
         """Check every byte of every file of the arena; raises ArenaDamaged naming the file."""
         total = int(self._catalog.nbytes.sum())
-        with (progress or Silence()).phase(f"verifying {self.name}", items=len(self._offset), nbytes=total) as phase:
+        title, records = f"verifying {self.name}", len(self._offset)
+        with (progress or Silence()).phase(title, items=records, nbytes=total, noun="records") as phase:
             verify_arena(self._folder, phase, stop=lambda: False)
 
     def close(self) -> None:

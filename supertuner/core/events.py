@@ -65,8 +65,8 @@ class Phase(Protocol):
 
 
 class Progress(Protocol):
-    def phase(self, title: str, *, items: int = 0, nbytes: int = 0) -> Phase:
-        """Begin a phase of `items` things and `nbytes` bytes; a zero total is not shown."""
+    def phase(self, title: str, *, items: int = 0, nbytes: int = 0, noun: str = "files") -> Phase:
+        """Begin a phase of `items` things (called `noun`) and `nbytes` bytes; a zero total is not shown."""
 
 
 class Silence:
@@ -75,7 +75,7 @@ class Silence:
     def emit(self, event: Event, /) -> None:
         pass
 
-    def phase(self, title: str, *, items: int = 0, nbytes: int = 0) -> Phase:
+    def phase(self, title: str, *, items: int = 0, nbytes: int = 0, noun: str = "files") -> Phase:
         return _SilentPhase()
 
 

@@ -59,9 +59,9 @@ class Console:
             elif isinstance(event, SetAside):
                 self._set_aside.append(event)
 
-    def phase(self, title: str, *, items: int = 0, nbytes: int = 0) -> Phase:
+    def phase(self, title: str, *, items: int = 0, nbytes: int = 0, noun: str = "files") -> Phase:
         self.show_decisions()
-        return Phase(self, Tally(title, items, nbytes, self._clock()), self._clock)
+        return Phase(self, Tally(title, items, nbytes, self._clock(), noun), self._clock)
 
     def show_decisions(self) -> None:
         """Print the decisions that were made since the last time."""

@@ -15,6 +15,7 @@ class Tally:
     items_total: int
     bytes_total: int
     begun_s: float
+    noun: str = "files"
     items: int = 0
     nbytes: int = 0
     ended_s: float | None = None
@@ -39,13 +40,13 @@ class Tally:
         elapsed = max(1e-9, (self.ended_s if self.ended_s is not None else now_s) - self.begun_s)
         parts = []
         if self.items or self.items_total:
-            parts.append(_of(f"{self.items:,}", f"{self.items_total:,}" if self.items_total else "") + " files")
+            parts.append(_of(f"{self.items:,}", f"{self.items_total:,}" if self.items_total else "") + f" {self.noun}")
         if self.nbytes or self.bytes_total:
             parts.append(_of(bytes_text(self.nbytes), bytes_text(self.bytes_total) if self.bytes_total else ""))
         if self.nbytes:
             parts.append(f"{bytes_text(self.nbytes / elapsed)}/s")
         elif self.items:
-            parts.append(f"{self.items / elapsed:,.0f} files/s")
+            parts.append(f"{self.items / elapsed:,.0f} {self.noun}/s")
         if self.ended_s is not None:
             return ", ".join([*parts, f"in {duration_text(elapsed)}"]) if parts else duration_text(elapsed)
         left = seconds_left(self.share(), elapsed)

@@ -100,7 +100,7 @@ def test_progress_counts_every_record_and_byte(home: Home) -> None:
     class Counting(Silence):
         items = nbytes = 0
 
-        def phase(self, title: str, *, items: int = 0, nbytes: int = 0):  # type: ignore[no-untyped-def]
+        def phase(self, title: str, *, items: int = 0, nbytes: int = 0, noun: str = ""):  # type: ignore[no-untyped-def]
             self.expected = (items, nbytes)
             counting = self
 

@@ -25,7 +25,7 @@ class Told(Silence):
     def emit(self, event: Event, /) -> None:
         self.events.append(event)
 
-    def phase(self, title: str, *, items: int = 0, nbytes: int = 0) -> Phase:
+    def phase(self, title: str, *, items: int = 0, nbytes: int = 0, noun: str = "files") -> Phase:
         self.phases.append((title, items, nbytes))
         self._when(title)
         return super().phase(title)

@@ -285,3 +285,18 @@ def test_what_a_folder_is_can_be_seen(tmp_path):
 def test_a_folder_that_is_not_there_is_an_error_that_names_the_setting(tmp_path):
     with pytest.raises(SourceError, match=r"datasets\[cats\]\.instance_data_dir: .* does not exist"):
         open_source(Dataset(id="cats", instance_data_dir=tmp_path / "no"))
+
+
+def test_of_two_caption_files_for_one_picture_the_one_not_used_is_told(tmp_path):
+    write(tmp_path, {"a.jpg": JPEG, "a.txt": "short", "a.jpg.txt": "long", "b.jpg": JPEG, "b.jpg.txt": "fine"})
+    assert texts(tmp_path) == {"a": ("short",), "b": ("fine",)}
+    (note,) = listing(tmp_path).notes
+    assert note.startswith("1 caption file left out") and "'a.jpg.txt'" in note
+
+
+def test_of_two_metadata_files_the_one_not_read_is_told(tmp_path):
+    write(tmp_path, {"a.jpg": JPEG})
+    metadata(tmp_path, "csv", [{"file_name": "a.jpg", "text": "from csv"}])
+    metadata(tmp_path, "jsonl", [{"file_name": "a.jpg", "text": "from jsonl"}])
+    assert texts(tmp_path) == {"a": ("from jsonl",)}
+    assert listing(tmp_path).notes == ("metadata.csv is not read: captions come from metadata.jsonl",)

@@ -68,6 +68,9 @@ class FolderSource:
         items, left = self._listed
         source, why = self._captions_from
         notes = self._tree.notes(self._kind) + self._orphans(source)
+        if self._metadata_file is not None:
+            others = metadata.unread(Path(self._root), self._metadata_file)
+            notes += [f"{name} is not read: captions come from {self._metadata_file.name}" for name in others]
         if source == "metadata":
             rows = self._rows()
             items, more_left, more_notes = _with_rows(items, rows, self._limit)
@@ -105,10 +108,15 @@ class FolderSource:
     def _orphans(self, source: str) -> list[str]:
         if source != "sidecar" or self._limit is not None:
             return []
-        owners = {owner for key, name, _, _ in self._tree.media for owner in (key, name)}
-        orphans = sorted(self._tree.sidecars.keys() - owners)
-        shown = first_names((name + self._captions.extension for name in orphans), len(orphans))
-        return some(len(orphans), "caption file", "caption files", f"no {self._kind} of that name ({shown})")
+        sidecars, media = self._tree.sidecars, self._tree.media
+        orphans = sorted(sidecars.keys() - {owner for key, name, _, _ in media for owner in (key, name)})
+        doubled = [name for key, name, _, _ in media if key in sidecars and name in sidecars]
+        why = {f"no {self._kind} of that name": orphans, "its file has another, shorter named one": doubled}
+        return [note for reason, names in why.items() for note in self._unused(names, reason)]
+
+    def _unused(self, names: list[str], reason: str) -> list[str]:
+        shown = first_names((name + self._captions.extension for name in names), len(names))
+        return some(len(names), "caption file", "caption files", f"{reason} ({shown})")
 
     def _rows(self) -> metadata.Rows:
         if self._metadata_file is None:

@@ -33,7 +33,16 @@ def find(root: Path, captions: Captions) -> Path | None:
         return None
     if captions.metadata_file is not None:
         return captions.metadata_file
-    return next((root / name for name in _NAMES if (root / name).is_file()), None)
+    return next(iter(_present(root)), None)
+
+
+def unread(root: Path, used: Path) -> list[str]:
+    """Names of metadata files in the folder that are not the one in use."""
+    return [path.name for path in _present(root) if path != used]
+
+
+def _present(root: Path) -> list[Path]:
+    return [root / name for name in _NAMES if (root / name).is_file()]
 
 
 def content(path: Path) -> bytes:
