@@ -3,8 +3,8 @@
 #
 # usage: scripts/setup.sh FOLDER      PYTHON=python3.12 chooses the interpreter (default: python3)
 #
-# What "changed" means is content, not dates: the stamp inside the environment holds a digest of pyproject.toml,
-# constraints.txt, this script and the folder itself (an environment that was moved does not work).
+# What "changed" means is content, not dates: the stamp inside the environment holds a digest of pyproject.toml, setup.py,
+# constraints.txt, the C files, this script and the folder itself (an environment that was moved does not work).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=${1:?usage: scripts/setup.sh FOLDER}
@@ -13,7 +13,7 @@ stamp=$venv/.supertuner-setup
 
 fail() { echo "setup: $*" >&2; exit 1; }
 
-digest=$( { cat pyproject.toml constraints.txt scripts/setup.sh; pwd; } | sha256sum | cut -d ' ' -f 1)
+digest=$( { cat pyproject.toml setup.py constraints.txt scripts/setup.sh supertuner/core/*.c; pwd; } | sha256sum | cut -d ' ' -f 1)
 version_of() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])'; }
 
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$digest" ] && [ -x "$venv/bin/supertuner" ]; then

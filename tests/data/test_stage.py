@@ -398,3 +398,13 @@ def test_staging_checks_every_byte_of_a_reused_arena_if_asked_to(tmp_path, home,
     assert stager(home).stage(dataset(folder)).reused
     with pytest.raises(ArenaDamaged, match=result.arena):
         dataclasses.replace(stager(home), verify=verify).stage(dataset(folder))
+
+
+def test_without_the_c_part_the_same_is_staged_and_the_price_is_told(tmp_path, home):
+    folder = write(tmp_path / "set", pictures(150, **{"empty.jpg": b"", "bad.jpg": b"no picture"}))
+    told, told_in_python = Told(), Told()
+    with_c = stager(home, told).stage(dataset(folder))
+    in_python = dataclasses.replace(stager(tmp_path / "other", told_in_python), library=None).stage(dataset(folder))
+    assert contents(home, with_c.arena) == contents(tmp_path / "other", in_python.arena)
+    assert told.set_aside() == told_in_python.set_aside() and len(told.set_aside()) == 2
+    assert "without a C compiler" in told_in_python.warnings()

@@ -99,6 +99,12 @@ ssize_t preadv(int fd, const struct iovec *v, int n, off_t at) { return failing_
 ssize_t preadv64(int fd, const struct iovec *v, int n, off64_t at) { return failing_preadv(fd, v, n, at); }
 ssize_t preadv2(int fd, const struct iovec *v, int n, off_t at, int f) { return failing_preadv(fd, v, n, at); }
 ssize_t preadv64v2(int fd, const struct iovec *v, int n, off64_t at, int f) { return failing_preadv(fd, v, n, at); }
+typedef ssize_t (*plain)(int, void *, size_t, off64_t);
+ssize_t pread64(int fd, void *b, size_t n, off64_t at) {
+    if (bad(fd, "eio-read")) { errno = EIO; return -1; }
+    return ((plain)dlsym(RTLD_NEXT, "pread64"))(fd, b, n, at);
+}
+ssize_t pread(int fd, void *b, size_t n, off_t at) { return pread64(fd, b, n, at); }
 ssize_t pwrite(int fd, const void *b, size_t n, off_t at) { return failing_pwrite(fd, b, n, at); }
 ssize_t pwrite64(int fd, const void *b, size_t n, off64_t at) { return failing_pwrite(fd, b, n, at); }
 """

@@ -6,7 +6,8 @@ import json
 import shlex
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from supertuner.arena.format import Life
 from supertuner.arena.home import Home, default_home
 from supertuner.arena.reader import Reader, Verify
 from supertuner.config.data import Dataset
+from supertuner.core import many
 from supertuner.core.errors import ArenaFull, DoesNotFit, SourceError
 from supertuner.core.events import Decided, Measured, Progress, SetAside, Sink, Warned
 from supertuner.core.host import Host
@@ -38,7 +40,8 @@ from supertuner.data.staging.worker import Job, StageWorker
 
 MOST_THREADS = 72
 _CHUNK_FILES = 64
-_CHUNK_BYTES = 16 * MIB
+_CHUNK_BYTES = 4 * MIB
+"""As much as a worker reads at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,8 @@ class Stager:
     progress: Progress
     life: Life = "until_removed"
     verify: Verify = "on_demand"
+    library: Path | None = field(default_factory=many.built)
+    """What lets threads read small files at the same time, if it was built."""
 
     def stage(self, dataset: Dataset, place: str = "") -> StageResult:
         """Stage `dataset`, or find it staged. An arena kept for "run" only ends here: use `open` to work with it.
@@ -200,7 +205,7 @@ class _Staging:
         chunks = chunked(sizes, files=_CHUNK_FILES, nbytes=_CHUNK_BYTES)
         title = f"staging {self._dataset.id}"
         with self._to.progress.phase(title, items=len(sizes), nbytes=sum(sizes)) as phase:
-            job = Job(self._dataset, self._source, listing, self._build, meter, choices, phase)
+            job = Job(self._dataset, self._source, listing, self._build, meter, choices, phase, self._library())
             try:
                 return Crew(lambda: StageWorker(job), chunks, threads).run()
             except ArenaFull as error:
@@ -230,6 +235,13 @@ class _Staging:
         if not room.in_memory and self._dataset.type == "in_memory":
             self._warn("type", f"is in_memory, and arena.home {self._to.home.path} is on a disk; name one on tmpfs")
         return room, fit.budget(room)
+
+    def _library(self) -> Path | None:
+        """The stager's; told if it is not there."""
+        if self._to.library is None:
+            text = "the package was installed without a C compiler: small files are staged by one thread at a time"
+            self._warn("in_memory.num_workers", f"{text}; install one and reinstall to use more")
+        return self._to.library
 
     def _threads(self) -> int:
         asked = self._dataset.in_memory.num_workers
