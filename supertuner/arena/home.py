@@ -102,8 +102,8 @@ class Home:
         path, end = self.path / checked_name(name), time.monotonic() + wait_s
         self._mark()
         while True:
-            with naming(path):
-                os.makedirs(path, 0o700, exist_ok=True)
+            with naming(path), suppress(FileExistsError):  # makedirs looks twice, and the folder may go in between
+                os.mkdir(path, 0o700)
             build = self._try_build(path, life, end - time.monotonic(), resume)
             if build is not None:
                 return build
