@@ -195,16 +195,6 @@ def unless_abandoned(folder: Folder) -> Iterator[None]:
         raise ArenaMissing(f"{folder.path}: its owner abandoned the build; build it again") from error
 
 
-def write_all(fd: int, content: bytes | memoryview, offset: int) -> None:
-    """pwrite until all is there. Not through a map: on a full tmpfs that is a SIGBUS, here it is an error."""
-    done = os.pwrite(fd, content, offset)
-    if done == len(content):
-        return
-    rest = memoryview(content)
-    while done < len(content):
-        done += os.pwrite(fd, rest[done:], offset + done)
-
-
 def _no_room(file: object, error: OSError) -> str:
     parent = Path(str(file)).parent
     left = ""

@@ -24,7 +24,6 @@ from supertuner.arena.files import (
     naming,
     require_own,
     unless_abandoned,
-    write_all,
 )
 from supertuner.arena.format import Head, Life, checked_name, pack_head
 from supertuner.arena.live import LiveReader
@@ -34,6 +33,7 @@ from supertuner.arena.sealed import open_sealed, read_head
 from supertuner.arena.segments import restore
 from supertuner.arena.states import ArenaInfo, describe, has_ended, head_or_none, is_building
 from supertuner.core.errors import ArenaBusy, ArenaDamaged, ArenaError, ArenaExists, ArenaMissing
+from supertuner.core.many import write_all
 
 MARK = ".supertuner-arenas"
 """An empty file that tells a home from any other folder."""

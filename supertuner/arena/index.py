@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from supertuner.arena.catalog import KIND_ROW, Catalog, Segment, SortedKeys, extent
 from supertuner.arena.checks import check_catalog
-from supertuner.arena.files import INDEX, INDEX_TEMPORARY, Folder, naming, write_all
+from supertuner.arena.files import INDEX, INDEX_TEMPORARY, Folder, naming
 from supertuner.arena.format import (
     INDEX_MAGIC,
     INDEX_NBYTES,
@@ -30,6 +30,7 @@ from supertuner.arena.format import (
     unpack_header,
 )
 from supertuner.core.errors import ArenaDamaged, ArenaError
+from supertuner.core.many import write_all
 from supertuner.core.types import JSON
 
 _ALIGN = 64

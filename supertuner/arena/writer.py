@@ -9,7 +9,7 @@ from types import TracebackType
 import xxhash
 
 from supertuner.arena import locks
-from supertuner.arena.files import HEAD, INDEX, Folder, naming, write_all
+from supertuner.arena.files import HEAD, INDEX, Folder, naming
 from supertuner.arena.format import (
     DATA_MAGIC,
     JOURNAL_MAGIC,
@@ -28,6 +28,7 @@ from supertuner.arena.format import (
 from supertuner.arena.journal import Placed, pack_entry
 from supertuner.arena.payload import Payload, as_bytes, compressed
 from supertuner.core.errors import ArenaBusy, ArenaError, BrokenMedia
+from supertuner.core.many import write_all
 
 _CHUNK = 256 << 10
 """Read, checksummed and written in such pieces, each is in the cache all three times."""

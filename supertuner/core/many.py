@@ -60,7 +60,7 @@ class Together:
         assert all(0 <= place <= place + size <= len(self._bytes) for place, size in zip(places, nbytes, strict=True))
         if self._c is None:
             for place, size, offset in zip(places, nbytes, offsets, strict=True):
-                self._write(fd, self.view[place : place + size], offset)
+                write_all(fd, self.view[place : place + size], offset)
             return
         at, count = ctypes.c_void_p(self._address), ctypes.c_int64(len(places))
         error = self._c.supertuner_write_pieces(fd, count, at, _i64(places), _i64(nbytes), _i64(offsets))
@@ -84,10 +84,15 @@ class Together:
             return Found(error.errno or 0, 0, 0, False)
         return Found(0, status.st_size, status.st_mtime_ns, stat.S_ISREG(status.st_mode))
 
-    def _write(self, fd: int, content: memoryview, offset: int) -> None:
-        done = 0
-        while done < len(content):
-            done += os.pwrite(fd, content[done:], offset + done)
+
+def write_all(fd: int, content: bytes | memoryview, offset: int) -> None:
+    """pwrite until all is there. Not through a map: on a full tmpfs that is a SIGBUS, here it is an error."""
+    done = os.pwrite(fd, content, offset)
+    if done == len(content):
+        return
+    rest = memoryview(content)
+    while done < len(content):
+        done += os.pwrite(fd, rest[done:], offset + done)
 
 
 def built() -> Path | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from supertuner.core.errors import SuperTunerError
 from supertuner.core.events import Silence
@@ -16,7 +18,6 @@ from supertuner.tools.staging import stage_all
 
 SHEET = "contact_sheet.png"
 DATA = "data"
-SEED_FILE = "config.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +44,12 @@ def quickstart(folder: Path) -> Quickstart:
 
 def _dataset(folder: Path) -> Path:
     data = folder / DATA
-    if (data / SEED_FILE).is_file():
-        return data / SEED_FILE
+    config = data / "config.json"
+    if config.is_file():
+        return config
     if data.exists() and any(data.iterdir()):
         raise SuperTunerError(f"{data} holds files of yours; give another folder with --dir, or move them away")
-    return make_sample_data(data).config
+    folder.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=".making-", dir=folder) as making:  # whole or not there, if this is interrupted
+        os.replace(make_sample_data(Path(making) / DATA).config.parent, data)
+    return config

@@ -1,5 +1,8 @@
 """The first command that a newcomer runs."""
 
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +42,22 @@ def test_quickstart_leaves_files_of_yours_alone(tmp_path: Path) -> None:
     with pytest.raises(SuperTunerError, match="holds files of yours"):
         quickstart(tmp_path / "quickstart")
     assert [path.name for path in mine.parent.iterdir()] == ["mine.txt"]
+
+
+def test_quickstart_begins_again_after_it_was_killed_while_drawing(tmp_path: Path) -> None:
+    script = (
+        "import pathlib, sys; from supertuner.tools.quickstart import quickstart as q; q(pathlib.Path(sys.argv[1]))"
+    )
+    folder = tmp_path / "quickstart"
+    child = subprocess.Popen([sys.executable, "-c", script, str(folder)], stderr=subprocess.DEVNULL)
+    while not list(folder.glob(".making-*/data/images/*")) and child.poll() is None:
+        time.sleep(0.001)
+    child.kill()
+    child.wait()
+    assert not (folder / "data").exists()
+    made = quickstart(folder)
+    assert made.sheet.is_file()
+    _forget(made)
 
 
 def _forget(made) -> None:  # type: ignore[no-untyped-def]
