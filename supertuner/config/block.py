@@ -12,8 +12,8 @@ from pydantic_core import PydanticCustomError
 CONTRADICTION: Final = "contradiction"
 """The error type under which contradictions travel through pydantic; their list is in the error's context."""
 
-TRAINER: Final[Any] = Field(json_schema_extra={"pending": "the trainer"})
-"""Marks a setting that nothing reads until the trainer lands; a user who sets it is told."""
+AUTOMAGIC: Final[Any] = Field(json_schema_extra={"pending": "the Automagic optimizer"})
+"""Marks a setting that nothing reads until that optimizer lands; a user who sets it is told."""
 MEMORY_ENGINE: Final[Any] = Field(json_schema_extra={"pending": "the memory engine"})
 """Marks a setting that nothing reads until the memory engine lands."""
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-from supertuner.config.block import TRAINER, Block
+from supertuner.config.block import Block
 
 
 class CacheConfig(Block):
-    vae_cache_type: Annotated[Literal["unified_memory", "disk", "none"], TRAINER] = "none"
+    vae_cache_type: Literal["unified_memory", "disk", "none"] = "unified_memory"
     """Where encoded images, videos and sounds live: one shared copy in RAM, a mapped file, or nowhere."""
-    text_cache_type: Annotated[Literal["unified_memory", "disk", "none"], TRAINER] = "none"
+    text_cache_type: Literal["unified_memory", "disk", "none"] = "unified_memory"
     """Where encoded captions live: one shared copy in RAM, a mapped file, or nowhere."""
-    cache_dir: Annotated[Path | None, TRAINER] = None
+    cache_dir: Path | None = None
     """Folder of persistent caches; unset: `cache` below `run.output_dir`."""
-    persistent_cache: Annotated[bool, TRAINER] = False
+    persistent_cache: bool = False
     """Keep what was encoded in `cache_dir`, so that the next run need not encode it again."""

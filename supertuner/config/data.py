@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from supertuner.config.block import TRAINER, Block, Remark
+from supertuner.config.block import Block, Remark
 from supertuner.core.types import MediaKind
 
 
@@ -165,8 +165,14 @@ class Dataset(Block):
     """Stop when more than this share of the files is broken."""
     check: Literal["structure", "decode"] = "structure"
     """How staging checks files: by their headers and structure, or by decoding each one."""
-    augmentations_cache_mode: Annotated[Literal["disable_cache", "static", "refresh_each_epoch"] | None, TRAINER] = None
-    """What a cache of augmented samples does: nothing is cached, one variation is kept, or new ones each epoch."""
+    held_out: bool = False
+    """Not trained on: the loss on its samples is measured at every validation."""
+    augmentations_cache_mode: Literal["disable_cache", "static", "refresh_each_epoch"] | None = None
+    """What the cache of a dataset whose samples change from turn to turn does: nothing of it is cached; `variations` of
+    each sample are kept and used in turn; or each epoch gets its own, made while the one before is trained on. Unset:
+    "static"."""
+    variations: Annotated[int, Field(ge=1, le=1000)] = 1
+    """static: so many different changes of each sample are cached."""
 
     def contradictions(self) -> Iterator[Remark]:
         small = [side for side in self.resolution if side < self.bucket_step]

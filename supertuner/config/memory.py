@@ -7,19 +7,19 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from supertuner.config.block import MEMORY_ENGINE, TRAINER, Block, Remark
+from supertuner.config.block import MEMORY_ENGINE, Block, Remark
 
 
 class Gh200Optimizations(Block):
     enable_uvm_hints: Annotated[bool | None, MEMORY_ENGINE] = None
     """Force residency hints on or off; unset: on where the machine supports them and something asks for them."""
-    enable_batch_size_rampup: Annotated[bool, TRAINER] = False
+    enable_batch_size_rampup: bool = False
     """Grow the effective batch size at the beginning of training."""
-    initial_effective_batch_size: Annotated[int | None, Field(ge=1), TRAINER] = None
+    initial_effective_batch_size: Annotated[int | None, Field(ge=1)] = None
     """Samples per optimizer step where the ramp starts; a ramp needs it."""
-    target_effective_batch_size: Annotated[int | None, Field(ge=1), TRAINER] = None
+    target_effective_batch_size: Annotated[int | None, Field(ge=1)] = None
     """Samples per optimizer step where the ramp ends; unset: what `train` says."""
-    batch_rampup_steps: Annotated[int, Field(ge=1), TRAINER] = 400
+    batch_rampup_steps: Annotated[int, Field(ge=1)] = 400
     """Length of the ramp in micro-batches of `train.batch_size` samples."""
 
     def contradictions(self) -> Iterator[Remark]:

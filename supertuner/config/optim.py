@@ -7,45 +7,44 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from supertuner.config.block import TRAINER, Block, Remark
+from supertuner.config.block import AUTOMAGIC, Block, Remark
 
-Rate = Annotated[float | None, Field(gt=0, le=10), TRAINER]
+Rate = Annotated[float | None, Field(gt=0, le=10)]
+AutomagicRate = Annotated[float | None, Field(gt=0, le=10), AUTOMAGIC]
 
 
 class OptimizerSettings(Block):
-    name: Annotated[Literal["adamw", "adamw8bit", "adafactor", "prodigy", "schedule_free", "automagic"], TRAINER] = (
-        "adamw"
-    )
+    name: Literal["adamw", "adamw8bit", "adafactor", "prodigy", "schedule_free", "automagic"] = "adamw"
     """Which optimizer."""
     learning_rate: Rate = None
     """Learning rate; unset: the optimizer's own default."""
-    weight_decay: Annotated[float | None, Field(ge=0), TRAINER] = None
+    weight_decay: Annotated[float | None, Field(ge=0)] = None
     """Decoupled weight decay; unset: the optimizer's own default."""
-    lr_scheduler: Annotated[Literal["constant", "cosine", "linear"], TRAINER] = "constant"
+    lr_scheduler: Literal["constant", "cosine", "linear"] = "constant"
     """How the learning rate falls after warm-up, in optimizer steps."""
-    lr_warmup_steps: Annotated[int, Field(ge=0), TRAINER] = 0
+    lr_warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Optimizer steps over which the learning rate rises from zero."""
-    lr_bump: Rate = None
+    lr_bump: AutomagicRate = None
     """Automagic: how far an element's rate moves in one step."""
-    min_lr: Rate = None
+    min_lr: AutomagicRate = None
     """Automagic: an element's lowest rate."""
-    max_lr: Rate = None
+    max_lr: AutomagicRate = None
     """Automagic: an element's highest rate."""
     high_noise_lr: Rate = None
     """Learning rate of the high-noise expert; unset: `learning_rate`."""
-    high_noise_lr_bump: Rate = None
+    high_noise_lr_bump: AutomagicRate = None
     """Automagic's `lr_bump` on the high-noise expert."""
-    high_noise_min_lr: Rate = None
+    high_noise_min_lr: AutomagicRate = None
     """Automagic's `min_lr` on the high-noise expert."""
-    high_noise_max_lr: Rate = None
+    high_noise_max_lr: AutomagicRate = None
     """Automagic's `max_lr` on the high-noise expert."""
     low_noise_lr: Rate = None
     """Learning rate of the low-noise expert; unset: `learning_rate`."""
-    low_noise_lr_bump: Rate = None
+    low_noise_lr_bump: AutomagicRate = None
     """Automagic's `lr_bump` on the low-noise expert."""
-    low_noise_min_lr: Rate = None
+    low_noise_min_lr: AutomagicRate = None
     """Automagic's `min_lr` on the low-noise expert."""
-    low_noise_max_lr: Rate = None
+    low_noise_max_lr: AutomagicRate = None
     """Automagic's `max_lr` on the low-noise expert."""
 
     def contradictions(self) -> Iterator[Remark]:

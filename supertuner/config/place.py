@@ -41,6 +41,11 @@ class Key:
     def is_path(self) -> bool:
         return any(node.get("format") == "path" for node in alternatives(self.schema))
 
+    @property
+    def is_model(self) -> bool:
+        """A folder or a name on a hub."""
+        return self.schema.get("format") == "model"
+
 
 def show(place: Place) -> str:
     """`("datasets", 0, "type")` → `datasets[0].type`."""

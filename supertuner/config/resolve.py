@@ -30,9 +30,12 @@ def absolute(given: Mapping[Place, Given]) -> dict[Place, Given]:
 
 def _absolute(where: Place, given: Given) -> Given:
     key = places.key_at(where)
-    if key is None or not key.is_path or not isinstance(given.value, str) or not given.value:
+    if key is None or not isinstance(given.value, str) or not given.value:
         return given
     path = Path(os.path.expanduser(given.value))
+    named = key.is_model and not given.value.startswith((".", "/", "~")) and not (given.source.folder / path).is_dir()
+    if named or not (key.is_path or key.is_model):
+        return given
     # lexical, so that a link in the path stays a link
     return replace(given, value=_normal(given.source.folder / path), was_relative=not path.is_absolute())
 

@@ -1,31 +1,51 @@
-"""Settings of the training loop."""
+"""Settings of the training loop, its checkpoints, and what it reports."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from supertuner.config.block import TRAINER, Block, Remark
+from supertuner.config.block import Block
 
 
 class TrainSettings(Block):
     batch_size: Annotated[int, Field(ge=1, le=1 << 20)] = 1
     """Samples in one micro-batch of one process."""
-    gradient_accumulation_steps: Annotated[int, Field(ge=1), TRAINER] = 1
+    gradient_accumulation_steps: Annotated[int, Field(ge=1)] = 1
     """Micro-batches per optimizer step and process."""
-    max_steps: Annotated[int | None, Field(ge=1), TRAINER] = None
-    """Optimizer steps after which training ends."""
-    num_epochs: Annotated[int | None, Field(ge=1), TRAINER] = None
-    """Passes over the data after which training ends; not together with `max_steps`."""
-    mixed_precision: Annotated[Literal["bf16", "fp16", "fp32"], TRAINER] = "bf16"
-    """Number format of the forward and backward pass."""
-    gradient_checkpointing: Annotated[bool, TRAINER] = False
+    max_steps: Annotated[int | None, Field(ge=1)] = None
+    """Optimizer steps after which training ends; together with `num_epochs`, whichever is reached first."""
+    num_epochs: Annotated[int | None, Field(ge=1)] = None
+    """Passes over the data after which training ends; unset, and no `max_steps` either: one."""
+    mixed_precision: Literal["bf16", "fp16", "fp32"] = "bf16"
+    """Number format of the forward and backward pass; what is trained is kept in fp32."""
+    gradient_checkpointing: bool = False
     """Recompute activations in the backward pass instead of keeping them."""
-    max_grad_norm: Annotated[float | None, Field(gt=0), TRAINER] = None
+    max_grad_norm: Annotated[float | None, Field(gt=0)] = None
     """Gradients with a larger norm are scaled down to it; unset: no clipping."""
+    ema_decay: Annotated[float | None, Field(gt=0, lt=1)] = None
+    """Keep an exponential moving average of what is trained, with this decay; it is what is validated and exported."""
+    max_nonfinite: Annotated[int, Field(ge=1)] = 3
+    """Stop after so many windows in a row whose loss or gradient is not finite; such a window changes no weight."""
+    device: Annotated[str, Field(min_length=1)] = "auto"
+    """Where to compute: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:1" …"""
 
-    def contradictions(self) -> Iterator[Remark]:
-        if self.max_steps is not None and self.num_epochs is not None:
-            yield Remark("num_epochs", "give max_steps or num_epochs, not both", ("max_steps",))
+
+class CheckpointSettings(Block):
+    every_steps: Annotated[int, Field(ge=0)] = 500
+    """Optimizer steps between checkpoints; 0: only at the end, on request and on a signal."""
+    keep: Annotated[int, Field(ge=1)] = 3
+    """How many of the last checkpoints are kept."""
+    resume: Annotated[str, Field(min_length=1)] = "latest"
+    """What a run that is started again goes on from: "latest", a checkpoint's folder, or "never": it must be new."""
+
+
+class ReportSettings(Block):
+    tensorboard: bool = True
+    """Write TensorBoard files into the run's folder."""
+    wandb: str | None = None
+    """Report to this project of Weights & Biases; needs the package wandb."""
+    every_steps: Annotated[int, Field(ge=1)] = 1
+    """Optimizer steps between two points of TensorBoard and wandb; the run's own log has every step."""
+

@@ -10,9 +10,11 @@ from supertuner.config.block import Block, Remark
 from supertuner.config.cache import CacheConfig
 from supertuner.config.data import Dataset, LoaderSettings
 from supertuner.config.memory import Gh200Optimizations, MemorySettings
+from supertuner.config.model import AdapterSettings, ModelSettings, ObjectiveSettings
 from supertuner.config.optim import OptimizerSettings
 from supertuner.config.run import RunSettings
-from supertuner.config.train import TrainSettings
+from supertuner.config.train import CheckpointSettings, ReportSettings, TrainSettings
+from supertuner.config.validation import ValidationSettings
 
 
 class RunConfig(Block):
@@ -20,6 +22,12 @@ class RunConfig(Block):
 
     run: RunSettings = RunSettings()
     """The run as a whole: name, folder, seed."""
+    model: ModelSettings = ModelSettings()
+    """The model that is trained."""
+    adapter: AdapterSettings = AdapterSettings()
+    """What is trained of it."""
+    objective: ObjectiveSettings = ObjectiveSettings()
+    """What the model learns to predict, and from how much noise."""
     datasets: tuple[Dataset, ...] = ()
     """What to train on."""
     arena: ArenaSettings = ArenaSettings()
@@ -36,6 +44,12 @@ class RunConfig(Block):
     """The training loop."""
     optimizer: OptimizerSettings = OptimizerSettings()
     """The optimizer and its learning rate."""
+    checkpoints: CheckpointSettings = CheckpointSettings()
+    """When the state of the run is saved, and what a run that is started again goes on from."""
+    validation: ValidationSettings = ValidationSettings()
+    """Samples, and the loss on held-out data."""
+    report: ReportSettings = ReportSettings()
+    """Where figures go while training."""
 
     def contradictions(self) -> Iterator[Remark]:
         seen = Counter(dataset.id for dataset in self.datasets if dataset.id)

@@ -8,6 +8,11 @@
     │   ├── DoesNotFit              memory, tmpfs, disk or `memory_limit_gb` is too small; says how much is missing
     │   └── TooManyBroken           more files were set aside than `max_broken_share` allows
     ├── BrokenMedia                 one file's bytes are not what they should be; becomes a line in the set-aside list
+    ├── ModelError                  a model: missing, gated, broken, of another family, or not made for this data
+    ├── CacheError                  a cache of encoded samples cannot be made or trusted
+    ├── TrainError                  training cannot begin or go on
+    │   └── NotFinite               losses or gradients that are not numbers, too many times in a row
+    ├── CheckpointError             a checkpoint cannot be written, or is not what was written
     └── ArenaError                  an arena on this node
         ├── ArenaMissing            nothing committed under that name
         ├── ArenaExists             it is built already
@@ -75,6 +80,26 @@ class TooManyBroken(StageError):
 
 
 class BrokenMedia(SuperTunerError):
+    pass
+
+
+class ModelError(SuperTunerError):
+    pass
+
+
+class CacheError(SuperTunerError):
+    pass
+
+
+class TrainError(SuperTunerError):
+    pass
+
+
+class NotFinite(TrainError):
+    pass
+
+
+class CheckpointError(SuperTunerError):
     pass
 
 

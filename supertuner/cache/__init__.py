@@ -1,0 +1,1 @@
+"""Encoded samples and captions in arenas, under keys that cover everything they depend on."""

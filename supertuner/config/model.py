@@ -1,0 +1,87 @@
+"""Settings of the model that is trained, and of what is trained of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from supertuner.config.block import Block, Remark
+
+_MODEL = {"format": "model"}
+"""A folder, found like every path from the folder of the configuration, or else a name on the Hugging Face hub."""
+
+
+class ModelSettings(Block):
+    family: Literal["wan2.2", "flux"] | None = None
+    """Which family of models; training needs it."""
+    path: Annotated[str | None, Field(min_length=1, json_schema_extra=_MODEL)] = None
+    """A folder with a diffusers pipeline, a name on the Hugging Face hub, or "tiny": a random model of a few hundred
+    kilobytes, to try a configuration with."""
+    revision: Annotated[str | None, Field(min_length=1)] = None
+    """Branch, tag or commit of a model on the hub; unset: its main branch."""
+    variant: Annotated[str | None, Field(min_length=1)] = None
+    """Which of several sets of weight files of a pipeline is read, such as "fp16"."""
+    single_file: Path | None = None
+    """The denoiser's weights (with two experts: those of the high-noise one) from this .safetensors file instead."""
+    single_file_low_noise: Path | None = None
+    """The low-noise expert's weights from this .safetensors file instead."""
+    offline: bool = False
+    """Use what is on this machine, and ask no server."""
+    experts: Literal["all", "high_noise", "low_noise"] = "all"
+    """Which experts of a model with several are trained."""
+    switch_boundary_every: Annotated[int, Field(ge=1)] = 1
+    """With several experts: optimizer steps after which training goes on with the next one."""
+    attention: str = "native"
+    """Attention backend by its name in diffusers: "native", "flash", "_flash_3", "sage", "xformers" …; it is tried at
+    the start."""
+    base_weights: Literal["as_computed", "int8", "fp8"] = "as_computed"
+    """Number format of weights that are not trained: that of the computation, or 8 bits by torchao."""
+    compile: bool = False
+    """Compile the blocks of the model with torch.compile: slow to start, faster afterwards."""
+
+    def contradictions(self) -> Iterator[Remark]:
+        if self.path is not None and self.family is None:
+            yield Remark("family", "is missing: path names a model, and its family says how it is trained", ("path",))
+
+
+class AdapterSettings(Block):
+    type: Literal["lora", "full"] = "lora"
+    """What is trained: a low-rank adapter (by peft), or all weights of the expert."""
+    rank: Annotated[int, Field(ge=1, le=4096)] = 16
+    """Rank of the adapter."""
+    alpha: Annotated[float | None, Field(gt=0)] = None
+    """The adapter's output is scaled by alpha / rank; unset: equal to the rank."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the adapter's inputs that is dropped while training."""
+    targets: Annotated[str | tuple[str, ...], Field(json_schema_extra={"allowed": "a preset, or module names"})] = (
+        "attention"
+    )
+    """What the adapter is put on: a preset of the family ("attention", "attention_mlp", "all_linear"), or endings of
+    module names."""
+
+    def doubts(self) -> Iterator[Remark]:
+        if self.type == "full":
+            for name in ("rank", "alpha", "dropout", "targets"):
+                if name in self.model_fields_set:
+                    yield Remark(name, 'has an effect only with type: "lora"')
+
+
+class ObjectiveSettings(Block):
+    timesteps: Literal["uniform", "logit_normal"] = "logit_normal"
+    """How noise levels are drawn."""
+    logit_mean: float = 0.0
+    """logit_normal: mean of the normal distribution whose logistic is the noise level."""
+    logit_std: Annotated[float, Field(gt=0)] = 1.0
+    """logit_normal: its standard deviation."""
+    shift: float | Literal["auto"] | None = None
+    """Noise levels are moved towards noise, s·t / (1 + (s - 1)·t): by this factor, by one that grows with the number of
+    tokens ("auto"), or (unset) as the family's own scheduler says."""
+    weighting: Literal["none", "sigma_sqrt", "cosmap"] = "none"
+    """Weight of a sample's loss by its noise level."""
+
+    def contradictions(self) -> Iterator[Remark]:
+        if isinstance(self.shift, float) and self.shift <= 0:
+            yield Remark("shift", f"{self.shift:g} is not above 0")

@@ -1,0 +1,61 @@
+"""Settings of samples and of the held-out loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
+
+from supertuner.config.block import Block, Remark
+from supertuner.config.data import Side
+
+
+def _tuple(value: Any) -> Any:
+    """A list becomes a tuple here because the strict reader of tuples wants one."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+Prompts = Annotated[tuple[str, ...], Field(max_length=256), BeforeValidator(_tuple)]
+Seeds = Annotated[
+    tuple[Annotated[int, Field(ge=0, lt=1 << 63)], ...], Field(min_length=1, max_length=64), BeforeValidator(_tuple)
+]
+Levels = Annotated[
+    tuple[Annotated[float, Field(gt=0, lt=1)], ...], Field(min_length=1, max_length=64), BeforeValidator(_tuple)
+]
+
+
+class ValidationSettings(Block):
+    prompts: Prompts = ()
+    """A sample is made of each prompt with each seed; none: captions of the held-out data, or of the data."""
+    negative_prompt: str = ""
+    """What guidance leads away from."""
+    seeds: Seeds = (0,)
+    """Seeds of the samples: the same at every validation, so that pictures can be compared."""
+    every_steps: Annotated[int | None, Field(ge=1)] = None
+    """Optimizer steps between validations; unset: only where `at_start` and `at_end` say."""
+    at_start: bool = False
+    """Validate before the first step, to compare with."""
+    at_end: bool = True
+    """Validate after the last step."""
+    width: Side | None = None
+    """Width of samples; unset: that of the largest bucket."""
+    height: Side | None = None
+    """Height of samples; unset: that of the largest bucket."""
+    frames: Annotated[int | None, Field(ge=1)] = None
+    """Frames of a sample; unset: those of the largest bucket. 1 makes pictures."""
+    fps: Annotated[float, Field(gt=0, le=1000)] = 16.0
+    """Frames per second of videos."""
+    inference_steps: Annotated[int, Field(ge=1, le=1000)] = 30
+    """Steps of the sampler."""
+    guidance_scale: Annotated[float, Field(ge=0)] = 5.0
+    """Classifier-free guidance; 1 or less turns it off."""
+    held_out_samples: Annotated[int, Field(ge=1)] = 64
+    """Most samples of held-out datasets whose loss is measured."""
+    held_out_levels: Levels = (0.1, 0.3, 0.5, 0.7, 0.9)
+    """Noise levels at which it is measured; of an expert, those in its range."""
+
+    def contradictions(self) -> Iterator[Remark]:
+        if (self.width is None) != (self.height is None):
+            missing = "width" if self.width is None else "height"
+            yield Remark(missing, "is missing: give width and height, or neither", ("width", "height"))

@@ -1,0 +1,140 @@
+"""What a family of models says about itself: facts and functions in one record, and the only thing others know of it.
+
+    Source ──read──► Model      what this model is, from its config files alone: no weights are touched
+                       ├── media_encoder / text_encoder   made when something must be encoded, dropped afterwards
+                       ├── denoiser                       one module per expert; adapters are put on it by adapters.py
+                       ├── denoise                        the module's forward pass in our terms
+                       └── sampler                        the family's own diffusers pipeline, for samples
+
+Noise levels are numbers from 0 (clean) to 1 (noise): t / 1000 in the models' own counting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, Protocol, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from supertuner.core.types import MediaKind
+
+Tensors: TypeAlias = dict[str, torch.Tensor]
+"""Named tensors: what an encoder makes of a sample, or of a batch of them."""
+Prediction: TypeAlias = Literal["flow", "epsilon", "v"]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a model comes from."""
+
+    path: str
+    """A folder with a diffusers pipeline, or a name on the hub."""
+    revision: str | None = None
+    variant: str | None = None
+    offline: bool = False
+    single_files: Mapping[str, Path] = field(default_factory=dict)
+    """Part → a .safetensors file that its weights come from instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expert:
+    """A denoiser and the noise levels it is for: `low` ≤ level < `high`, and 1 too where `high` is 1."""
+
+    name: str
+    """`high_noise`, `low_noise`; a model with only one calls it `model`."""
+    part: str
+    """Its name in the pipeline: `transformer`, `transformer_2`."""
+    low: float = 0.0
+    high: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """One model of a family, as its config files describe it."""
+
+    source: Source
+    title: str
+    """For people: `Wan2.2 text-to-video, two experts`."""
+    experts: tuple[Expert, ...]
+    """In the order in which sampling uses them: high noise first."""
+    kinds: frozenset[MediaKind]
+    """What it can be trained on."""
+    shift: float
+    """How far its scheduler moves noise levels towards noise; 1: not at all."""
+    configs: Mapping[str, Mapping[str, object]]
+    """Config of the pipeline (`""`) and of each part, as read."""
+
+    def config(self, part: str, key: str) -> object:
+        """One entry of a part's config, which must be there."""
+        return self.configs[part][key]
+
+
+class MediaEncoder(Protocol):
+    """Pixels or sound to latents. Deterministic: the same input gives the same bits on the same device."""
+
+    def encode(self, media: torch.Tensor) -> Tensors:
+        """uint8 BCHW or BCFHW, or float32 BCT in [-1, 1] → fields of B rows each, fp32 on the CPU, detached.
+
+        `latents` is what noise is added to; other fields are conditions that `denoise` gets as they are.
+        """
+
+
+class TextEncoder(Protocol):
+    def encode(self, captions: Sequence[str]) -> list[Tensors]:
+        """For each caption its fields, on the CPU, detached, without padding and without a batch dimension."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRequest:
+    prompt: str
+    negative_prompt: str
+    seed: int
+    width: int
+    height: int
+    frames: int
+    inference_steps: int
+    guidance_scale: float
+    image: NDArray[np.uint8] | None = None
+    """HWC: the first frame, for models that start from one."""
+
+
+class Sampler(Protocol):
+    def sample(self, request: SampleRequest) -> NDArray[np.uint8]:
+        """The sample as frames, FHWC; a picture has one. Draws on no global random state."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Family:
+    name: str
+    prediction: Prediction
+    read: Callable[[Source], Model]
+    media_files: Callable[[Model], Sequence[Path]]
+    """The files that decide what the media encoder computes: weights and configs. Their content is its identity."""
+    text_files: Callable[[Model], Sequence[Path]]
+    """The same of the text encoders and tokenizers."""
+    media_encoder: Callable[[Model, torch.device], MediaEncoder]
+    text_encoder: Callable[[Model, torch.device, torch.dtype], TextEncoder]
+    why_not: Callable[[Model, tuple[int, ...]], str | None]
+    """Why media of this shape (CHW, CFHW, CT) cannot be encoded or denoised; None if it can."""
+    denoiser: Callable[[Model, Expert, torch.dtype], nn.Module]
+    """The expert's module on the CPU, in eval mode, no gradient required, aligned so that results are repeatable."""
+    denoise: Callable[[Model, nn.Module, torch.Tensor, torch.Tensor, Tensors, Tensors], torch.Tensor]
+    """(model, module, noisy, levels, text, conditions) → prediction, of the shape of `noisy`. Levels: fp32, one per
+    sample. Runs under the caller's autocast."""
+    pad_text: Callable[[Model, Sequence[Tensors]], Tensors]
+    """Encoded captions as one batch, padded as the family's pipeline does."""
+    tokens: Callable[[Model, tuple[int, ...]], int]
+    """Tokens that latents of this shape (without batch) are for the denoiser."""
+    sampler: Callable[[Model, Mapping[str, nn.Module], torch.device, torch.dtype], Sampler]
+    """(model, part → module, device, dtype): a pipeline around these modules; a part that is not given is loaded."""
+    targets: Mapping[str, Sequence[str]]
+    """Presets of adapter targets: endings of module names."""
+    export_prefix: Mapping[str, str]
+    """Part → prefix of its adapter's keys in an exported file that diffusers loads."""
+    tiny: Callable[[Path, int], None]
+    """Write a tiny random pipeline of the family into a new folder, from a seed."""

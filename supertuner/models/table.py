@@ -1,0 +1,27 @@
+"""The families there are. A new one is a file and a line here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Final
+
+from supertuner.core.errors import ModelError
+from supertuner.models.spec import Family
+
+MODELS: Final[Mapping[str, str]] = {
+    "flux": "supertuner.models.flux:family",
+    "wan2.2": "supertuner.models.wan22:family",
+}
+
+
+def family(name: str | None) -> Family:
+    """The family of that name; its libraries are imported now and not before."""
+    if name is None:
+        raise ModelError(f"model.family is not set; there are {', '.join(MODELS)}")
+    if name not in MODELS:
+        raise ModelError(f"model.family is {name!r}; there are {', '.join(MODELS)}")
+    module, attribute = MODELS[name].split(":")
+    found = getattr(import_module(module), attribute)
+    assert isinstance(found, Family)
+    return found

@@ -1,0 +1,1 @@
+"""Optimizers, and the pure functions of position that steer them."""

@@ -1,0 +1,1 @@
+"""Training: everything is built and wired here, and run by one loop."""
