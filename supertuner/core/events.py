@@ -29,6 +29,14 @@ class Warned:
 
 
 @dataclass(frozen=True, slots=True)
+class Noted:
+    """Something happened that people follow in a log: the ramp moved on, a checkpoint was saved."""
+
+    what: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
 class SetAside:
     """A file that is not used, and why. The file itself is never touched."""
 
@@ -45,7 +53,7 @@ class Measured:
     figures: Mapping[str, JSON] = field(default_factory=dict)
 
 
-Event: TypeAlias = Decided | Warned | SetAside | Measured
+Event: TypeAlias = Decided | Warned | Noted | SetAside | Measured
 
 
 class Sink(Protocol):

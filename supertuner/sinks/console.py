@@ -18,7 +18,7 @@ from rich.progress import Progress as RichProgress
 from rich.table import Table
 from rich.text import Text
 
-from supertuner.core.events import Decided, Event, SetAside, Warned
+from supertuner.core.events import Decided, Event, Noted, SetAside, Warned
 from supertuner.core.types import JSON, on_screen
 from supertuner.sinks.figures import Tally
 
@@ -54,6 +54,8 @@ class Console:
         with self._guard:
             if isinstance(event, Warned):
                 self._print(Text.assemble(("warning ", "bold yellow"), (event.what, "bold"), f": {event.message}"))
+            elif isinstance(event, Noted):
+                self._print(Text(event.message))
             elif isinstance(event, Decided):
                 self._decisions.append(event)
             elif isinstance(event, SetAside):

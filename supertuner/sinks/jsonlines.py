@@ -11,12 +11,13 @@ from pathlib import Path
 from types import TracebackType
 
 from supertuner.core.errors import RunFolderError
-from supertuner.core.events import Decided, Event, Measured, SetAside, Warned
+from supertuner.core.events import Decided, Event, Measured, Noted, SetAside, Warned
 from supertuner.core.types import JSON
 
 EVENT_NAMES: Mapping[type[Event], str] = {
     Decided: "decided",
     Warned: "warned",
+    Noted: "noted",
     SetAside: "set_aside",
     Measured: "measured",
 }
