@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +17,7 @@ from supertuner.data.corpus import Corpus
 from supertuner.data.opened import open_corpus
 from supertuner.data.ordering.windows import MicroBatch, single
 from supertuner.sinks.console import Console
+from supertuner.sinks.drawing import png_bytes
 from supertuner.tools.session import life_of
 from supertuner.tools.sheet import Cell, Section, draw_sheet
 
@@ -72,7 +72,7 @@ def write_preview(corpus: Corpus, out: Path, *, epoch: int = 0, threads: int = 1
     )
     if len(shown) < len(batches):
         note += f"; the {len(shown)} largest are shown"
-    write_bytes(out, _png(draw_sheet("one batch of every bucket", note, sections)))
+    write_bytes(out, png_bytes(draw_sheet("one batch of every bucket", note, sections)))
     return len(shown)
 
 
@@ -100,12 +100,3 @@ def _section(corpus: Corpus, micro: MicroBatch, batch: Batch) -> Section:
         for media, caption, key in zip(batch.media, batch.captions, batch.keys, strict=True)
     ]
     return Section(batch.bucket.label, note, tuple(cells))
-
-
-def _png(sheet: object) -> bytes:
-    from PIL.Image import Image
-
-    assert isinstance(sheet, Image)
-    buffer = BytesIO()
-    sheet.save(buffer, format="PNG", optimize=True)
-    return buffer.getvalue()

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from supertuner.sinks.drawing import ACCENT, CARD, INK, QUIET, RULE, drawable, font, sheet_of, text_width, wrapped
+
 if TYPE_CHECKING:
     from PIL.Image import Image
-    from PIL.ImageDraw import ImageDraw
 
 WIDTH, MARGIN, GAP = 1600, 40, 16
 PICTURE_HEIGHT, STRIP_HEIGHT, WAVE_HEIGHT = 210, 112, 96
 STRIP_FRAMES = 9
-PAPER, CARD, INK, QUIET, ACCENT = "#f4f3ef", "#ffffff", "#22252b", "#7d828c", "#2f6fb3"
 CAPTION_LINES = 3
 LINE = 17
 
@@ -44,11 +43,9 @@ class Section:
 
 def draw_sheet(title: str, note: str, sections: Sequence[Section]) -> Image:
     """The sheet as one picture, as tall as it has to be."""
-    from PIL import Image
-
     blocks = [_heading(title, note), *(_section(section) for section in sections)]
     height = sum(block.height for block in blocks) + GAP * len(blocks) + MARGIN
-    sheet = Image.new("RGB", (WIDTH, height), PAPER)
+    sheet, _ = sheet_of(WIDTH, height)
     top = 0
     for block in blocks:
         sheet.paste(block, (0, top))
@@ -57,9 +54,9 @@ def draw_sheet(title: str, note: str, sections: Sequence[Section]) -> Image:
 
 
 def _heading(title: str, note: str) -> Image:
-    block, pen = _blank(96)
-    pen.text((MARGIN, 32), title, INK, _font(28))
-    pen.text((MARGIN, 70), note, QUIET, _font(15))
+    block, pen = sheet_of(WIDTH, 96)
+    pen.text((MARGIN, 32), drawable(title), INK, font(28))
+    pen.text((MARGIN, 70), drawable(note), QUIET, font(15))
     return block
 
 
@@ -74,11 +71,11 @@ def _section(section: Section) -> Image:
         rows[-1].append(cell)
         left += cell.width + GAP
     heights = [max(cell.height for cell in row) for row in rows]
-    block, pen = _blank(38 + sum(heights) + GAP * (len(rows) - 1))
+    block, pen = sheet_of(WIDTH, 38 + sum(heights) + GAP * (len(rows) - 1))
     pen.rectangle((MARGIN, 4, MARGIN + 4, 24), fill=ACCENT)
-    title = section.title.replace("×", " x ")  # the font that comes with Pillow has no multiplication sign
-    pen.text((MARGIN + 14, 3), title, INK, _font(19))
-    pen.text((MARGIN + 26 + _font(19).getlength(title), 7), section.note, QUIET, _font(15))
+    title = drawable(section.title)
+    pen.text((MARGIN + 14, 3), title, INK, font(19))
+    pen.text((MARGIN + 26 + text_width(title, 19), 7), drawable(section.note), QUIET, font(15))
     top = 38
     for row, height in zip(rows, heights, strict=True):
         left = MARGIN
@@ -92,19 +89,16 @@ def _section(section: Section) -> Image:
 
 def _cell(cell: Cell) -> Image:
     """The sample's picture over its caption and file name, on a card."""
-    from PIL import Image, ImageDraw
-
     picture = {2: _wave, 3: _still, 4: _strip}[cell.media.ndim](cell)
     width = max(picture.width, 150)
     lines = wrapped(cell.caption or "(empty caption)", width, CAPTION_LINES)
-    card = Image.new("RGB", (width + 16, picture.height + 16 + LINE * (len(lines) + 1) + 12), CARD)
+    card, pen = sheet_of(width + 16, picture.height + 16 + LINE * (len(lines) + 1) + 12, CARD)
     card.paste(picture, (8 + (width - picture.width) // 2, 8))
-    pen = ImageDraw.Draw(card)
     top = picture.height + 16
     for line in lines:
-        pen.text((8, top), line, INK if cell.caption else QUIET, _font(13))
+        pen.text((8, top), line, INK if cell.caption else QUIET, font(13))
         top += LINE
-    pen.text((8, top + 2), wrapped(cell.file, width, 1)[0], QUIET, _font(12))
+    pen.text((8, top + 2), wrapped(cell.file, width, 1)[0], QUIET, font(12))
     return card
 
 
@@ -114,13 +108,11 @@ def _still(cell: Cell) -> Image:
 
 def _strip(cell: Cell) -> Image:
     """Frames from the first to the last, evenly spaced, with what lies between left out."""
-    from PIL import Image
-
     frames = cell.media.transpose(1, 2, 3, 0)
     fit = (WIDTH - 2 * MARGIN - 16) // (round(STRIP_HEIGHT * frames.shape[2] / frames.shape[1]) + 2)
     shown = np.unique(np.linspace(0, len(frames) - 1, min(STRIP_FRAMES, max(1, fit), len(frames))).round().astype(int))
     pictures = [_thumbnail(frames[number], STRIP_HEIGHT) for number in shown]
-    strip = Image.new("RGB", (sum(p.width + 2 for p in pictures) - 2, STRIP_HEIGHT), CARD)
+    strip, _ = sheet_of(sum(p.width + 2 for p in pictures) - 2, STRIP_HEIGHT, CARD)
     left = 0
     for picture in pictures:
         strip.paste(picture, (left, 0))
@@ -130,22 +122,19 @@ def _strip(cell: Cell) -> Image:
 
 def _wave(cell: Cell) -> Image:
     """Each channel as the range between its lowest and highest sample under each column of pixels."""
-    from PIL import Image, ImageDraw
-
     width = 460
-    picture = Image.new("RGB", (width, WAVE_HEIGHT + 18), CARD)
-    pen = ImageDraw.Draw(picture)
+    picture, pen = sheet_of(width, WAVE_HEIGHT + 18, CARD)
     lane = WAVE_HEIGHT / len(cell.media)
     edges = np.linspace(0, cell.media.shape[1], width + 1).astype(int)
     for number, channel in enumerate(cell.media):
         middle = lane * (number + 0.5)
-        pen.line((0, middle, width, middle), fill="#dcdad3")
+        pen.line((0, middle, width, middle), fill=RULE)
         for x, (begin, end) in enumerate(pairwise(edges)):
             part = np.clip(channel[begin : max(end, begin + 1)], -1, 1) * (lane / 2 - 2)
             pen.line((x, middle - float(part.max()), x, middle - float(part.min())), fill=ACCENT)
-    pen.text((0, WAVE_HEIGHT + 2), "0 s", QUIET, _font(12))
+    pen.text((0, WAVE_HEIGHT + 2), "0 s", QUIET, font(12))
     length = f"{cell.seconds:g} s"
-    pen.text((width - _font(12).getlength(length), WAVE_HEIGHT + 2), length, QUIET, _font(12))
+    pen.text((width - text_width(length, 12), WAVE_HEIGHT + 2), length, QUIET, font(12))
     return picture
 
 
@@ -155,42 +144,3 @@ def _thumbnail(picture_HWC: NDArray[Any], height: int) -> Image:
     picture = Image.fromarray(np.ascontiguousarray(picture_HWC))
     width = max(1, round(picture.width * height / picture.height))
     return picture.resize((width, height), Image.Resampling.LANCZOS)
-
-
-def wrapped(text: str, width: int, most: int) -> list[str]:
-    """`text` in at most `most` lines of `width` pixels; an ellipsis says that there is more."""
-    font = _font(13)
-    lines, words = [""], " ".join(text.split()).split(" ")
-    for word in words:
-        longer = f"{lines[-1]} {word}".strip()
-        if font.getlength(longer) <= width or not lines[-1]:
-            lines[-1] = longer
-        else:
-            lines.append(word)
-    cut = lines[:most]
-    if len(lines) > most:
-        cut[-1] += " …"
-    return [_shortened(line, width) for line in cut]
-
-
-def _shortened(line: str, width: int) -> str:
-    font = _font(13)
-    if font.getlength(line) <= width:
-        return line
-    while line and font.getlength(line + "…") > width:
-        line = line[:-1]
-    return line + "…"
-
-
-def _blank(height: int) -> tuple[Image, ImageDraw]:
-    from PIL import Image, ImageDraw
-
-    block = Image.new("RGB", (WIDTH, height), PAPER)
-    return block, ImageDraw.Draw(block)
-
-
-@lru_cache(maxsize=8)
-def _font(size: int) -> Any:
-    from PIL import ImageFont
-
-    return ImageFont.load_default(size)
