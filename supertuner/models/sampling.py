@@ -1,0 +1,62 @@
+"""What samplers of all families share: modules that compute in a given precision while a pipeline calls them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+
+@contextmanager
+def computing(modules: Iterable[nn.Module], device: torch.device, dtype: torch.dtype) -> Iterator[None]:
+    """While open, these modules are in eval mode and run their forward pass under autocast (fp32: without).
+
+    Only they: a scheduler or a VAE that the pipeline calls in between keeps its own precision.
+    """
+    with ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(_evaluating(module))
+            if dtype != torch.float32:
+                stack.enter_context(_autocasting(module, device, dtype))
+        yield
+
+
+def frames_FHWC(pixels: NDArray[np.floating[Any]]) -> NDArray[np.uint8]:
+    """Pixels in [0, 1], rounded as diffusers rounds them for pictures."""
+    return (pixels * 255).round().astype(np.uint8)
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    training = [one for one in module.modules() if one.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for one in training:
+            one.training = True
+
+
+@contextmanager
+def _autocasting(module: nn.Module, device: torch.device, dtype: torch.dtype) -> Iterator[None]:
+    opened: list[AbstractContextManager[Any]] = []
+
+    def enter(_module: nn.Module, _inputs: Any) -> None:
+        opened.append(torch.autocast(device.type, dtype))
+        opened[-1].__enter__()
+
+    def leave(_module: nn.Module, _inputs: Any, _output: Any) -> None:
+        opened.pop().__exit__(None, None, None)
+
+    before = module.register_forward_pre_hook(enter)
+    after = module.register_forward_hook(leave, always_call=True)
+    try:
+        yield
+    finally:
+        before.remove()
+        after.remove()

@@ -1,0 +1,58 @@
+"""Tokenizers and text encoders of a few kilobytes, made in code: real classes, small sizes, any caption tokenizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel, UMT5Config, UMT5EncoderModel
+
+WORDS: Final = tuple(
+    "a an the of on in and with at to from is large small big tiny red green blue yellow orange purple pink white "
+    "black grey brown cyan circle square triangle star cross ring shape shapes moving still left right up down top "
+    "bottom background dark light bright photo picture video".split()
+)
+_CHARACTERS: Final = "abcdefghijklmnopqrstuvwxyz0123456789.,'-"
+
+
+def unigram_tokenizer(words: Sequence[str] = WORDS, longest: int = 512) -> PreTrainedTokenizerFast:
+    """Like T5's: pieces with a leading bar, `</s>` at the end, padding 0; what is no known word falls to letters, and
+    what is no known letter to its bytes, so that two captions never look the same."""
+    pieces: list[tuple[str, float]] = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
+    pieces += [(f"<0x{byte:02X}>", -20.0) for byte in range(256)]
+    pieces += [("▁", -6.0), *((f"▁{word}", -2.0) for word in words)]
+    pieces += [(character, -8.0) for character in _CHARACTERS]
+    tokenizer: Any = Tokenizer(models.Unigram(pieces, unk_id=2, byte_fallback=True))
+    bar = {"replacement": "▁", "prepend_scheme": "always", "split": True}
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace(**bar)]
+    )
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(**bar)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=["$A", "</s>"], pair=["$A", "</s>", "$B", "</s>"], special_tokens=[("</s>", 1)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", model_max_length=longest
+    )
+
+
+def umt5_encoder(pieces: int, width: int, layers: int) -> UMT5EncoderModel:
+    return UMT5EncoderModel(UMT5Config(**_t5_sizes(pieces, width, layers))).eval()
+
+
+def t5_encoder(pieces: int, width: int, layers: int) -> T5EncoderModel:
+    return T5EncoderModel(T5Config(**_t5_sizes(pieces, width, layers))).eval()
+
+
+def _t5_sizes(pieces: int, width: int, layers: int) -> dict[str, Any]:
+    return {
+        "vocab_size": pieces,
+        "d_model": width,
+        "d_kv": 8,
+        "d_ff": 2 * width,
+        "num_layers": layers,
+        "num_heads": max(1, width // 8),
+        "feed_forward_proj": "gated-gelu",
+        "dropout_rate": 0.0,
+    }

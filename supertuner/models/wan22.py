@@ -1,0 +1,149 @@
+"""Wan2.2: text-to-video and image-to-video with two experts, and the 5B with one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from supertuner.core.errors import ModelError
+from supertuner.core.types import MediaKind
+from supertuner.models import loading, reading
+from supertuner.models.spec import Expert, Family, Model, Source, Tensors
+from supertuner.models.wan22_encoders import TEXT_LENGTH, media_encoder, text_encoder
+from supertuner.models.wan22_sampler import sampler
+from supertuner.models.wan22_tiny import tiny
+
+TRAIN_STEPS: Final = 1000
+_PIPELINES: Final = ("WanPipeline", "WanImageToVideoPipeline")
+
+
+def read(source: Source) -> Model:
+    configs = reading.read_configs(source)
+    index = configs[""]
+    experts = _experts(source, index)
+    images = index["_class_name"] == "WanImageToVideoPipeline"
+    what = "image-to-video" if images else "text-to-video"
+    number = "two experts" if len(experts) == 2 else "one expert"
+    return Model(
+        source=source,
+        title=f"Wan2.2 {what}, {number}",
+        experts=experts,
+        kinds=frozenset({MediaKind.VIDEO} if images else {MediaKind.IMAGE, MediaKind.VIDEO}),
+        shift=float(configs["scheduler"].get("flow_shift", configs["scheduler"].get("shift", 1.0))),
+        configs=configs,
+    )
+
+
+def _experts(source: Source, index: Any) -> tuple[Expert, ...]:
+    boundary = index.get("boundary_ratio")
+    if boundary is None:
+        return (Expert("model", "transformer"),)
+    return (
+        Expert("high_noise", "transformer", low=float(boundary)),
+        Expert("low_noise", "transformer_2", high=float(boundary)),
+    )
+
+
+def media_files(model: Model) -> Sequence[Path]:
+    return reading.files_of(model.source, ("vae",))
+
+
+def text_files(model: Model) -> Sequence[Path]:
+    return reading.files_of(model.source, ("text_encoder", "tokenizer"))
+
+
+def why_not(model: Model, shape: tuple[int, ...]) -> str | None:
+    if len(shape) not in (3, 4) or shape[0] != 3:
+        return f"its shape is {shape}, and this model takes pictures and videos of 3 colours"
+    frames = shape[1] if len(shape) == 4 else 1
+    if MediaKind.IMAGE not in model.kinds and frames == 1:
+        return "it has one frame, and an image-to-video model learns from what comes after the first"
+    every = _integer(model, "vae", "scale_factor_temporal", 4)
+    if frames % every != 1:
+        return f"it has {frames} frames, and this model takes 1, {every + 1}, {2 * every + 1} … ({every}·n + 1)"
+    side = _pixels_per_token(model)
+    if shape[-2] % side or shape[-1] % side:
+        return f"it is {shape[-1]}×{shape[-2]}, and both sides must be multiples of {side}"
+    return None
+
+
+def denoiser(model: Model, expert: Expert, dtype: torch.dtype) -> nn.Module:
+    return loading.module(model, expert.part, dtype)
+
+
+def denoise(
+    model: Model, module: nn.Module, noisy: torch.Tensor, levels: torch.Tensor, text: Tensors, conditions: Tensors
+) -> torch.Tensor:
+    """As the pipelines call it: a condition beside the latents; in the 5B a timestep for every token."""
+    timestep = levels * TRAIN_STEPS
+    if model.configs[""].get("expand_timesteps"):
+        timestep = timestep[:, None].expand(-1, tokens(model, tuple(noisy.shape[1:])))
+    if "condition" in conditions:
+        noisy = torch.cat([noisy, conditions["condition"].to(noisy.dtype)], dim=1)
+    predicted = module(noisy, timestep, text["embeds"], return_dict=False)[0]
+    assert isinstance(predicted, torch.Tensor)
+    return predicted
+
+
+def pad_text(model: Model, captions: Sequence[Tensors]) -> Tensors:
+    """Zeros up to the length that the pipeline uses; the model sees them, so they belong to it."""
+    first = captions[0]["embeds"]
+    padded = first.new_zeros(len(captions), TEXT_LENGTH, first.shape[-1])
+    for row, caption in zip(padded, captions, strict=True):
+        row[: len(caption["embeds"])] = caption["embeds"]
+    return {"embeds": padded}
+
+
+def tokens(model: Model, shape: tuple[int, ...]) -> int:
+    """Latents are CFHW; a token is a patch of them."""
+    _, frames, height, width = shape
+    deep, high, wide = _patch(model)
+    return (frames // deep) * (height // high) * (width // wide)
+
+
+def _patch(model: Model) -> tuple[int, int, int]:
+    deep, high, wide = model.configs["transformer"].get("patch_size", (1, 2, 2))  # type: ignore[misc]
+    return int(deep), int(high), int(wide)
+
+
+def _pixels_per_token(model: Model) -> int:
+    return _integer(model, "vae", "scale_factor_spatial", 8) * _patch(model)[1]
+
+
+def _integer(model: Model, part: str, key: str, default: int) -> int:
+    value = model.configs[part].get(key)
+    if value is None:
+        return default
+    if not isinstance(value, int):
+        raise ModelError(f"{model.source.path}: {part}/config.json: {key} is {value!r}, not a whole number")
+    return value
+
+
+_ATTENTION: Final = ("to_q", "to_k", "to_v", "to_out.0")
+
+family = Family(
+    name="wan2.2",
+    prediction="flow",
+    read=read,
+    media_files=media_files,
+    text_files=text_files,
+    media_encoder=media_encoder,
+    text_encoder=text_encoder,
+    why_not=why_not,
+    denoiser=denoiser,
+    denoise=denoise,
+    pad_text=pad_text,
+    tokens=tokens,
+    sampler=sampler,
+    targets={
+        "attention": _ATTENTION,
+        "attention_mlp": (*_ATTENTION, "ffn.net.0.proj", "ffn.net.2"),
+        "all_linear": (*_ATTENTION, "ffn.net.0.proj", "ffn.net.2"),
+    },
+    export_prefix={"transformer": "transformer", "transformer_2": "transformer_2"},
+    tiny=tiny,
+)
