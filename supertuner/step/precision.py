@@ -1,0 +1,80 @@
+"""Number formats of the forward and backward pass, and the loss scale that fp16 needs.
+
+What is trained is fp32 always; bf16 and fp16 are what autocast computes in. fp16's smallest numbers are too large for
+gradients, so its loss is multiplied before the backward pass and gradients are divided after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
+
+from supertuner.core.errors import CheckpointError
+from supertuner.core.types import JSON
+
+Name: TypeAlias = Literal["bf16", "fp16", "fp32"]
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    name: Name
+    device: torch.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What is computed in, and what weights that are not trained are kept in."""
+        return DTYPES[self.name]
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Around every forward pass."""
+        if self.name == "fp32":
+            return nullcontext()
+        return torch.autocast(self.device.type, self.dtype)
+
+    def scaler(self) -> LossScaler | None:
+        return LossScaler() if self.name == "fp16" else None
+
+
+class LossScaler:
+    """fp16's loss scale: halved by an overflow, doubled after 2,000 windows in a row without one.
+
+    Plain numbers on the host, decided by the one check of a window: its state is complete and the same on any device.
+    """
+
+    START = 65536.0
+    LARGEST = 2.0**24
+    SMALLEST = 1.0
+    GROW_AFTER = 2000
+
+    def __init__(self) -> None:
+        self.scale = self.START
+        self.streak = 0
+        """Windows since the last overflow or growth."""
+
+    @property
+    def can_fall(self) -> bool:
+        """Whether an overflow may still be the scale's fault."""
+        return self.scale > self.SMALLEST
+
+    def update(self, overflowed: bool) -> None:
+        """Learn from a window."""
+        if overflowed:
+            self.scale, self.streak = max(self.scale / 2, self.SMALLEST), 0
+        elif self.streak + 1 >= self.GROW_AFTER:
+            self.scale, self.streak = min(self.scale * 2, self.LARGEST), 0
+        else:
+            self.streak += 1
+
+    def state(self) -> dict[str, JSON]:
+        return {"scale": self.scale, "streak": self.streak}
+
+    def load(self, state: Mapping[str, JSON]) -> None:
+        scale, streak = state.get("scale"), state.get("streak")
+        if not isinstance(scale, int | float) or not isinstance(streak, int) or scale <= 0 or streak < 0:
+            raise CheckpointError(f"the loss scaler's state is {dict(state)}; it has a scale above 0 and a streak")
+        self.scale, self.streak = float(scale), streak
