@@ -1,0 +1,150 @@
+"""What TensorBoard's own reader finds in our files: every point once, whatever was killed and resumed."""
+
+from __future__ import annotations
+
+import os
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from supertuner.core.errors import RunFolderError, SuperTunerError
+from supertuner.core.events import Warned
+from supertuner.sinks.tensorboard import TensorBoard
+from supertuner.sinks.training import HeldOut, Thinned, measured_held_out, sampled
+from supertuner.sinks.wandb import Wandb, held_out_values, require_wandb, step_values
+from tests.sinks.test_training_display import step_event
+
+
+def read(folder: Path) -> Any:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(folder), size_guidance={"scalars": 0, "images": 0})
+    found.Reload()
+    return found
+
+
+def points(folder: Path, tag: str) -> list[tuple[int, float]]:
+    return [(one.step, one.value) for one in read(folder).Scalars(tag)]
+
+
+def test_every_figure_of_a_step_is_a_scalar(tmp_path: Path) -> None:
+    with TensorBoard(tmp_path) as board:
+        board.emit(Warned("not", "a figure"))
+        board.emit(step_event(1, loss=0.5))
+        board.emit(step_event(2, loss=0.25, expert="low_noise", window=8))
+        board.emit(step_event(3, loss=float("nan")))
+    train = tmp_path / "train"
+    assert points(train, "loss/high_noise") == [(1, 0.5)]
+    assert points(train, "loss/low_noise") == [(2, 0.25)]
+    assert points(train, "samples_in_window") == [(1, 4.0), (2, 8.0), (3, 4.0)]
+    assert points(train, "samples_per_s") == [(1, 8.0), (2, 16.0), (3, 8.0)]
+    assert [step for step, _ in points(train, "grad_norm")] == [1, 2, 3]
+    assert points(train, "rate")[0] == (1, pytest.approx(1e-4))
+
+
+def test_a_resumed_run_shows_no_point_twice_and_loses_none(tmp_path: Path) -> None:
+    for begin, end, loss in ((1, 10, 0.5), (6, 8, 0.25), (6, 12, 0.125)):
+        with TensorBoard(tmp_path) as board:
+            for step in range(begin, end + 1):
+                board.emit(step_event(step, loss=loss))
+    assert points(tmp_path / "train", "loss/high_noise") == [
+        *((step, 0.5) for step in range(1, 6)),
+        *((step, 0.125) for step in range(6, 13)),
+    ]
+
+
+def test_a_validation_at_the_step_where_the_run_went_on_takes_no_loss_away(tmp_path: Path) -> None:
+    for _ in range(2):
+        with TensorBoard(tmp_path) as board:
+            if not (tmp_path / "train").exists():
+                board.emit(step_event(5))
+            board.emit(measured_held_out(5, [HeldOut("high_noise", None, 0.75), HeldOut("high_noise", 0.9, 0.5)]))
+            board.emit(measured_held_out(5, [HeldOut("high_noise", None, 0.75), HeldOut("high_noise", 0.9, 0.5)]))
+    assert points(tmp_path / "train", "loss/high_noise") == [(5, 0.5)]
+    assert points(tmp_path / "held_out", "loss/high_noise") == [(5, 0.75)]
+    assert points(tmp_path / "held_out", "level/high_noise/0.90") == [(5, 0.5)]
+
+
+def test_what_a_kill_tore_off_costs_that_point_only(tmp_path: Path) -> None:
+    board = TensorBoard(tmp_path)
+    for step in (1, 2, 3):
+        board.emit(step_event(step))
+    board.flush()
+    [file] = (tmp_path / "train").iterdir()
+    os.truncate(file, file.stat().st_size - 7)
+    with TensorBoard(tmp_path) as again:
+        again.emit(step_event(3, loss=0.125))
+        again.emit(step_event(4, loss=0.125))
+    board.close()
+    assert points(tmp_path / "train", "loss/high_noise") == [(1, 0.5), (2, 0.5), (3, 0.125), (4, 0.125)]
+
+
+def test_flushed_points_are_in_the_file_though_the_process_never_closed_it(tmp_path: Path) -> None:
+    board = TensorBoard(tmp_path)
+    board.emit(step_event(1))
+    board.flush()
+    assert points(tmp_path / "train", "loss/high_noise") == [(1, 0.5)]
+    board.close()
+
+
+def test_grids_are_images(tmp_path: Path) -> None:
+    grid = tmp_path / "grid.png"
+    Image.new("RGB", (20, 10), "red").save(grid)
+    with TensorBoard(tmp_path / "board") as board:
+        for step in (0, 40):
+            board.emit(sampled(step=step, folder=tmp_path, grid=grid, film=None, weights="EMA"))
+    images = read(tmp_path / "board" / "samples").Images("samples")
+    assert [(image.step, image.width, image.height) for image in images] == [(0, 20, 10), (40, 20, 10)]
+    assert images[1].encoded_image_string == grid.read_bytes()
+
+
+def test_points_can_be_thinned(tmp_path: Path) -> None:
+    with TensorBoard(tmp_path) as board:
+        thin = Thinned(board, 5)
+        for step in range(1, 13):
+            thin.emit(step_event(step))
+    assert [step for step, _ in points(tmp_path / "train", "rate")] == [5, 10]
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_with_its_name(tmp_path: Path) -> None:
+    (tmp_path / "board").write_text("a file")
+    board = TensorBoard(tmp_path / "board")
+    with pytest.raises(RunFolderError, match="board/train cannot be written: Not a directory"):
+        board.emit(step_event(1))
+
+
+def test_a_file_that_cannot_grow_is_an_error_with_its_name(tmp_path: Path) -> None:
+    board = TensorBoard(tmp_path)
+    board.emit(step_event(1))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))
+        with pytest.raises(RunFolderError, match=r"tfevents\.0000000001 cannot be written: File too large"):
+            board.flush()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    board.close()
+
+
+def test_without_the_package_wandb_the_remedy_is_said(tmp_path: Path) -> None:
+    from importlib.util import find_spec
+
+    if find_spec("wandb") is not None:
+        pytest.skip("wandb is installed here")
+    for attempt in (require_wandb, lambda: Wandb("project", "run", tmp_path, {})):
+        with pytest.raises(SuperTunerError, match=r"pip install 'supertuner\[wandb\]'"):
+            attempt()
+
+
+def test_wandb_gets_figures_by_expert_and_level() -> None:
+    values = step_values(step_event(3, loss=float("nan")).figures)
+    assert "train/loss/high_noise" not in values and values["train/samples"] == 12
+    rows = [HeldOut(None, None, 0.5), HeldOut("low_noise", None, 0.25), HeldOut("low_noise", 0.3, 0.125)]
+    assert held_out_values(measured_held_out(3, rows).figures) == {
+        "held_out/loss/all": 0.5,
+        "held_out/loss/low_noise": 0.25,
+        "held_out/loss/low_noise/0.30": 0.125,
+    }
