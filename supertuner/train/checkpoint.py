@@ -1,0 +1,266 @@
+"""Checkpoints on disk: whole and new, or not there at all. A kill at any moment leaves the one before, or this one.
+
+A save goes to a hidden folder; every file and the folder are synced; then it is renamed into place. Removing goes the
+other way round: renamed to a hidden name first. What a kill left under hidden names is finished off by the next save,
+or by whoever asks for the latest. All this is for the process that holds the run's lock.
+
+    .saving-step-00000040      being written
+    .replaced-step-00000040    an earlier one of the same step, until the new one has its name
+    .removing-step-00000020    no longer wanted
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import xxhash
+
+from supertuner.core.durable import sync_folder
+from supertuner.core.errors import CheckpointError
+from supertuner.core.events import Phase, Progress, Silence, Sink, Warned
+from supertuner.core.host import Host
+from supertuner.core.many import write_all
+from supertuner.core.types import JSON, bytes_text
+from supertuner.train import tensor_file
+from supertuner.train.checkpoint_format import (
+    MANIFEST,
+    STATE,
+    TENSORS,
+    FileFacts,
+    Manifest,
+    folder_name,
+    is_part,
+    json_bytes,
+    manifest_bytes,
+    step_of,
+)
+from supertuner.train.checkpoint_reading import Loaded, find, load, names, read_manifest, verify
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FOLDER = "checkpoints"
+"""The folder of checkpoints in a run's folder."""
+SAVING, REPLACED, REMOVING = ".saving-", ".replaced-", ".removing-"
+UNUSED = "unused-"
+BLOCK = 4096
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Plan:
+    """Everything about a save that can be known before it begins."""
+
+    step: int
+    state: bytes
+    layouts: Mapping[str, tensor_file.Layout]
+    """By file name, in order."""
+
+    def nbytes(self) -> int:
+        """What the folder will take, in whole blocks."""
+        empty = Manifest(self.step, dict.fromkeys([STATE, *self.layouts], FileFacts(10**18, "0" * 32)))
+        sizes = [len(self.state), len(manifest_bytes(empty)), *(one.nbytes for one in self.layouts.values())]
+        return sum(-(-size // BLOCK) * BLOCK for size in sizes) + BLOCK
+
+
+def save(
+    folder: Path,
+    step: int,
+    parts: Mapping[str, Mapping[str, Tensor]],
+    state: Mapping[str, JSON],
+    *,
+    keep: int,
+    host: Host,
+    sink: Sink | None = None,
+    progress: Progress | None = None,
+) -> Path:
+    """Write the checkpoint of `step` into `folder`, and remove all but the last `keep`; where it is.
+
+    One of the same step stays if it is the same, and is replaced if it is not. Checkpoints of later steps are left
+    alone: they are damaged ones that `latest` passed over.
+    """
+    assert keep >= 1 and step >= 0 and all(map(is_part, parts)), f"{keep=} {step=} {list(parts)}"
+    plan = _plan(step, parts, state)
+    sink = sink or Silence()
+    with _said(folder, step):
+        _make(folder)
+        sweep(folder, sink)
+        _refuse_without_room(folder, plan, host)
+        new = _write(folder, plan, progress or Silence())
+        made = _put_in_place(folder, new, folder_name(step))
+    _prune(folder, step, keep, sink)
+    return made
+
+
+def latest(folder: Path, sink: Sink | None = None, progress: Progress | None = None) -> Loaded | None:
+    """The newest checkpoint that is whole. A newer one that is not is told, passed over, and stays where it is."""
+    sink = sink or Silence()
+    if not folder.exists():
+        return None
+    sweep(folder, sink)
+    for found in reversed(find(folder)):
+        try:
+            return load(found.path, progress)
+        except CheckpointError as error:
+            sink.emit(Warned(f"checkpoint of step {found.step}", f"passed over: {error}"))
+    return None
+
+
+def turn_back(folder: Path, step: int, sink: Sink) -> None:
+    """Give checkpoints of later steps than `step` another name: the run goes on from there, and will have others.
+
+    Without this, a run that was resumed from an older checkpoint and killed would go on from the last of the old ones.
+    """
+    for name in names(folder):
+        later = step_of(name)
+        if later is None or later <= step:
+            continue
+        aside = next(a for n in range(1 << 30) if not (a := folder / f"{UNUSED}{name}{f'-{n}' if n else ''}").exists())
+        os.rename(folder / name, aside)
+        sync_folder(folder)
+        sink.emit(Warned(f"checkpoint of step {later}", f"is later than step {step}, where this goes on; now {aside}"))
+
+
+def sweep(folder: Path, sink: Sink) -> None:
+    """Finish what a killed save began. Whole checkpoints stay; one that lost its name to nobody gets it back."""
+    for name in names(folder):
+        begun = next((prefix for prefix in (SAVING, REPLACED, REMOVING) if name.startswith(prefix)), None)
+        if begun is None or step_of(name.removeprefix(begun)) is None:
+            continue
+        own = folder / name.removeprefix(begun)
+        if begun == REPLACED and not os.path.lexists(own):
+            os.rename(folder / name, own)
+            sync_folder(folder)
+        else:
+            _remove(folder, name, sink)
+
+
+def _plan(step: int, parts: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, JSON]) -> _Plan:
+    try:
+        content = json_bytes(state)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{STATE} of step {step} cannot be written: {error}; nothing was saved") from error
+    layouts = {f"{name}{TENSORS}": tensor_file.lay_out(tensors) for name, tensors in sorted(parts.items())}
+    return _Plan(step, content, layouts)
+
+
+@contextmanager
+def _said(folder: Path, step: int) -> Iterator[None]:
+    """The system's refusal in our words; what matters to the user is that the last checkpoint is still there."""
+    try:
+        yield
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename is not None else ""
+        raise CheckpointError(
+            f"the checkpoint of step {step} cannot be saved: {where}{error.strerror}; {_still_there(folder)}"
+        ) from error
+
+
+def _still_there(folder: Path) -> str:
+    whole = [found for found in find(folder) if found.problem is None]
+    return f"the last good one is intact: {whole[-1].path}" if whole else f"there is none yet in {folder}"
+
+
+def _refuse_without_room(folder: Path, plan: _Plan, host: Host) -> None:
+    needed, free = plan.nbytes(), host.free_bytes(folder)
+    if needed > free:
+        raise CheckpointError(
+            f"the checkpoint of step {plan.step} needs {bytes_text(needed)}, {bytes_text(free)} are free below "
+            f"{folder}: {bytes_text(needed - free)} are missing; free some space, or lower checkpoints.keep; "
+            f"{_still_there(folder)}"
+        )
+
+
+def _make(folder: Path) -> None:
+    if not folder.is_dir():
+        folder.mkdir(parents=True, exist_ok=True)
+        sync_folder(folder.parent)
+
+
+def _write(folder: Path, plan: _Plan, progress: Progress) -> Path:
+    """Everything of the checkpoint, synced, under its hidden name."""
+    new = folder / f"{SAVING}{folder_name(plan.step)}"
+    new.mkdir()
+    try:
+        total = sum(layout.nbytes for layout in plan.layouts.values())
+        with progress.phase(f"saving {folder_name(plan.step)}", nbytes=total) as phase:
+            files = {STATE: _write_file(new / STATE, [memoryview(plan.state)], phase)}
+            for name, layout in plan.layouts.items():
+                files[name] = _write_file(new / name, layout.chunks(), phase)
+            _write_file(new / MANIFEST, [memoryview(manifest_bytes(Manifest(plan.step, files)))], phase)
+        sync_folder(new)
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)  # what cannot be removed now is removed by the next save
+        raise
+    return new
+
+
+def _write_file(path: Path, chunks: Iterator[memoryview] | list[memoryview], phase: Phase) -> FileFacts:
+    digest, at = xxhash.xxh3_128(), 0
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    try:
+        for chunk in chunks:
+            write_all(fd, chunk, at)
+            digest.update(chunk)
+            at += len(chunk)
+            phase.advance(nbytes=len(chunk))
+        os.fsync(fd)
+    except OSError as error:
+        error.filename = str(path)
+        raise
+    finally:
+        os.close(fd)
+    return FileFacts(at, digest.hexdigest())
+
+
+def _put_in_place(folder: Path, new: Path, name: str) -> Path:
+    made = folder / name
+    if _is_the_same(made, new):
+        shutil.rmtree(new, ignore_errors=True)  # what cannot be removed now is removed by the next save
+        return made
+    if os.path.lexists(made):
+        os.rename(made, folder / f"{REPLACED}{name}")  # a kill from here to the next line is undone by `sweep`
+    os.rename(new, made)
+    sync_folder(folder)
+    return made
+
+
+def _is_the_same(made: Path, new: Path) -> bool:
+    if not made.is_dir() or made.is_symlink() or verify(made):
+        return False
+    return read_manifest(made) == read_manifest(new)
+
+
+def _prune(folder: Path, step: int, keep: int, sink: Sink) -> None:
+    """Remove what was replaced, and checkpoints before `step` but the last `keep - 1`. `step` itself is the newest."""
+    for name in names(folder):
+        if name.startswith(REPLACED) and step_of(name.removeprefix(REPLACED)) is not None:
+            _remove(folder, name, sink)
+    earlier = sorted(s for name in names(folder) if (s := step_of(name)) is not None and s < step)
+    for old in earlier[: max(0, len(earlier) - (keep - 1))]:
+        _remove(folder, folder_name(old), sink)
+
+
+def _remove(folder: Path, name: str, sink: Sink) -> None:
+    """Remove one folder of ours; it loses its name first, so that no half of a checkpoint is ever found under it.
+
+    A folder that cannot be removed is no reason to end a run: it is told, and tried again at the next save.
+    """
+    own = next((name.removeprefix(p) for p in (SAVING, REPLACED, REMOVING) if name.startswith(p)), name)
+    gone = folder / f"{REMOVING}{own}"
+    try:
+        if name != gone.name:
+            os.rename(folder / name, gone)
+            sync_folder(folder)
+        if gone.is_symlink() or not gone.is_dir():
+            gone.unlink()
+        else:
+            shutil.rmtree(gone)
+    except OSError as error:
+        message = f"cannot be removed: {error.strerror}; it takes up space until the next save, or until you remove it"
+        sink.emit(Warned(str(folder / name), message))

@@ -1,0 +1,193 @@
+"""What a checkpoint's folder may hold: names, the manifest, and plain JSON. Nothing here writes, and nothing trusts.
+
+    step-00000040/
+      manifest.json         format, step, size and checksum of every other file, and a checksum of itself
+      state.json            plain facts: step, samples consumed, versions …
+      <part>.safetensors    one per part: adapter.high_noise, optimizer.high_noise, ema.low_noise …
+
+The same content gives the same bytes: keys are sorted, and nothing in a checkpoint tells the time.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import xxhash
+
+from supertuner.core.errors import CheckpointError
+from supertuner.core.types import JSON, bytes_text
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+STATE = "state.json"
+TENSORS = ".safetensors"
+JSON_MOST = 64 << 20
+FILES_MOST = 4096
+PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+)*")
+CHECKPOINT = re.compile(r"step-([0-9]{8,18})")
+HASH = re.compile(r"[0-9a-f]{32}")
+ANOTHER = "resume from another one (`supertuner checkpoint ls RUN` lists them)"
+NO_LINKS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
+"""Never follows a link, and never waits, whatever is there."""
+
+
+class FileFacts(NamedTuple):
+    nbytes: int
+    checksum: str
+    """XXH3-128, 32 hexadecimal digits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    step: int
+    files: Mapping[str, FileFacts]
+    """Every file but the manifest, in order of its name."""
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return tuple(name.removesuffix(TENSORS) for name in self.files if name.endswith(TENSORS))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(facts.nbytes for facts in self.files.values())
+
+
+def folder_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def step_of(name: str) -> int | None:
+    """The step that a checkpoint's folder is named for; None for any other name. One step has one name."""
+    match = CHECKPOINT.fullmatch(name)
+    step = int(match[1]) if match else None
+    return step if step is not None and folder_name(step) == name else None
+
+
+def damaged(file: Path, what: str, remedy: str = ANOTHER) -> CheckpointError:
+    return CheckpointError(f"{file}: {what}; {remedy}")
+
+
+def json_bytes(value: Mapping[str, JSON]) -> bytes:
+    """A file of ours. A file name that is not UTF-8 survives as JSON's own escapes."""
+    text = json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
+    return text.encode(errors="backslashreplace")
+
+
+def manifest_bytes(manifest: Manifest) -> bytes:
+    body: dict[str, JSON] = {
+        "format": FORMAT,
+        "step": manifest.step,
+        "files": {name: {"bytes": f.nbytes, "xxh3_128": f.checksum} for name, f in manifest.files.items()},
+    }
+    return json_bytes({**body, "checksum": xxhash.xxh3_128_hexdigest(json_bytes(body))})
+
+
+def parse_manifest(content: bytes, file: Path) -> Manifest:
+    """The manifest, or an error that names `file`. A version from the future is told before anything else."""
+    value = parse_object(content, file)
+    version = value.get("format")
+    if type(version) is not int or version < 1:
+        raise damaged(file, f"its format is {version!r}, which is no version of a checkpoint")
+    if version > FORMAT:
+        remedy = "update SuperTuner, or " + ANOTHER
+        raise damaged(file, f"it has format {version}, this version reads up to {FORMAT}", remedy)
+    if set(value) != {"format", "step", "files", "checksum"}:
+        raise damaged(file, f"it has the keys {', '.join(sorted(value))}; wanted are format, step, files, checksum")
+    manifest = Manifest(_step(value["step"], file), _files(value["files"], file))
+    # Compared as bytes, so that no change of the file passes, not even one that means the same.
+    if manifest_bytes(manifest) != content:
+        raise damaged(file, "it is not what was written: its own checksum does not fit")
+    return manifest
+
+
+def parse_object(content: bytes, file: Path) -> dict[str, JSON]:
+    """A JSON object with finite numbers only."""
+    try:
+        value = json.loads(content, parse_constant=_refuse_constant, parse_float=_finite)
+    except (ValueError, RecursionError) as error:
+        raise damaged(file, f"it is not JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise damaged(file, f"it is a JSON {type(value).__name__}, wanted is an object")
+    return value
+
+
+def open_regular(folder_fd: int, name: str, file: Path) -> int:
+    """A plain file of the folder, opened for reading. Links, devices and folders are refused."""
+    try:
+        fd = os.open(name, NO_LINKS, dir_fd=folder_fd)
+    except OSError as error:
+        what = "it is a link, which a checkpoint never holds" if _is_link(folder_fd, name) else error.strerror
+        raise damaged(file, f"cannot be opened: {what}") from error
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise damaged(file, "it is not a file")
+    return fd
+
+
+def read_small(folder_fd: int, name: str, file: Path) -> bytes:
+    """A JSON file of the folder, whole; one that is far too large is not read."""
+    fd = open_regular(folder_fd, name, file)
+    try:
+        size = os.fstat(fd).st_size
+        if size > JSON_MOST:
+            raise damaged(file, f"it has {bytes_text(size)}, more than {bytes_text(JSON_MOST)}")
+        content = os.pread(fd, size + 1, 0)
+    except OSError as error:
+        raise damaged(file, f"cannot be read: {error.strerror}") from error
+    finally:
+        os.close(fd)
+    return content
+
+
+def _step(value: object, file: Path) -> int:
+    if type(value) is not int or not 0 <= value < 10**18:
+        raise damaged(file, f"its step is {value!r}, wanted is a whole number from 0 on")
+    return value
+
+
+def _files(value: object, file: Path) -> dict[str, FileFacts]:
+    if not isinstance(value, dict) or STATE not in value or len(value) > FILES_MOST:
+        raise damaged(file, f"its files are not an object that names {STATE} and at most {FILES_MOST} files")
+    found = {}
+    for name, facts in sorted(value.items()):
+        if name != STATE and not (name.endswith(TENSORS) and is_part(name.removesuffix(TENSORS))):
+            raise damaged(file, f"it names {name!r}, which is no name of a checkpoint's file")
+        if not isinstance(facts, dict) or set(facts) != {"bytes", "xxh3_128"}:
+            raise damaged(file, f"of {name} it does not say bytes and xxh3_128")
+        nbytes, checksum = facts["bytes"], facts["xxh3_128"]
+        if type(nbytes) is not int or not 0 <= nbytes < 1 << 63:
+            raise damaged(file, f"{name} has {nbytes!r} bytes, which is no size")
+        if not isinstance(checksum, str) or not HASH.fullmatch(checksum):
+            raise damaged(file, f"{name} has the checksum {checksum!r}, wanted are 32 hexadecimal digits")
+        found[name] = FileFacts(nbytes, checksum)
+    return found
+
+
+def is_part(name: str) -> bool:
+    return len(name) <= 120 and PART.fullmatch(name) is not None
+
+
+def _is_link(folder_fd: int, name: str) -> bool:
+    try:
+        return stat.S_ISLNK(os.stat(name, dir_fd=folder_fd, follow_symlinks=False).st_mode)
+    except OSError:
+        return False
+
+
+def _refuse_constant(word: str) -> float:
+    raise ValueError(f"{word} is not a number of JSON")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is too large for a number")
+    return number

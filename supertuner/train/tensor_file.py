@@ -1,0 +1,183 @@
+"""Named tensors as a safetensors file: the same tensors are the same bytes, sizes are known before anything is written.
+
+Written here and not by the library because a checkpoint wants four things of it: the exact size beforehand, one tensor
+in memory at a time, a checksum on the way, and tensors that are read back into memory of torch's own alignment, with
+which CPU kernels give the same bits as before. The library reads these files, and we read its.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CODES = {
+    "F64": ("float64", 8),
+    "F32": ("float32", 4),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "F8_E4M3": ("float8_e4m3fn", 1),
+    "F8_E5M2": ("float8_e5m2", 1),
+    "C64": ("complex64", 8),
+    "I64": ("int64", 8),
+    "I32": ("int32", 4),
+    "I16": ("int16", 2),
+    "I8": ("int8", 1),
+    "U64": ("uint64", 8),
+    "U32": ("uint32", 4),
+    "U16": ("uint16", 2),
+    "U8": ("uint8", 1),
+    "BOOL": ("bool", 1),
+}
+"""The format's name of a dtype → torch's, and bytes per element."""
+METADATA = "__metadata__"
+HEADER_MOST = 100_000_000
+"""What the format's own library accepts."""
+ALIGNED = 64
+CHUNK = 8 << 20
+
+
+class Malformed(ValueError):
+    """Not a file of this format; the message says where. Whoever knows the file's name makes an error of it."""
+
+
+class Entry(NamedTuple):
+    """One tensor of a file."""
+
+    name: str
+    code: str
+    shape: tuple[int, ...]
+    begin: int
+    """Behind the header."""
+    end: int
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Layout:
+    """A file that can be written: its header, then the tensors in this order, with nothing between them."""
+
+    header: bytes
+    tensors: tuple[Tensor, ...]
+    nbytes: int
+
+    def chunks(self) -> Iterator[memoryview]:
+        """The file's content, in order. Tensors come to the CPU one by one."""
+        yield memoryview(self.header)
+        for tensor in self.tensors:
+            content = _bytes_of(tensor)
+            for begin in range(0, len(content), CHUNK):
+                yield content[begin : begin + CHUNK]
+
+
+def lay_out(tensors: Mapping[str, Tensor]) -> Layout:
+    """Largest elements first, then by name: so each tensor begins at a multiple of its element's size."""
+    codes = {name: _code(name, tensor) for name, tensor in tensors.items()}
+    order = sorted(tensors, key=lambda name: (-CODES[codes[name]][1], name))
+    entries: dict[str, object] = {METADATA: {"format": "pt"}}
+    end = 0
+    for name in order:
+        begin, end = end, end + tensors[name].numel() * CODES[codes[name]][1]
+        entries[name] = {"dtype": codes[name], "shape": list(tensors[name].shape), "data_offsets": [begin, end]}
+    text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % ALIGNED)
+    return Layout(len(text).to_bytes(8, "little") + text, tuple(tensors[name] for name in order), 8 + len(text) + end)
+
+
+def read_tensors(fd: int, nbytes: int, seen: Callable[[memoryview], object]) -> dict[str, Tensor]:
+    """Every tensor of an open file of `nbytes`, on the CPU, in memory of its own. `seen` gets all bytes, in order."""
+    import torch
+
+    header, entries = read_header(fd, nbytes)
+    seen(memoryview(header))
+    found = {}
+    for entry in entries:
+        tensor = torch.empty(entry.shape, dtype=getattr(torch, CODES[entry.code][0]))
+        content = _bytes_of(tensor)
+        for begin in range(0, len(content), CHUNK):
+            chunk = content[begin : begin + CHUNK]
+            _read_into(fd, chunk, len(header) + entry.begin + begin)
+            seen(chunk)
+        found[entry.name] = tensor
+    return found
+
+
+def read_header(fd: int, nbytes: int) -> tuple[bytes, list[Entry]]:
+    """(the header as it stands, its entries in the order of the file). Everything it says is checked."""
+    if nbytes < 8:
+        raise Malformed(f"{nbytes} bytes are too few for a header")
+    length = int.from_bytes(os.pread(fd, 8, 0), "little")
+    if length > min(nbytes - 8, HEADER_MOST):
+        raise Malformed(f"its header claims {length} bytes of a file of {nbytes}")
+    header = os.pread(fd, 8 + length, 0)
+    if len(header) != 8 + length:
+        raise Malformed("it ends inside its header")
+    entries = sorted(_entries(header[8:]), key=lambda entry: (entry.begin, entry.end))
+    end = 0
+    for entry in entries:
+        if entry.begin != end:
+            raise Malformed(f"{entry.name!r} begins at {entry.begin}, the tensor before it ends at {end}")
+        end = entry.end
+    if end != nbytes - len(header):
+        raise Malformed(f"its tensors take {end} bytes, the file has {nbytes - len(header)} for them")
+    return header, entries
+
+
+def _entries(text: bytes) -> Iterator[Entry]:
+    try:
+        header = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise Malformed(f"its header is not JSON ({error})") from error
+    if not isinstance(header, dict):
+        raise Malformed("its header is not an object")
+    for name, facts in header.items():
+        if name != METADATA:
+            yield _entry(name, facts)
+
+
+def _entry(name: str, facts: object) -> Entry:
+    if not isinstance(facts, dict) or set(facts) != {"dtype", "shape", "data_offsets"}:
+        raise Malformed(f"{name!r} is not described by dtype, shape and data_offsets")
+    code, shape, offsets = facts["dtype"], facts["shape"], facts["data_offsets"]
+    if not isinstance(code, str) or code not in CODES:
+        raise Malformed(f"{name!r} has dtype {code!r}; known are {', '.join(CODES)}")
+    if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
+        raise Malformed(f"{name!r} has shape {shape!r} and data_offsets {offsets!r}")
+    if offsets[1] - offsets[0] != math.prod(shape) * CODES[code][1]:
+        raise Malformed(f"{name!r}: {code} of shape {shape} does not take bytes {offsets[0]} to {offsets[1]}")
+    return Entry(name, code, tuple(shape), offsets[0], offsets[1])
+
+
+def _are_sizes(value: object) -> bool:
+    return isinstance(value, list) and len(value) <= 64 and all(type(n) is int and 0 <= n < 1 << 63 for n in value)
+
+
+def _code(name: str, tensor: Tensor) -> str:
+    code = next((code for code, (torch_name, _) in CODES.items() if str(tensor.dtype) == f"torch.{torch_name}"), None)
+    assert code is not None, f"{name} is {tensor.dtype}, which no file of ours holds"
+    kind = type(tensor).__name__
+    assert kind in ("Tensor", "Parameter"), f"{name} is a {kind}: save the plain tensors that it is made of"
+    assert name != METADATA and not tensor.is_meta and not tensor.is_sparse, f"{name} has no bytes to save"
+    return code
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """Its memory; a copy only where it is elsewhere or not in one piece."""
+    import torch
+
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return flat.numpy().data
+
+
+def _read_into(fd: int, content: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(content):
+        count = os.preadv(fd, [content[done:]], offset + done)
+        if count == 0:
+            raise Malformed(f"it ends at byte {offset + done}")
+        done += count
