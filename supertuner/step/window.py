@@ -1,0 +1,234 @@
+"""One optimizer step: a window of samples forward and backward, one clipping, one update of weights and averages.
+
+The loss of a window is the sum of its samples' losses over the number of its samples, so its gradient is the exact
+mean whatever micro-batches the samples came in. The host waits for the device once per window, in `fetch`, to learn
+loss and gradient norm; a window that is not finite changes no weight, no average and no state of the optimizer. Given
+a `fetch` of its own, the same function runs on fake tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import nn
+
+from supertuner.core.errors import TrainError
+from supertuner.models.objective import Objective, add_noise, per_sample_loss, target, weight
+from supertuner.models.spec import Expert, Tensors
+from supertuner.optim.ema import Ema
+from supertuner.optim.table import Optimizer
+from supertuner.step.batch import StepBatch
+from supertuner.step.precision import LossScaler, Precision
+
+Denoise: TypeAlias = Callable[[nn.Module, torch.Tensor, torch.Tensor, Tensors, Tensors], torch.Tensor]
+"""(module, noisy, levels, text, conditions) → prediction."""
+Reduce: TypeAlias = Callable[[Iterable[nn.Parameter]], None]
+"""Adds to the parameters' gradients what other processes have, in place."""
+Fetch: TypeAlias = Callable[[torch.Tensor], Sequence[float]]
+"""Brings figures to the host: loss, gradient norm, then one loss per sample."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Rules:
+    """What is the same in every window of a run."""
+
+    denoise: Denoise
+    objective: Objective
+    precision: Precision
+    max_grad_norm: float | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Trainee:
+    """An expert in training, with everything that a window changes."""
+
+    expert: Expert
+    module: nn.Module
+    parameters: dict[str, nn.Parameter]
+    """What is trained of the module, by name."""
+    optimizer: Optimizer
+    ema: Ema | None = None
+    scaler: LossScaler | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WindowResult:
+    """What became of a window."""
+
+    loss: float
+    """Mean over the window's samples; of several processes, this one's part of it."""
+    grad_norm: float
+    """Of all gradients of the expert together, before clipping."""
+    overflowed: bool = False
+    """fp16: the loss was scaled up too far, and the scale is halved now. Nothing is wrong with data or weights."""
+    names: tuple[str, ...] = ()
+    """The samples of the window, as far as the batches name them."""
+    losses: tuple[float, ...] = ()
+    """The loss of each sample."""
+
+    @property
+    def finite(self) -> bool:
+        """Whether the window trained anything."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+    @property
+    def suspects(self) -> tuple[str, ...]:
+        """Of a window that is not finite, the samples whose loss is not; if every loss is, all samples."""
+        bad = [name for name, loss in zip(self.names, self.losses, strict=False) if not math.isfinite(loss)]
+        return tuple(bad) or self.names
+
+
+def train_window(
+    trainee: Trainee,
+    batches: Iterable[StepBatch],
+    *,
+    samples: int,
+    rate: float,
+    rules: Rules,
+    reduce: Reduce | None = None,
+    seed: int | None = None,
+    fetch: Fetch | None = None,
+) -> WindowResult:
+    """Train one window of `samples` samples, of which `batches` are this process's share, at learning rate `rate`.
+
+    `seed` is for dropout: with it, the window draws what it draws whatever was drawn before.
+    """
+    scale = 1.0 if trainee.scaler is None else trainee.scaler.scale
+    with _seeded(seed, rules.precision.device):
+        losses, names = _backward(trainee.module, batches, samples, scale, rules)
+    if reduce is not None:
+        reduce(trainee.parameters.values())
+    gradients = [p.grad for p in trainee.parameters.values() if p.grad is not None]
+    norm = _unscaled_norm(gradients, scale, losses.device)
+    figures = (fetch or _to_host)(torch.cat([(losses.sum() / samples).reshape(1), norm.reshape(1), losses]))
+    result = _judged(figures, names, trainee.scaler)
+    if result.finite:
+        _clip(gradients, norm, rules.max_grad_norm)
+        trainee.optimizer.set_rate(rate)
+        trainee.optimizer.step()
+        if trainee.ema is not None:
+            trainee.ema.update()
+    if trainee.scaler is not None and (result.finite or result.overflowed):
+        trainee.scaler.update(result.overflowed)
+    trainee.optimizer.zero_grad(set_to_none=True)
+    return result
+
+
+def held_out_loss(trainee: Trainee, batches: Iterable[StepBatch], rules: Rules) -> torch.Tensor:
+    """The loss of each sample, nothing trained and nothing dropped out; the module is left as it was."""
+    with torch.no_grad(), _evaluating(trainee.module):
+        found = [sample_losses(trainee.module, batch, rules) for batch in batches]
+    return torch.cat(found) if found else torch.zeros(0, device=rules.precision.device)
+
+
+def sample_losses(module: nn.Module, batch: StepBatch, rules: Rules) -> torch.Tensor:
+    """One forward pass: the weighted mean square error of each sample, in fp32."""
+    clean, noise, levels = batch.latents, batch.noise, batch.levels
+    noisy = add_noise(clean, noise, levels, rules.objective)
+    with rules.precision.autocast():
+        prediction = rules.denoise(module, noisy, levels, dict(batch.text), dict(batch.conditions))
+    wanted = target(clean, noise, levels, rules.objective)
+    return per_sample_loss(prediction, wanted, weight(levels, rules.objective.weighting))
+
+
+def prepare(module: nn.Module, checkpointing: bool) -> None:
+    """Make a module ready to be trained: dropout at work, activations kept or recomputed in the backward pass."""
+    module.train()
+    if not checkpointing:
+        return
+    switch = getattr(module, "enable_gradient_checkpointing", None)
+    if switch is None:
+        raise TrainError(
+            f"train.gradient_checkpointing is true, and {type(module).__name__} cannot recompute its activations; "
+            "set it to false"
+        )
+    switch()
+
+
+def evaluation_weights(trainee: Trainee) -> Tensors | None:
+    """The weights to validate and export if they are not those in training: the moving average, where one is kept, or
+    what a schedule-free optimizer means."""
+    return trainee.optimizer.averaged() if trainee.ema is None else trainee.ema.averages
+
+
+@contextmanager
+def lent(parameters: dict[str, nn.Parameter], weights: Tensors | None) -> Iterator[None]:
+    """Let the parameters hold other weights for a while. Their own are put aside, not copied: they come back exact."""
+    own = {name: parameters[name].data for name in weights or {}}
+    try:
+        for name, one in (weights or {}).items():
+            parameters[name].data = one.to(own[name].device, own[name].dtype)
+        yield
+    finally:
+        for name, one in own.items():
+            parameters[name].data = one
+
+
+def _backward(
+    module: nn.Module, batches: Iterable[StepBatch], samples: int, scale: float, rules: Rules
+) -> tuple[torch.Tensor, tuple[str, ...]]:
+    """Gradients of all micro-batches, added up in the parameters; the loss of every sample, and their names."""
+    found: list[torch.Tensor] = []
+    names: list[str] = []
+    for batch in batches:
+        losses = sample_losses(module, batch, rules)
+        torch.autograd.backward(losses.sum() * (scale / samples))
+        found.append(losses.detach())
+        names += batch.names
+    assert sum(map(len, found)) <= samples, f"a window of {samples} samples was given {sum(map(len, found))}"
+    return torch.cat(found) if found else torch.zeros(0, device=rules.precision.device), tuple(names)
+
+
+def _unscaled_norm(gradients: list[torch.Tensor], scale: float, device: torch.device) -> torch.Tensor:
+    """Divide the gradients by the loss scale, in place; their norm. Scales are powers of two: dividing is exact."""
+    if not gradients:
+        return torch.zeros((), device=device)
+    if scale != 1.0:
+        torch._foreach_mul_(gradients, 1.0 / scale)
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+    return norm
+
+
+def _clip(gradients: list[torch.Tensor], norm: torch.Tensor, largest: float | None) -> None:
+    """Shorten the gradient to `largest` where it is longer: decided on the device, as a factor of at most one."""
+    if largest is not None and gradients:
+        torch._foreach_mul_(gradients, (largest / (norm + 1e-6)).clamp(max=1.0))
+
+
+def _to_host(figures: torch.Tensor) -> Sequence[float]:
+    numbers: list[float] = figures.tolist()
+    return numbers
+
+
+def _judged(figures: Sequence[float], names: tuple[str, ...], scaler: LossScaler | None) -> WindowResult:
+    loss, norm, *losses = figures
+    to_blame = scaler is not None and scaler.can_fall and math.isfinite(loss) and not math.isfinite(norm)
+    return WindowResult(loss, norm, to_blame, names, tuple(losses))
+
+
+@contextmanager
+def _seeded(seed: int | None, device: torch.device) -> Iterator[None]:
+    """Random numbers that depend on the seed alone; afterwards the generators are as they were."""
+    if seed is None:
+        yield
+        return
+    others = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(others, device_type="cuda" if device.type == "cpu" else device.type):
+        torch.manual_seed(seed)
+        yield
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    training = [part for part in module.modules() if part.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True

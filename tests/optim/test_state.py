@@ -1,0 +1,166 @@
+"""What optimizers remember, through a real file: training goes on as if nothing had happened, to the bit."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from supertuner.core.errors import CheckpointError
+from supertuner.optim.state import pack, unpack
+from supertuner.optim.table import Optimizer
+from tests.optim.training import NAMES, optimizer, same_bits, train, weights
+
+
+def saved(made: Optimizer, folder: Path) -> None:
+    tensors, meta = pack(made)
+    save_file(tensors, folder / "optimizer.safetensors")
+    save_file({name: p.detach().contiguous() for name, p in made.parameters.items()}, folder / "weights.safetensors")
+    (folder / "optimizer.json").write_text(json.dumps(meta, allow_nan=False))
+
+
+def resumed(name: str, folder: Path, **settings: object) -> Optimizer:
+    parameters = weights(seed=9)  # other values: everything must come out of the files
+    for key, stored in load_file(folder / "weights.safetensors").items():
+        parameters[key].data.copy_(stored)
+    made = optimizer(name, parameters, **settings)
+    unpack(made, load_file(folder / "optimizer.safetensors"), json.loads((folder / "optimizer.json").read_text()))
+    return made
+
+
+@pytest.mark.parametrize("begun", [0, 1, 7])
+@pytest.mark.parametrize("name", NAMES)
+def test_training_goes_on_from_a_file_to_the_bit(name: str, begun: int, tmp_path: Path) -> None:
+    whole = optimizer(name, weights(), weight_decay=0.01)
+    train(whole, 0, begun + 8)
+    first = optimizer(name, weights(), weight_decay=0.01)
+    train(first, 0, begun)
+    saved(first, tmp_path)
+    second = resumed(name, tmp_path, weight_decay=0.01)
+    train(second, begun, begun + 8)
+    assert same_bits(whole.parameters, second.parameters)
+    assert same_bits(pack(whole)[0], pack(second)[0])
+    assert pack(whole)[1] == pack(second)[1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_packing_changes_no_bit_and_the_copies_stay_as_they_were(name: str) -> None:
+    made, other = optimizer(name, weights()), optimizer(name, weights())
+    train(made, 0, 3)
+    train(other, 0, 3)
+    tensors, _ = pack(made)
+    kept = {key: tensor.clone() for key, tensor in tensors.items()}
+    train(made, 3, 6)
+    train(other, 3, 6)
+    assert same_bits(tensors, kept)
+    assert same_bits(made.parameters, other.parameters)
+
+
+IN_ANOTHER_PROCESS = """
+import sys
+from pathlib import Path
+from tests.optim.test_state import resumed, saved
+from tests.optim.training import train
+for name in sys.argv[2:]:
+    folder = Path(sys.argv[1]) / name
+    made = resumed(name, folder)
+    train(made, 4, 9)
+    saved(made, folder)
+"""
+
+
+def test_another_process_goes_on_to_the_bit(tmp_path: Path) -> None:
+    for name in NAMES:
+        (tmp_path / name).mkdir()
+        made = optimizer(name, weights())
+        train(made, 0, 4)
+        saved(made, tmp_path / name)
+    command = [sys.executable, "-c", IN_ANOTHER_PROCESS, str(tmp_path), *NAMES]
+    subprocess.run(command, check=True, capture_output=True)
+    for name in NAMES:
+        whole = optimizer(name, weights())
+        train(whole, 0, 9)
+        assert same_bits(load_file(tmp_path / name / "optimizer.safetensors"), pack(whole)[0]), name
+        assert same_bits(
+            load_file(tmp_path / name / "weights.safetensors"), {k: p.detach() for k, p in whole.parameters.items()}
+        ), name
+
+
+def test_rate_and_weight_decay_come_from_the_settings_of_the_resumed_run() -> None:
+    made = optimizer("schedule_free", weights(), learning_rate=1e-3, weight_decay=0.1)
+    train(made, 0, 2)
+    other = optimizer("schedule_free", weights(), learning_rate=2e-3, weight_decay=0.2)
+    unpack(other, *pack(made))
+    group = other.inner.param_groups[0]
+    assert (other.base_rate, group["lr"], group["weight_decay"], group["k"]) == (2e-3, 2e-3, 0.2, 2)
+
+
+def test_a_parameter_without_a_gradient_has_no_state_and_needs_none() -> None:
+    made = optimizer("adamw", weights())
+    train(made, 0, 1)
+    assert not any(key.startswith("unused/") for key in pack(made)[0])
+
+
+def broken(change: str) -> tuple[Optimizer, dict[str, torch.Tensor], dict[str, Any]]:
+    made = optimizer("adamw", weights())
+    train(made, 0, 1)
+    tensors, meta = pack(made)
+    if change == "missing":
+        del tensors["scale/exp_avg"]
+    elif change == "extra":
+        tensors["scale/momentum"] = torch.zeros(())
+    elif change == "shape":
+        tensors["blocks.0.bias/exp_avg"] = torch.zeros(36)
+    elif change == "stranger":
+        tensors["blocks.9.bias/exp_avg"] = torch.zeros(36)
+    return optimizer("adamw", weights()), tensors, dict(meta)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("missing", "lacks scale/exp_avg"),
+        ("extra", "has scale/momentum too many"),
+        ("shape", r"blocks.0.bias/exp_avg has shape \[36\], and the parameter asks for \[37\]"),
+        ("stranger", "has blocks.9.bias too many"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused_by_name_and_changes_nothing(change: str, words: str) -> None:
+    made, tensors, meta = broken(change)
+    with pytest.raises(CheckpointError, match=words):
+        unpack(made, tensors, meta)
+    assert not made.inner.state
+
+
+def test_a_state_of_other_parameters_names_them() -> None:
+    made = optimizer("adamw", weights())
+    fewer = {key: p for key, p in weights().items() if key != "scale"}
+    with pytest.raises(CheckpointError, match="has scale too many"):
+        unpack(optimizer("adamw", fewer), *pack(made))
+    with pytest.raises(CheckpointError, match="lacks scale"):
+        unpack(made, *pack(optimizer("adamw", fewer)))
+
+
+def test_a_state_of_another_optimizer_is_refused() -> None:
+    with pytest.raises(CheckpointError, match='"prodigy", and the configuration says "adamw"'):
+        unpack(optimizer("adamw", weights()), *pack(optimizer("prodigy", weights())))
+
+
+def test_half_an_eight_bit_entry_is_refused() -> None:
+    made = optimizer("adamw8bit", weights())
+    train(made, 0, 1)
+    tensors, meta = pack(made)
+    del tensors["blocks.0.lora_A.weight/exp_avg.scale"]
+    with pytest.raises(CheckpointError, match=r"lacks blocks.0.lora_A.weight/exp_avg.scale"):
+        unpack(optimizer("adamw8bit", weights()), tensors, meta)
+
+
+def test_an_empty_state_is_refused_with_what_it_lacks() -> None:
+    with pytest.raises(CheckpointError, match="has no group, optimizer, parameters"):
+        unpack(optimizer("adamw", weights()), {}, {})

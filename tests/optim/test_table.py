@@ -1,0 +1,116 @@
+"""Optimizers by name: which one, at which rate, and that each of them trains."""
+
+from __future__ import annotations
+
+import io
+from contextlib import redirect_stdout
+
+import pytest
+import torch
+from torch import nn
+
+from supertuner.config.optim import OptimizerSettings
+from supertuner.core.errors import TrainError
+from supertuner.optim.table import OPTIMIZERS, build, rate_of
+from tests.optim.training import NAMES, optimizer, same_bits, train, weights
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_optimizer_of_the_table_lowers_a_simple_loss(name: str) -> None:
+    made = torch.Generator().manual_seed(0)
+    weight = nn.Parameter(torch.randn(64, 128, generator=made))
+    wanted = torch.randn(64, 128, generator=made)
+    settings = {"prodigy": {}, "adafactor": {}}.get(name, {"learning_rate": 0.05})
+    trained = optimizer(name, {"w": weight}, weight_decay=0.0, **settings)
+    first = (weight.detach() - wanted).square().mean()
+    for _ in range(60):
+        (weight - wanted).square().mean().backward()
+        trained.step()
+        trained.zero_grad()
+    assert (weight.detach() - wanted).square().mean() < 0.8 * first
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_rate_of_nearly_nothing_moves_nothing(name: str) -> None:
+    parameters = weights()
+    before = {key: p.detach().clone() for key, p in parameters.items()}
+    made = optimizer(name, parameters)
+    for parameter in parameters.values():
+        parameter.grad = torch.ones_like(parameter)
+    made.set_rate(1e-30)
+    made.step()
+    assert all(torch.allclose(p, before[key], atol=1e-12, rtol=0) for key, p in parameters.items())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_weight_decay_is_that_of_the_settings_or_of_the_table(name: str) -> None:
+    group = optimizer(name, weights(), weight_decay=0.25).inner.param_groups[0]
+    assert group["weight_decay"] == 0.25
+    group = optimizer(name, weights()).inner.param_groups[0]
+    assert group["weight_decay"] == OPTIMIZERS[name].weight_decay
+
+
+def test_weight_decay_of_prodigy_is_not_announced_on_the_screen() -> None:
+    screen = io.StringIO()
+    with redirect_stdout(screen):
+        optimizer("prodigy", weights(), weight_decay=0.1)
+    assert screen.getvalue() == ""
+
+
+def test_an_expert_takes_its_own_rate_then_that_of_all_then_that_of_the_table() -> None:
+    own = OptimizerSettings(learning_rate=1e-3, high_noise_lr=2e-3)
+    assert rate_of(own, "high_noise") == 2e-3
+    assert rate_of(own, "low_noise") == 1e-3
+    assert rate_of(own, "model") == 1e-3
+    assert rate_of(OptimizerSettings(low_noise_lr=5e-5), "high_noise") == OPTIMIZERS["adamw"].learning_rate
+    assert rate_of(OptimizerSettings(name="prodigy"), "model") == 1.0
+    assert build(own, weights(), "high_noise").base_rate == 2e-3
+
+
+def test_automagic_is_refused_with_what_to_use_instead() -> None:
+    with pytest.raises(TrainError, match='"automagic" is not part of this version yet; use one of adamw, .*prodigy'):
+        build(OptimizerSettings(name="automagic"), weights(), "model")
+
+
+def test_an_expert_with_nothing_to_train_is_refused() -> None:
+    with pytest.raises(TrainError, match="high_noise has nothing to train"):
+        build(OptimizerSettings(), {}, "high_noise")
+
+
+def test_adamw_is_fused_on_this_machine() -> None:
+    assert optimizer("adamw", weights()).inner.param_groups[0]["fused"] is True
+
+
+def test_eight_bit_adamw_keeps_large_moments_in_eight_bits() -> None:
+    parameters = weights()
+    made = optimizer("adamw8bit", parameters)
+    train(made, 0, 1)
+    moments = made.inner.state[parameters["blocks.0.lora_A.weight"]]
+    assert moments["exp_avg"].codes.dtype == torch.uint8
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "schedule_free"])
+def test_optimizers_that_train_what_they_mean_have_no_averaged_weights(name: str) -> None:
+    assert optimizer(name, weights()).averaged() is None
+
+
+def test_averaged_weights_of_schedule_free_are_what_its_own_swap_gives() -> None:
+    parameters = weights()
+    made = optimizer("schedule_free", parameters)
+    assert same_bits(made.averaged() or {}, parameters)  # nothing trained yet: one and the same
+    train(made, 0, 5)
+    averaged = made.averaged()
+    assert averaged is not None
+    assert not torch.equal(averaged["blocks.0.lora_A.weight"], parameters["blocks.0.lora_A.weight"])
+    made.inner.eval()  # type: ignore[attr-defined]
+    assert all(torch.allclose(averaged[key], p, atol=1e-7) for key, p in parameters.items())
+
+
+def test_asking_for_averaged_weights_changes_no_bit_of_the_training() -> None:
+    quiet, asked = optimizer("schedule_free", weights()), optimizer("schedule_free", weights())
+    for step in range(12):
+        train(quiet, step, step + 1)
+        train(asked, step, step + 1)
+        for copy in (asked.averaged() or {}).values():
+            copy.zero_()  # a copy: whoever gets it may do with it what he likes
+    assert same_bits(quiet.parameters, asked.parameters)
