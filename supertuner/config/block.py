@@ -18,6 +18,11 @@ MEMORY_ENGINE: Final[Any] = Field(json_schema_extra={"pending": "the memory engi
 """Marks a setting that nothing reads until the memory engine lands."""
 
 
+def name_or_folder(*words: str) -> dict[str, Any]:
+    """Marks a text that is one of `words`, or a folder, found like every path, or else some other name."""
+    return {"format": "name-or-folder", "words": list(words)}
+
+
 @dataclass(frozen=True, slots=True)
 class Remark:
     """Something about settings that are fine one by one: a contradiction, or something unwise."""

@@ -8,10 +8,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from supertuner.config.block import Block, Remark
+from supertuner.config.block import Block, Remark, name_or_folder
 
-_MODEL = {"format": "model"}
-"""A folder, found like every path from the folder of the configuration, or else a name on the Hugging Face hub."""
+_MODEL = name_or_folder("tiny")
+_TARGETS = {"allowed": "the name of a preset in quotes, or a list of endings of module names"}
+
+
+Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1, max_length=256)]
 
 
 class ModelSettings(Block):
@@ -35,8 +38,8 @@ class ModelSettings(Block):
     switch_boundary_every: Annotated[int, Field(ge=1)] = 1
     """With several experts: optimizer steps after which training goes on with the next one."""
     attention: str = "native"
-    """Attention backend by its name in diffusers: "native", "flash", "_flash_3", "sage", "xformers" …; it is tried at
-    the start."""
+    """Attention backend by its name in diffusers, such as "native", "flash", "_flash_3", "flex" or "xformers"; it is
+    tried at the start."""
     base_weights: Literal["as_computed", "int8", "fp8"] = "as_computed"
     """Number format of weights that are not trained: that of the computation, or 8 bits by torchao."""
     compile: bool = False
@@ -45,6 +48,23 @@ class ModelSettings(Block):
     def contradictions(self) -> Iterator[Remark]:
         if self.path is not None and self.family is None:
             yield Remark("family", "is missing: path names a model, and its family says how it is trained", ("path",))
+        if self.family == "flux" and self.experts != "all":
+            yield Remark(
+                "experts", f'"{self.experts}" is not there: a model of family "flux" has one denoiser', ("family",)
+            )
+        if self.family == "flux" and self.single_file_low_noise is not None:
+            message = 'is not there: a model of family "flux" has one denoiser; its weights come from single_file'
+            yield Remark("single_file_low_noise", message, ("family",))
+
+    def doubts(self) -> Iterator[Remark]:
+        if "switch_boundary_every" in self.model_fields_set and (self.family == "flux" or self.experts != "all"):
+            yield Remark(
+                "switch_boundary_every", "has no effect: one expert is trained, so there is nothing to switch to"
+            )
+        if self.revision is not None and self.path is not None and (self.path == "tiny" or self.path.startswith("/")):
+            yield Remark("revision", "has an effect only for a model on the hub; path names a model on this machine")
+        if self.attention.lower().lstrip("_").startswith("sage"):
+            yield Remark("attention", f'"{self.attention}" has no backward pass: what is before it does not learn')
 
 
 class AdapterSettings(Block):
@@ -56,9 +76,7 @@ class AdapterSettings(Block):
     """The adapter's output is scaled by alpha / rank; unset: equal to the rank."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the adapter's inputs that is dropped while training."""
-    targets: Annotated[str | tuple[str, ...], Field(json_schema_extra={"allowed": "a preset, or module names"})] = (
-        "attention"
-    )
+    targets: Annotated[str | Names, Field(json_schema_extra=_TARGETS)] = "attention"
     """What the adapter is put on: a preset of the family ("attention", "attention_mlp", "all_linear"), or endings of
     module names."""
 
@@ -76,12 +94,14 @@ class ObjectiveSettings(Block):
     """logit_normal: mean of the normal distribution whose logistic is the noise level."""
     logit_std: Annotated[float, Field(gt=0)] = 1.0
     """logit_normal: its standard deviation."""
-    shift: float | Literal["auto"] | None = None
+    shift: Annotated[float, Field(gt=0, le=1000)] | Literal["auto"] | None = None
     """Noise levels are moved towards noise, s·t / (1 + (s - 1)·t): by this factor, by one that grows with the number of
     tokens ("auto"), or (unset) as the family's own scheduler says."""
     weighting: Literal["none", "sigma_sqrt", "cosmap"] = "none"
     """Weight of a sample's loss by its noise level."""
 
-    def contradictions(self) -> Iterator[Remark]:
-        if isinstance(self.shift, float) and self.shift <= 0:
-            yield Remark("shift", f"{self.shift:g} is not above 0")
+    def doubts(self) -> Iterator[Remark]:
+        if self.timesteps == "uniform":
+            for name in ("logit_mean", "logit_std"):
+                if name in self.model_fields_set:
+                    yield Remark(name, 'has an effect only with timesteps: "logit_normal"')

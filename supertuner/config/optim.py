@@ -54,7 +54,14 @@ class OptimizerSettings(Block):
                 yield Remark(f"{stage}max_lr", f"{high:g} is below {stage}min_lr {low:g}", (f"{stage}min_lr",))
 
     def doubts(self) -> Iterator[Remark]:
+        if self.name == "schedule_free" and self.lr_scheduler != "constant":
+            message = f'"{self.lr_scheduler}" works against schedule_free, which replaces a schedule; leave it out'
+            yield Remark("lr_scheduler", message)
+        if self.name == "prodigy" and self.learning_rate is not None and self.learning_rate < 0.01:
+            message = f"{self.learning_rate:g} multiplies the rate that prodigy finds by itself; 1 is the usual value"
+            yield Remark("learning_rate", message)
         if self.name == "automagic":
+            yield Remark("name", '"automagic" comes later, and training refuses it until then; use "adamw"')
             return
         for stage in ("", "high_noise_", "low_noise_"):
             for what in ("lr_bump", "min_lr", "max_lr"):

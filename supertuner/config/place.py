@@ -41,10 +41,9 @@ class Key:
     def is_path(self) -> bool:
         return any(node.get("format") == "path" for node in alternatives(self.schema))
 
-    @property
-    def is_model(self) -> bool:
-        """A folder or a name on a hub."""
-        return self.schema.get("format") == "model"
+    def may_be_folder(self, text: str) -> bool:
+        """It takes a folder or a name, and the text is none of the words that always are names."""
+        return self.schema.get("format") == "name-or-folder" and text not in self.schema["words"]
 
 
 def show(place: Place) -> str:

@@ -33,8 +33,9 @@ def _absolute(where: Place, given: Given) -> Given:
     if key is None or not isinstance(given.value, str) or not given.value:
         return given
     path = Path(os.path.expanduser(given.value))
-    named = key.is_model and not given.value.startswith((".", "/", "~")) and not (given.source.folder / path).is_dir()
-    if named or not (key.is_path or key.is_model):
+    looks_like_path = given.value.startswith(("./", "../", "/", "~"))
+    folder = key.may_be_folder(given.value) and (looks_like_path or os.path.isdir(given.source.folder / path))
+    if not (key.is_path or folder):
         return given
     # lexical, so that a link in the path stays a link
     return replace(given, value=_normal(given.source.folder / path), was_relative=not path.is_absolute())
@@ -51,19 +52,30 @@ def _normal(path: Path) -> str:
 
 
 def missing_paths(given: Mapping[Place, Given], found: Mapping[Place, Given]) -> Iterator[Problem]:
-    """Datasets that are not there. `given` as written, `found` with absolute paths."""
+    """Datasets and models that are not there. `given` as written, `found` with absolute paths."""
     for where, one in found.items():
-        name = where[-1]
-        if name not in ("instance_data_dir", "metadata_file") or not isinstance(one.value, str) or not one.value:
+        if not isinstance(one.value, str) or not one.value:
             continue
-        is_file = os.path.isfile(one.value)
-        if is_file if name == "metadata_file" else os.path.isdir(one.value) or (is_file and one.value.endswith(".tar")):
-            continue
-        what = "a file" if name == "metadata_file" else "a folder or a .tar file" if is_file else "a folder"
-        hint = f" ({one.hint()})" if one.hint() else ""
-        yield Problem(
-            places.show(where), f"{shown(given[where].value)} is not {what}{_looked(one, given[where])}{hint}"
-        )
+        missing = _missing(where, one.value)
+        if missing:
+            hint = f" ({one.hint()})" if one.hint() else ""
+            text = f"{shown(given[where].value)} is not {missing}{_looked(one, given[where])}{hint}"
+            yield Problem(places.show(where), text)
+
+
+def _missing(where: Place, path: str) -> str:
+    """What should be at `path` and is not; "" if it is there, or if nothing is known to have to be there."""
+    name = where[-1]
+    is_file = os.path.isfile(path)
+    if name == "metadata_file":
+        return "" if is_file else "a file"
+    if name == "instance_data_dir" and not (is_file and path.endswith(".tar")) and not os.path.isdir(path):
+        return "a folder or a .tar file" if is_file else "a folder"
+    if name in ("single_file", "single_file_low_noise") and not (is_file and path.endswith(".safetensors")):
+        return "a .safetensors file"
+    if where == ("model", "path") and path.startswith("/") and not os.path.isdir(path):
+        return "a folder with a pipeline; a single file is given by model.single_file" if is_file else "a folder"
+    return ""
 
 
 def _looked(found: Given, given: Given) -> str:

@@ -6,7 +6,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from supertuner.config.block import Block
+from supertuner.config.block import Block, name_or_folder
+
+_DEVICES = r"^(auto|cpu|(cuda|xpu|mps|npu|hpu)(:[0-9]{1,4})?)$"
+_DEVICE = {"allowed": '"auto", or a device such as "cpu", "cuda" or "cuda:1"'}
 
 
 class TrainSettings(Block):
@@ -28,8 +31,8 @@ class TrainSettings(Block):
     """Keep an exponential moving average of what is trained, with this decay; it is what is validated and exported."""
     max_nonfinite: Annotated[int, Field(ge=1)] = 3
     """Stop after so many windows in a row whose loss or gradient is not finite; such a window changes no weight."""
-    device: Annotated[str, Field(min_length=1)] = "auto"
-    """Where to compute: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:1" …"""
+    device: Annotated[str, Field(pattern=_DEVICES, json_schema_extra=_DEVICE)] = "auto"
+    """Where to compute: a GPU if there is one ("auto"), or a device by its name in PyTorch."""
 
 
 class CheckpointSettings(Block):
@@ -37,15 +40,14 @@ class CheckpointSettings(Block):
     """Optimizer steps between checkpoints; 0: only at the end, on request and on a signal."""
     keep: Annotated[int, Field(ge=1)] = 3
     """How many of the last checkpoints are kept."""
-    resume: Annotated[str, Field(min_length=1)] = "latest"
+    resume: Annotated[str, Field(min_length=1, json_schema_extra=name_or_folder("latest", "never"))] = "latest"
     """What a run that is started again goes on from: "latest", a checkpoint's folder, or "never": it must be new."""
 
 
 class ReportSettings(Block):
     tensorboard: bool = True
     """Write TensorBoard files into the run's folder."""
-    wandb: str | None = None
+    wandb: Annotated[str | None, Field(min_length=1)] = None
     """Report to this project of Weights & Biases; needs the package wandb."""
     every_steps: Annotated[int, Field(ge=1)] = 1
     """Optimizer steps between two points of TensorBoard and wandb; the run's own log has every step."""
-

@@ -58,7 +58,32 @@ class RunConfig(Block):
                 yield Remark(
                     f"datasets[{index}].id", f'"{dataset.id}" names {seen[dataset.id]} datasets; ids are unique'
                 )
+        if self.datasets and all(dataset.held_out for dataset in self.datasets):
+            yield Remark("datasets[0].held_out", "every dataset is held out: there is nothing to train on")
+        if self.adapter.type == "full" and self.model.base_weights != "as_computed":
+            message = (
+                f'"{self.model.base_weights}" is for weights that are not trained, and adapter.type "full" trains all'
+            )
+            yield Remark("model.base_weights", message, ("adapter.type",))
         yield from self._ramp()
+
+    def doubts(self) -> Iterator[Remark]:
+        if self.model.family is None and "validation" in self.model_fields_set:
+            yield Remark("validation", "has no effect without a model: set model.family and model.path")
+        if self.train.ema_decay is not None and self.optimizer.name == "schedule_free":
+            message = "averages what schedule_free averages already; the two together follow slowly"
+            yield Remark("train.ema_decay", message)
+        for index, dataset in enumerate(self.datasets):
+            where, mode = f"datasets[{index}].augmentations_cache_mode", dataset.augmentations_cache_mode
+            if self.cache_config.vae_cache_type == "none":
+                if mode is not None or dataset.variations > 1:
+                    yield Remark(where, 'has no effect with cache_config.vae_cache_type "none"')
+            elif self.model.family is not None and dataset.varies and mode is None:
+                message = (
+                    f'is not set, and "static" is used: {dataset.variations} of the changes that crop and augment make '
+                    f"of a sample are cached and used in turn; set it, or variations, to choose"
+                )
+                yield Remark(where, message)
 
     def _ramp(self) -> Iterator[Remark]:
         ramp = self.gh200_optimizations

@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from supertuner.config.block import Block, Remark
 from supertuner.config.data import Side
 
-
-def _tuple(value: Any) -> Any:
-    """A list becomes a tuple here because the strict reader of tuples wants one."""
-    return tuple(value) if isinstance(value, list) else value
-
-
-Prompts = Annotated[tuple[str, ...], Field(max_length=256), BeforeValidator(_tuple)]
-Seeds = Annotated[
-    tuple[Annotated[int, Field(ge=0, lt=1 << 63)], ...], Field(min_length=1, max_length=64), BeforeValidator(_tuple)
-]
-Levels = Annotated[
-    tuple[Annotated[float, Field(gt=0, lt=1)], ...], Field(min_length=1, max_length=64), BeforeValidator(_tuple)
-]
+Prompts = Annotated[tuple[str, ...], Field(max_length=256)]
+Seeds = Annotated[tuple[Annotated[int, Field(ge=0, lt=1 << 63)], ...], Field(min_length=1, max_length=64)]
+Levels = Annotated[tuple[Annotated[float, Field(gt=0, lt=1)], ...], Field(min_length=1, max_length=64)]
 
 
 class ValidationSettings(Block):
@@ -59,3 +49,7 @@ class ValidationSettings(Block):
         if (self.width is None) != (self.height is None):
             missing = "width" if self.width is None else "height"
             yield Remark(missing, "is missing: give width and height, or neither", ("width", "height"))
+        for name in ("seeds", "held_out_levels"):
+            values = getattr(self, name)
+            if len(set(values)) != len(values):
+                yield Remark(name, f"{list(values)} names one value twice")
