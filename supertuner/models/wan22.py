@@ -144,6 +144,7 @@ family = Family(
         "attention_mlp": (*_ATTENTION, "ffn.net.0.proj", "ffn.net.2"),
         "all_linear": (*_ATTENTION, "ffn.net.0.proj", "ffn.net.2"),
     },
-    export_prefix={"transformer": "transformer", "transformer_2": "transformer_2"},
+    # A file each; diffusers wants one prefix in both, and load_into_transformer_2 says which expert it is for.
+    export_prefix={"transformer": "transformer", "transformer_2": "transformer"},
     tiny=tiny,
 )
