@@ -8,10 +8,12 @@ from typing import Annotated
 import typer
 
 from supertuner.cli.arena import app as arena
+from supertuner.cli.checkpoint import app as checkpoint
 from supertuner.cli.config import app as config
 from supertuner.cli.preview import register as register_preview
 from supertuner.cli.run import app as run
 from supertuner.cli.stage import register as register_stage
+from supertuner.cli.validate import register as register_validate
 from supertuner.core.errors import SuperTunerError
 
 app = typer.Typer(
@@ -23,9 +25,11 @@ app = typer.Typer(
 )
 register_stage(app)
 register_preview(app)
+register_validate(app)
 app.add_typer(config, name="config")
 app.add_typer(arena, name="arena")
 app.add_typer(run, name="run")
+app.add_typer(checkpoint, name="checkpoint")
 
 
 def _version(wanted: bool) -> None:

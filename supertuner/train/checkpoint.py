@@ -29,6 +29,7 @@ from supertuner.core.many import write_all
 from supertuner.core.types import JSON, bytes_text
 from supertuner.train import tensor_file
 from supertuner.train.checkpoint_format import (
+    FOLDER,
     MANIFEST,
     STATE,
     TENSORS,
@@ -45,8 +46,8 @@ from supertuner.train.checkpoint_reading import Loaded, find, load, names, read_
 if TYPE_CHECKING:
     from torch import Tensor
 
-FOLDER = "checkpoints"
-"""The folder of checkpoints in a run's folder."""
+__all__ = ["FOLDER", "Loaded", "find", "latest", "load", "save", "sweep", "turn_back", "verify"]
+
 SAVING, REPLACED, REMOVING = ".saving-", ".replaced-", ".removing-"
 UNUSED = "unused-"
 BLOCK = 4096

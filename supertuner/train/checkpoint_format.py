@@ -25,6 +25,8 @@ import xxhash
 from supertuner.core.errors import CheckpointError
 from supertuner.core.types import JSON, bytes_text
 
+FOLDER = "checkpoints"
+"""The folder of checkpoints in a run's folder."""
 FORMAT = 1
 MANIFEST = "manifest.json"
 STATE = "state.json"

@@ -1,0 +1,187 @@
+"""losses.jsonl: one line per optimizer step, in which everything is a function of the run and nothing of the moment.
+
+A checkpoint keeps how long the file was and a checksum of it; a resumed run cuts the file there and writes the same
+lines again. So the file of a run that was killed and resumed is, bit for bit, the one of a run that was not.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import xxhash
+
+from supertuner.core import durable
+from supertuner.core.errors import CheckpointError
+from supertuner.core.types import JSON
+
+LOSSES = "losses.jsonl"
+READ_BYTES = 1 << 20
+MEASURED = ("loss", "grad_norm", "rate")
+"""Fields whose value may be no number; JSON has no word for that, so `not_finite` says which, and what it was."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossRecord:
+    step: int
+    """Optimizer steps done, this one included."""
+    samples: int
+    """Samples consumed, this window's included."""
+    window: int
+    """Samples of this window."""
+    expert: str
+    """Which one was trained."""
+    loss: float
+    """Mean over the window's samples."""
+    grad_norm: float | None
+    """Before clipping; None where it is not computed."""
+    rate: float
+    """Learning rate of this step."""
+
+
+class Position(NamedTuple):
+    """A place in the log: how many bytes lie before it, and their checksum (XXH3-128)."""
+
+    nbytes: int
+    digest: str
+
+
+class LossLog:
+    """The log, opened to append. A file that holds something already must be `cut` first."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be opened: {error.strerror}; it must be a plain file") from error
+        durable.sync_folder(path.parent)
+        self._nbytes = 0
+        self._digest = xxhash.xxh3_128()
+        self._ready = os.fstat(self._fd).st_size == 0
+
+    def append(self, record: LossRecord) -> None:
+        """Not synced: what a crash takes is written again by the resumed run, with the same bits."""
+        assert self._ready, f"{self.path} holds lines of before: cut it where the checkpoint says"
+        line = line_of(record)
+        rest, at = memoryview(line), self._nbytes
+        try:
+            while rest:
+                count = os.pwrite(self._fd, rest, at)
+                rest, at = rest[count:], at + count
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be written: {error.strerror}; make room and resume") from error
+        self._nbytes += len(line)
+        self._digest.update(line)
+
+    def position(self) -> Position:
+        """Where the log ends now, with everything before it safe on disk: for the checkpoint."""
+        try:
+            os.fsync(self._fd)
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be synced: {error.strerror}; nothing was saved") from error
+        return Position(self._nbytes, self._digest.hexdigest())
+
+    def cut(self, nbytes: int, digest: str) -> None:
+        """Go back to a position: drop every line behind it. What lies before it must be what the checkpoint saw."""
+        found, state = _digest_of(self._fd, nbytes)
+        if found < nbytes:
+            raise self._another(f"it has {found} bytes, the checkpoint saw {nbytes}")
+        if state.hexdigest() != digest:
+            raise self._another(f"its first {nbytes} bytes are not those that the checkpoint saw")
+        os.ftruncate(self._fd, nbytes)
+        os.fsync(self._fd)
+        self._nbytes, self._digest, self._ready = nbytes, state, True
+
+    def begin(self) -> None:
+        """Drop every line: the run starts at its first step."""
+        self.cut(*BEGINNING)
+
+    def _another(self, what: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self.path}: {what}; put the file back as it was, or resume from another checkpoint "
+            "(`supertuner checkpoint ls RUN` lists them)"
+        )
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def __enter__(self) -> LossLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+BEGINNING = Position(0, xxhash.xxh3_128_hexdigest(b""))
+
+
+def adopt(path: Path, other: Path, nbytes: int, digest: str) -> bool:
+    """Begin a new run's log with the lines that another run's checkpoint saw; False if they are not there any more."""
+    try:
+        content = other.read_bytes()[:nbytes]
+    except OSError:
+        return False  # the checkpoint came alone, which is allowed: then the new log begins where it does
+    if len(content) != nbytes or xxhash.xxh3_128_hexdigest(content) != digest:
+        return False
+    durable.write_bytes(path, content)
+    return True
+
+
+def line_of(record: LossRecord) -> bytes:
+    """One line. Numbers as Python's repr, which reads back to the same bits."""
+    fields: dict[str, JSON] = {name: getattr(record, name) for name in record.__slots__}
+    odd = {name: str(value) for name in MEASURED if not _is_finite(value := fields[name])}
+    for name in odd:
+        fields[name] = None
+    if odd:
+        fields["not_finite"] = odd
+    return (json.dumps(fields, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
+def read(path: Path) -> list[LossRecord]:
+    """Every whole line of a log, also while the run writes it; a missing file has none."""
+    if not path.exists():
+        return []
+    lines = path.read_bytes().split(b"\n")[:-1]
+    return [_record(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
+
+
+def _record(line: bytes, where: str) -> LossRecord:
+    try:
+        fields = json.loads(line)
+        fields.update({name: float(text) for name, text in fields.pop("not_finite", {}).items()})
+        return LossRecord(**_checked(fields))
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{where} is not a line of a loss log ({error}); remove that line") from error
+
+
+def _checked(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    for name, value in fields.items():
+        wanted: tuple[type, ...] = (str,) if name == "expert" else (int,)
+        if name in MEASURED:
+            wanted = (int, float, type(None)) if name == "grad_norm" else (int, float)
+        if not isinstance(value, wanted) or isinstance(value, bool):
+            raise ValueError(f"{name} is {value!r}")
+    return fields
+
+
+def _is_finite(value: JSON) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+def _digest_of(fd: int, nbytes: int) -> tuple[int, xxhash.xxh3_128]:
+    """(how many of the first `nbytes` bytes there are, their checksum as it can be gone on with)."""
+    digest, at = xxhash.xxh3_128(), 0
+    while at < nbytes and (content := os.pread(fd, min(READ_BYTES, nbytes - at), at)):
+        digest.update(content)
+        at += len(content)
+    return at, digest

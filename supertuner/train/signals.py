@@ -1,0 +1,69 @@
+"""Signals to a training process become flags that the loop looks at between windows.
+
+SIGINT and SIGTERM: save and stop after this window. SIGUSR1: validate after this window. A second SIGINT stops at once,
+as Ctrl-C does elsewhere: the last checkpoint stays whole, what came after it is computed again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+STOPPING = b"\nsaving and stopping after this window; once more Ctrl-C stops at once, without saving\n"
+STANDARD_ERROR = 2
+
+
+class Signals:
+    """From `with` on, signals are ours; afterwards they are whose they were. In the main thread only."""
+
+    def __init__(self) -> None:
+        self._stop: signal.Signals | None = None
+        self._validate = False
+        self._interrupts = 0
+        self._before: dict[signal.Signals, Any] = {}
+
+    @property
+    def stop(self) -> str | None:
+        """The signal that asks to save and stop (`SIGTERM`); None while there is none."""
+        return None if self._stop is None else self._stop.name
+
+    def take_validate(self) -> bool:
+        """Whether a validation was asked for since the last time."""
+        asked, self._validate = self._validate, False
+        return asked
+
+    def __enter__(self) -> Signals:
+        assert threading.current_thread() is threading.main_thread(), "only the main thread may handle signals"
+        handlers = {signal.SIGINT: self._on_stop, signal.SIGTERM: self._on_stop, signal.SIGUSR1: self._on_validate}
+        for number, handler in handlers.items():
+            before = signal.getsignal(number)
+            # What whoever started us chose to ignore stays ignored: a job in the background of a script, say.
+            if before is not signal.SIG_IGN and before is not None:
+                self._before[number] = before
+                signal.signal(number, handler)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)
+        self._before.clear()
+
+    def _on_stop(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            self._interrupts += 1
+            if self._interrupts > 1:
+                raise KeyboardInterrupt
+        if self._stop is None:
+            self._stop = signal.Signals(number)
+            # Straight to the descriptor: a handler may run inside any other print. Nobody may be listening there.
+            with contextlib.suppress(OSError):
+                os.write(STANDARD_ERROR, STOPPING)
+
+    def _on_validate(self, number: int, frame: FrameType | None) -> None:
+        self._validate = True
