@@ -105,6 +105,13 @@ class SortedKeys:
         unit = bisect_left(range(len(self._ends)), key, key=self.at)
         return unit if unit < len(self._ends) and self.at(unit) == key else None
 
+    def of_width(self, nbytes: int) -> NDArray[np.bytes_] | None:
+        """All keys as one array, in place; None unless each of them has `nbytes` bytes."""
+        ends = np.frombuffer(self._ends, np.uint64)
+        if not np.array_equal(ends, np.arange(1, len(ends) + 1, dtype=np.uint64) * np.uint64(nbytes)):
+            return None
+        return np.frombuffer(self._heap, f"S{nbytes}") if len(ends) else np.zeros(0, f"S{nbytes}")
+
 
 class ListedKeys:
     """Keys in the order in which they were found; for arenas that still grow."""

@@ -10,9 +10,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
-from supertuner.arena.catalog import Catalog
+from supertuner.arena.catalog import Catalog, SortedKeys
 from supertuner.arena.files import INDEX, Folder
 from supertuner.arena.format import ABSENT, PAGE, Kind
 from supertuner.arena.gather import Copiers, Indices, Out, Rows, checked_out, records_of, rows_of, units_of
@@ -79,6 +80,21 @@ class Reader:
         """The unit of that key, or None."""
         return self._catalog.keys.find(key.encode(errors="surrogatepass"))
 
+    def keys_of_width(self, nbytes: int) -> NDArray[np.bytes_] | None:
+        """All keys in their order as one array, without a copy; None unless each of them has `nbytes` bytes."""
+        keys = self._catalog.keys
+        return keys.of_width(nbytes) if isinstance(keys, SortedKeys) else None
+
+    def stored_as(self, field: str = "media") -> NDArray[np.uint64]:
+        """What each unit's record is known by, one row each: checksum, stored and real bytes, digest of the codec."""
+        self._check_state(field)
+        catalog = self._catalog
+        records = records_of(catalog, np.arange(len(self)), field, None)
+        names = [catalog.kind_of(number).codec.encode() for number in range(len(catalog.kinds))]
+        codecs = np.array([xxhash.xxh3_64_intdigest(name) for name in names], np.uint64)
+        columns = (catalog.checksum, catalog.nbytes, catalog.raw_nbytes)
+        return np.stack([*(column[records] for column in columns), codecs[catalog.kind[records]]], axis=1)
+
     def has(self, i: int, field: str) -> bool:
         self._check_unit(i)
         return field in self._columns and self._columns[field][i] != ABSENT
@@ -134,6 +150,10 @@ class Reader:
             for record in records.tolist():
                 check_record(self._folder, self._catalog, self._bytes, record)
         self._copiers.copy(self._pages, self._catalog.offset[records], flat, nbytes, threads)
+
+    def check(self, i: int, field: str = "media") -> None:
+        """Raise ArenaDamaged unless the record's bytes have the checksum they were written with."""
+        check_record(self._folder, self._catalog, self._bytes, self._record(i, field))
 
     def table(self, name: str) -> NDArray[Any]:
         """A column of the whole dataset, read-only and zero-copy."""

@@ -38,4 +38,7 @@ class Samples(Protocol):
     def media(self, i: int, /) -> memoryview:
         """The file's bytes."""
 
+    def contents(self) -> NDArray[np.uint64]:
+        """What each sample's bytes are known by, one row each: equal rows mean equal bytes."""
+
     def captions(self, i: int, /) -> tuple[str, ...]: ...

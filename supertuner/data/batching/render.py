@@ -32,10 +32,17 @@ def caption_of(seed: int, part: Part, sample: int, turn: int) -> str:
     return caption_for(part.samples.captions(sample), part.settings.captions, chance_of(seed, part, sample, turn))
 
 
-def render(seed: int, part: Part, sample: int, turn: int, bucket: Bucket, row: torch.Tensor) -> None:
-    """Write the sample into `row`, which has the bucket's shape. Bytes that do not decode are a BrokenMedia."""
+def change_of(seed: int, part: Part, sample: int, turn: int) -> Change:
     settings = part.settings
-    change = change_for(settings.augment, settings.crop == "random", chance_of(seed, part, sample, turn))
+    return change_for(settings.augment, settings.crop == "random", chance_of(seed, part, sample, turn))
+
+
+def render(seed: int, part: Part, sample: int, turn: int, bucket: Bucket, row: torch.Tensor) -> None:
+    """Write the sample into `row`, which has the bucket's shape. Bytes that do not decode are a BrokenMedia.
+
+    Whoever changes what comes out of the same bytes and settings raises `RENDER_VERSION` (data/content.py).
+    """
+    change = change_of(seed, part, sample, turn)
     if bucket.kind is MediaKind.AUDIO:
         _sound(part, sample, change, bucket, row)
     elif bucket.kind is MediaKind.VIDEO:

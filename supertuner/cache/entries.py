@@ -1,0 +1,118 @@
+"""Entries of several sealed arenas, read as one table: found by key once, then gathered by number without a search."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from supertuner.arena.reader import Reader
+from supertuner.cache.keys import WIDTH, Keys
+from supertuner.core.errors import ArenaDamaged, CacheError
+
+Tensors: TypeAlias = dict[str, torch.Tensor]
+"""An entry, or a batch of them: named tensors."""
+Refs: TypeAlias = NDArray[np.int64]
+"""Where entries are: an arena's place in the table, and the unit's number in it."""
+
+MISSING = -1
+_SHIFT = 40
+_UNIT = (1 << _SHIFT) - 1
+
+
+class Entries:
+    """Later arenas win: an entry that was made again is found where it was made last."""
+
+    def __init__(self, readers: Sequence[Reader] = (), remedy: str = "") -> None:
+        self._readers = list(readers)
+        self._remedy = remedy
+        self._dropped: set[int] = set()
+
+    def add(self, reader: Reader) -> None:
+        """Also show this arena's entries, before those of the others."""
+        self._readers.append(reader)
+
+    def __len__(self) -> int:
+        return sum(len(reader) for reader in self._readers)
+
+    def find(self, keys: Keys) -> Refs:
+        """Where each entry is, or MISSING."""
+        refs = np.full(len(keys), MISSING, np.int64)
+        for number in reversed(range(len(self._readers))):
+            open_ = np.flatnonzero(refs == MISSING)
+            refs[open_] = self._find_in(number, keys[open_])
+        return refs
+
+    def drop(self, refs: Iterable[int]) -> None:
+        """Find these no longer: their bytes are damaged."""
+        self._dropped.update(refs)
+
+    def gather(self, refs: Refs, *, threads: int = 1) -> Tensors:
+        """Entries of one shape, stacked: for each field a new contiguous tensor [k, …] on the CPU."""
+        assert len(refs) and refs.min() >= 0, "an entry that was never made is asked for"
+        first = self._reader(int(refs[0]))
+        unit = int(refs[0]) & _UNIT
+        out = {}
+        for field in first.fields:
+            if first.has(unit, field):
+                one = first.tensor(unit, field)
+                out[field] = torch.empty((len(refs), *one.shape), dtype=one.dtype)
+        self.gather_into(refs, out, threads=threads)
+        return out
+
+    def gather_into(self, refs: Refs, out: Mapping[str, torch.Tensor], *, threads: int = 1) -> None:
+        """Entries of one shape into the rows of `out`, which must be contiguous."""
+        numbers = refs >> _SHIFT
+        edges = [0, *(np.flatnonzero(numbers[1:] != numbers[:-1]) + 1).tolist(), len(refs)]
+        try:
+            for begin, end in pairwise(edges):  # neighbours in one arena go in one call
+                units = refs[begin:end] & _UNIT
+                for field, rows in out.items():
+                    self._readers[int(numbers[begin])].gather(units, rows[begin:end], field, threads=threads)
+        except ArenaDamaged as error:
+            raise self._damaged(error) from error
+
+    def entry(self, ref: int) -> Tensors:
+        """One entry as views of the arena's memory: read, do not write."""
+        assert ref >= 0, "an entry that was never made is asked for"
+        reader, unit = self._reader(ref), ref & _UNIT
+        try:
+            return {field: reader.tensor(unit, field) for field in reader.fields if reader.has(unit, field)}
+        except ArenaDamaged as error:
+            raise self._damaged(error) from error
+
+    def checked(self, ref: int) -> Tensors | ArenaDamaged:
+        """One entry as views, if its bytes are those that were written; else what is wrong with them."""
+        reader, unit = self._reader(ref), ref & _UNIT
+        try:
+            for field in reader.fields:
+                if reader.has(unit, field):
+                    reader.check(unit, field)
+        except ArenaDamaged as error:
+            return error
+        return self.entry(ref)
+
+    def close(self) -> None:
+        """Give up the arenas; entries that were given out stay good."""
+        while self._readers:
+            self._readers.pop().close()
+
+    def _find_in(self, number: int, keys: Keys) -> Refs:
+        table = self._readers[number].keys_of_width(WIDTH)
+        if table is None or not len(table) or not len(keys):
+            return np.full(len(keys), MISSING, np.int64)
+        at = np.minimum(np.searchsorted(table, keys), len(table) - 1)
+        refs = np.where(table[at] == keys, at + (number << _SHIFT), MISSING)
+        if self._dropped:
+            refs[np.isin(refs, np.fromiter(self._dropped, np.int64))] = MISSING
+        return refs
+
+    def _reader(self, ref: int) -> Reader:
+        return self._readers[ref >> _SHIFT]
+
+    def _damaged(self, error: ArenaDamaged) -> CacheError:
+        return CacheError(f"{error.file}: {error.what}; {self._remedy or error.remedy}")

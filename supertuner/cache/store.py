@@ -1,0 +1,160 @@
+"""The entries of one encoder in one folder: sealed arenas, one more whenever something is missing.
+
+Arenas are named `latents-3f2a91c0-0`, `-1` … and are never changed. An arena in the making survives its builder:
+whoever comes next goes on with what was committed. Several processes may fill one store; one builds, the others wait.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from types import TracebackType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from supertuner.arena.build import Build
+from supertuner.arena.reader import Reader
+from supertuner.cache.entries import MISSING, Entries, Refs
+from supertuner.cache.filling import Filling, Stopped, Wanted, never
+from supertuner.cache.keys import FORMAT, Keys, Space, text, unique
+from supertuner.cache.room import Place
+from supertuner.core.errors import ArenaBusy, ArenaDamaged, ArenaExists, ArenaMissing
+from supertuner.core.events import Progress, Sink, Warned
+from supertuner.core.host import Host
+
+_WAIT_S = 0.5
+
+
+class Store:
+    def __init__(self, place: Place, space: Space, sink: Sink, *, name: str | None = None) -> None:
+        """Open what is there. `name` is what its arenas are called, if not as the space says."""
+        self.place, self.space, self._sink = place, space, sink
+        self.name = name or space.name
+        self.entries = Entries(remedy=place.remedy)
+        self._numbers: dict[int, bool] = {}
+        """Arenas that were looked at: whether they are shown, or are damaged."""
+        place.home.sweep()
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Show arenas that were sealed since. A damaged one is left out, which is told; its entries are missing."""
+        for number in self._listed():
+            if number not in self._numbers:
+                self._attach(number)
+
+    def find(self, keys: Keys) -> Refs:
+        return self.entries.find(keys)
+
+    def missing(self, keys: Keys) -> NDArray[np.intp]:
+        """Places of keys that have no entry; of equal keys the first."""
+        each, places = unique(keys)
+        absent: NDArray[np.intp] = places[self.find(each) == MISSING]
+        return absent
+
+    def fill(self, wanted: Wanted, *, host: Host, progress: Progress, stop: Callable[[], bool] = never) -> int:
+        """Make what is missing; how many entries this process made.
+
+        Ends with all of them there, with CacheError where they cannot be, or with Stopped. What was committed before an
+        error, a kill or a stop is never made again.
+        """
+        made = 0
+        while len(self.missing(wanted.keys)):
+            build = self._build(progress, stop)
+            if build is None:
+                continue
+            with build:
+                self.refresh()  # others may have sealed something while we came here
+                made += self._make(build, wanted, host, progress, stop)
+        return made
+
+    def remove_unfinished(self) -> None:
+        """Remove what a stopped `fill` left behind; nothing if another process goes on with it."""
+        for number in self._listed():
+            if number not in self._numbers:
+                try:
+                    self.place.home.remove(self._arena(number))
+                except (ArenaBusy, ArenaMissing):
+                    continue  # in use, or gone already
+
+    def close(self) -> None:
+        self.entries.close()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _arena(self, number: int) -> str:
+        return f"{self.name}-{number}"
+
+    def _listed(self) -> list[int]:
+        pattern = re.compile(rf"{re.escape(self.name)}-([0-9]{{1,9}})")
+        found = (pattern.fullmatch(name) for name in os.listdir(self.place.home.path))
+        return sorted(int(match[1]) for match in found if match)
+
+    def _attach(self, number: int) -> None:
+        try:
+            self._show(number, self.place.home.attach(self._arena(number), verify=self.place.verify))
+        except (ArenaMissing, ArenaBusy):
+            return  # not sealed yet, or just being removed
+        except ArenaDamaged as error:
+            self._numbers[number] = False
+            message = f"{error.file}: {error.what}; its entries are made again, and `supertuner cache prune` removes it"
+            self._sink.emit(Warned(f"cache of {self.space.what}", message))
+
+    def _show(self, number: int, reader: Reader) -> None:
+        self.entries.add(reader)
+        self._numbers[number] = True
+
+    def _build(self, progress: Progress, stop: Callable[[], bool]) -> Build | None:
+        """A build of the next arena, or of the one that a dead builder left; None: look again what is missing."""
+        try:
+            return self._try_build(0.0)
+        except ArenaBusy:
+            waiting = f"waiting for another process: encoding {self.space.what}"
+        with progress.phase(waiting):
+            while not stop():
+                try:
+                    return self._try_build(_WAIT_S)
+                except ArenaBusy:
+                    continue  # it goes on; so do we
+        raise Stopped
+
+    def _try_build(self, wait_s: float) -> Build | None:
+        last = max(self._listed(), default=-1)
+        number = last if last >= 0 and last not in self._numbers else last + 1
+        try:
+            return self.place.home.build(self._arena(number), life=self.place.life, wait_s=wait_s, resume=True)
+        except ArenaExists:
+            self.refresh()
+        return None
+
+    def _make(self, build: Build, wanted: Wanted, host: Host, progress: Progress, stop: Callable[[], bool]) -> int:
+        committed, places = build.committed(), self.missing(wanted.keys)
+        fresh = np.array([place for place in places if text(wanted.keys[place]) not in committed], np.intp)
+        if not len(fresh) and not committed:
+            build.abandon()
+            return 0
+        filling = Filling(self.space.what, wanted, fresh, self.place, host)
+        title = wanted.title or f"encoding {self.space.what}"
+        with progress.phase(title, items=len(places), noun="entries") as phase:
+            phase.advance(items=len(places) - len(fresh))
+            filling.write(build, phase, stop)
+        build.seal(self._meta())
+        self._attach(int(build.name.rpartition("-")[2]))
+        return len(fresh)
+
+    def _meta(self) -> dict[str, str | int]:
+        space = self.space
+        return {
+            "holds": "cache",
+            "version": FORMAT,
+            "what": space.what,
+            "identity": space.identity,
+            "dtype": space.dtype,
+        }
