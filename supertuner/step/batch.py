@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,19 +25,25 @@ class StepBatch:
     def __len__(self) -> int:
         return len(self.levels)
 
+    def tensors(self) -> Iterator[torch.Tensor]:
+        yield from (self.latents, self.noise, self.levels, *self.text.values(), *self.conditions.values())
+
     def to(self, device: torch.device) -> StepBatch:
         """The same batch on a device; the copies are begun, not waited for."""
         if self.latents.device == device:
             return self
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
-        def moved(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.to(device, non_blocking=True)
+    def pinned(self) -> StepBatch:
+        """The same batch in memory that a GPU fetches from without the CPU."""
+        return self._each(lambda tensor: tensor.pin_memory())
 
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> StepBatch:
         return replace(
             self,
-            latents=moved(self.latents),
-            noise=moved(self.noise),
-            levels=moved(self.levels),
-            text={name: moved(one) for name, one in self.text.items()},
-            conditions={name: moved(one) for name, one in self.conditions.items()},
+            latents=change(self.latents),
+            noise=change(self.noise),
+            levels=change(self.levels),
+            text={name: change(one) for name, one in self.text.items()},
+            conditions={name: change(one) for name, one in self.conditions.items()},
         )

@@ -1,4 +1,4 @@
-"""The seam for many processes: who this one is, and how gradients and figures are added up. One process adds nothing."""
+"""The seam for many processes: who this one is, and how gradients are added up. One process adds nothing."""
 
 from __future__ import annotations
 

@@ -1,0 +1,41 @@
+"""`supertuner train`: train what a configuration says, from its last checkpoint if it has one."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from supertuner.cli.stage import Config, Sets
+
+
+def register(app: typer.Typer) -> None:
+    app.command("train")(train)
+
+
+def train(
+    config: Config,
+    sets: Sets = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(metavar="latest|never|PATH", help="Where to go on from, instead of what checkpoints.resume says."),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Only so many samples of each dataset, for a first try.")
+    ] = None,
+) -> None:
+    """Stage, cache and train what CONFIG says; validate, save and export on the way.
+
+    Ctrl-C and SIGTERM save and stop after the current window; the same command then goes on, to the bit as if nothing
+    had happened.
+    """
+    from supertuner.tools.session import load_narrowed
+    from supertuner.tools.training import summary
+    from supertuner.tools.training import train as run_training
+
+    done = run_training(load_narrowed(config, sets or [], limit=limit), resume=resume)
+    typer.echo(summary(done))
+    if done.stopped_by is not None:
+        raise typer.Exit(128 + signal.Signals[done.stopped_by])

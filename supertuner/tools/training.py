@@ -1,0 +1,102 @@
+"""A training run from its configuration to its exported files, and what became of it in words."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from supertuner.config.load import Loaded
+from supertuner.core.events import Sink, Together
+from supertuner.core.types import JSON
+from supertuner.tools.session import Session, session
+
+CURVE = "loss_curve.png"
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What a call of `train` did."""
+
+    run: Path
+    steps: int
+    samples: int
+    seconds: float
+    stopped_by: str | None
+    """The signal that stopped it before its end."""
+    exports: tuple[Path, ...]
+    curve: Path | None
+    hints: dict[str, int]
+    """What became of residency hints → for how many batches."""
+
+
+def train(loaded: Loaded, *, resume: str | None = None) -> Trained:
+    """Train what the configuration says, going on from the run's last checkpoint if it has one."""
+    with session(loaded) as work:
+        return train_in(work, resume=resume)
+
+
+def train_in(work: Session, *, resume: str | None = None) -> Trained:
+    """The same within a session that is open already."""
+    with work.console.phase("loading libraries"):
+        from supertuner.tools.curve import draw_curve
+        from supertuner.train.export import export
+        from supertuner.train.loop import train as run_loop
+        from supertuner.train.loss_log import LOSSES
+        from supertuner.train.setup import open_run
+    config, folder = work.config, work.folder.path
+    with ExitStack() as opened:
+        sink = _with_reports(work, opened)
+        run = opened.enter_context(
+            open_run(
+                config, folder.name, folder, sink=sink, progress=work.console, host=work.host, resume=resume
+            )
+        )
+        ending = run_loop(run)
+        exports = () if ending.stopped_by else tuple(export(run))
+        curve = None
+        if run.step:
+            draw_curve(folder / LOSSES, curve := folder / CURVE)
+        hints = {f"{outcome.status}: {outcome.reason}": count for outcome, count in run.hints.items()}
+        return Trained(folder, run.step, run.samples, ending.seconds, ending.stopped_by, exports, curve, hints)
+
+
+def _with_reports(work: Session, opened: ExitStack) -> Sink:
+    """The session's sink, and the reports that the configuration asks for."""
+    from supertuner.sinks.training import Thinned
+
+    settings = work.config.report
+    sinks: list[Sink] = [work.sink]
+    if settings.tensorboard:
+        from supertuner.sinks.tensorboard import TensorBoard
+
+        board = opened.enter_context(TensorBoard(work.folder.path / "tensorboard"))
+        sinks.append(Thinned(board, settings.every_steps))
+    if settings.wandb is not None:
+        from supertuner.sinks.wandb import Wandb
+
+        resolved: dict[str, JSON] = work.config.model_dump(mode="json")
+        wandb = opened.enter_context(Wandb(settings.wandb, work.folder.path.name, work.folder.path, resolved))
+        sinks.append(Thinned(wandb, settings.every_steps))
+    return Together(*sinks)
+
+
+def summary(trained: Trained) -> str:
+    """Where everything is, for people."""
+    run = trained.run
+    how = f"stopped by {trained.stopped_by} after" if trained.stopped_by else "trained"
+    lines = [
+        f"{how} {trained.steps} steps, {trained.samples} samples; {trained.seconds:.1f} s in this session",
+        f"  run          {run}",
+        f"  losses       {run / 'losses.jsonl'}",
+    ]
+    if trained.curve is not None:
+        lines.append(f"  loss curve   {trained.curve}")
+    if (run / "samples").is_dir():
+        lines.append(f"  samples      {run / 'samples'}")
+    lines.append(f"  checkpoints  {run / 'checkpoints'}")
+    lines += [f"  exported     {path}" for path in trained.exports]
+    lines += [f"  residency hints: {what} ({count} batches)" for what, count in trained.hints.items()]
+    if trained.stopped_by:
+        lines.append("the same command goes on from here")
+    return "\n".join(lines)

@@ -1,0 +1,45 @@
+"""What a finished run gives away: adapters or whole experts, in files that diffusers loads, all of them or none."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from safetensors.torch import save as to_bytes
+
+from supertuner.core.durable import sync_folder, write_bytes
+from supertuner.models import adapters
+from supertuner.step.window import evaluation_weights
+from supertuner.train.run import EXPORTS, Run
+
+
+def export(run: Run) -> list[Path]:
+    """Write the weights that validation uses into the run's `exports` folder; the files and folders made."""
+    folder, making, old = run.folder / EXPORTS, run.folder / f".making-{EXPORTS}", run.folder / f".old-{EXPORTS}"
+    for leftover in (making, old):
+        if leftover.exists():
+            shutil.rmtree(leftover)
+    making.mkdir()
+    names = [_export_expert(run, number, making) for number in range(len(run.trainees))]
+    sync_folder(making)
+    if folder.exists():
+        os.rename(folder, old)
+    os.rename(making, folder)
+    sync_folder(run.folder)
+    if old.exists():
+        shutil.rmtree(old)
+    return [folder / name for name in names]
+
+
+def _export_expert(run: Run, number: int, folder: Path) -> str:
+    trainee = run.trainees[number]
+    expert, trained = trainee.expert, run.trained[trainee.expert.name]
+    with adapters.applied(trained, evaluation_weights(trainee) or {}):
+        if trained.kind == "full":
+            adapters.save_full(trained, folder / expert.part, run.dtype)
+            return expert.part
+        name = f"{run.name}.safetensors" if len(run.model.experts) == 1 else f"{run.name}_{expert.name}.safetensors"
+        tensors, metadata = adapters.exported(trained, run.family.export_prefix[expert.part], run.config.adapter)
+        write_bytes(folder / name, to_bytes(tensors, metadata))
+        return name

@@ -1,0 +1,144 @@
+"""The loop: window after window, one optimizer step each; what is due is done between two windows and changes nothing.
+
+Validation comes before a checkpoint of the same step: what a checkpoint says is done, is done. So a run that was killed
+at any moment and resumed ends with the same files as one that was not.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from supertuner.core.errors import NotFinite, SuperTunerError
+from supertuner.core.events import Noted, Warned
+from supertuner.memory.hints import optimize_batch_for_gh200
+from supertuner.models.objective import noise_seed
+from supertuner.optim.schedule import change_text
+from supertuner.sinks import training
+from supertuner.step.batch import StepBatch
+from supertuner.step.window import WindowResult, train_window
+from supertuner.train.feed import Window
+from supertuner.train.loss_log import LossRecord
+from supertuner.train.requests import Requests
+from supertuner.train.run import Run
+from supertuner.train.saving import save
+from supertuner.train.signals import Signals
+from supertuner.train.validating import validate
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How the loop ended."""
+
+    stopped_by: str | None
+    """The signal that stopped it; None: all steps are done."""
+    seconds: float
+
+
+def train(run: Run) -> Ending:
+    """Train from the run's step to its end, or until a signal asks to stop."""
+    begun = time.perf_counter()
+    settings = run.config.validation
+    with Signals() as signals, Requests(run.folder, run.sink) as requests, run.feed() as feed:
+        run.sink.emit(
+            training.began(
+                step=run.step, steps=run.course.total_steps, samples=run.samples, samples_total=run.course.total_samples
+            )
+        )
+        if run.step == 0 and settings.at_start:
+            validate(run)
+        for window in feed:
+            _train(run, window)
+            last = run.step == run.course.total_steps
+            if _due(run.step, settings.every_steps) or (last and settings.at_end):
+                validate(run)
+            if _due(run.step, run.config.checkpoints.every_steps) or last or signals.stop:
+                save(run)
+            _serve(run, requests, signals)
+            if signals.stop and not last:
+                return _ended(run, begun, signals.stop)
+    return _ended(run, begun, None)
+
+
+def _train(run: Run, window: Window) -> None:
+    """One optimizer step, logged and reported."""
+    plan, trainee, begun = window.plan, run.trainees[window.plan.expert], time.perf_counter()
+    if run.course.changes_at(plan.step):
+        text = change_text(len(plan.positions), run.config.train.batch_size, run.parallel.ranks)
+        run.sink.emit(Noted("ramp", text))
+    rate = trainee.optimizer.base_rate * run.factor(plan.step)
+    result = train_window(
+        trainee,
+        (_placed(run, batch) for batch in window),
+        samples=len(plan.positions),
+        rate=rate,
+        rules=run.rules,
+        reduce=run.parallel.add_gradients,
+        seed=noise_seed(run.config.run.seed, plan.positions.start),
+    )
+    run.step += 1
+    expert, samples = trainee.expert.name, plan.positions.stop
+    run.losses.append(LossRecord(run.step, samples, len(plan.positions), expert, result.loss, result.grad_norm, rate))
+    run.sink.emit(
+        training.stepped(
+            step=run.step,
+            samples=samples,
+            samples_in_window=len(plan.positions),
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            rate=rate,
+            expert=expert,
+            seconds=time.perf_counter() - begun,
+            waited_s=window.waited_s,
+        )
+    )
+    _judge(run, result)
+
+
+def _placed(run: Run, batch: StepBatch) -> StepBatch:
+    """The batch where the step computes. Hints are asked for each batch; what became of them is counted."""
+    placed = batch.to(run.device)
+    outcome = optimize_batch_for_gh200(placed.tensors())
+    run.hints[outcome] = run.hints.get(outcome, 0) + 1
+    return placed
+
+
+def _judge(run: Run, result: WindowResult) -> None:
+    """Losses that are no numbers: each is told with its samples, and too many in a row end the run."""
+    if result.finite or result.overflowed:
+        run.nonfinite = 0
+        return
+    run.nonfinite += 1
+    most = run.config.train.max_nonfinite
+    suspects = ", ".join(result.suspects[:8]) + (" …" if len(result.suspects) > 8 else "")
+    what = f"step {run.step}: loss {result.loss}, gradient norm {result.grad_norm}; samples: {suspects}"
+    if run.nonfinite >= most:
+        raise NotFinite(
+            f"{what}; {run.nonfinite} windows in a row were not finite (train.max_nonfinite), and none of them changed "
+            "a weight. Look at these samples, lower the learning rate, or resume from an earlier checkpoint"
+        )
+    run.sink.emit(Warned("train", f"{what}; the window is left out ({run.nonfinite} in a row, {most} end the run)"))
+
+
+def _serve(run: Run, requests: Requests, signals: Signals) -> None:
+    """What was asked for from outside. A request that fails is answered so; it does not end the run."""
+    if signals.take_validate():
+        validate(run, asked=True)
+    for request in requests.pending():
+        try:
+            path = validate(run, asked=True) if request.kind == "validate" else save(run)
+        except SuperTunerError as error:
+            requests.refuse(request, str(error))
+            run.sink.emit(Warned(f"request {request.kind}", str(error)))
+        else:
+            requests.answer(request, f"{request.kind} of step {run.step}", path)
+
+
+def _due(step: int, every: int | None) -> bool:
+    return bool(every) and step % every == 0
+
+
+def _ended(run: Run, begun: float, stopped_by: str | None) -> Ending:
+    seconds = time.perf_counter() - begun
+    run.sink.emit(training.ended(step=run.step, samples=run.samples, seconds=seconds))
+    return Ending(stopped_by, seconds)

@@ -1,0 +1,91 @@
+"""A run's state: what was built for it, and the little that changes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from supertuner.config.tree import RunConfig
+from supertuner.core.events import Progress, Sink
+from supertuner.core.host import Host
+from supertuner.memory.hints import Outcome
+from supertuner.models.adapters import Trained
+from supertuner.models.spec import Expert, Family, Model
+from supertuner.optim.schedule import Course, rate_factor
+from supertuner.step.window import Rules, Trainee
+from supertuner.train.feed import Feed, Maker
+from supertuner.train.loss_log import LossLog
+from supertuner.train.parallel import Parallel
+
+LOSSES = "losses.jsonl"
+HELD_OUT = "validation.jsonl"
+CHECKPOINTS = "checkpoints"
+SAMPLES = "samples"
+EXPORTS = "exports"
+
+
+@dataclass(slots=True)
+class Run:
+    """Everything a run is. Below the line is what changes, beside the weights and optimizers that trainees hold."""
+
+    name: str
+    config: RunConfig
+    folder: Path
+    sink: Sink
+    progress: Progress
+    host: Host
+    device: torch.device
+    dtype: torch.dtype
+    """What forward and backward compute in."""
+    parallel: Parallel
+    family: Family
+    model: Model
+    course: Course
+    rules: Rules
+    maker: Maker
+    held_out: Maker | None
+    """Makes batches of held-out data, if there is any."""
+    trainees: tuple[Trainee, ...]
+    """One per trained expert, in the order of the model's experts."""
+    trained: Mapping[str, Trained]
+    """Expert → what is trained of it, for saving and exporting."""
+    losses: LossLog
+    validations: LossLog
+    # ------------------------------------------------------------------
+    step: int = 0
+    """Optimizer steps done."""
+    nonfinite: int = 0
+    """Windows in a row whose loss or gradient was not a number."""
+    hints: dict[Outcome, int] = field(default_factory=dict)
+    """What became of the residency hints that were asked for, and for how many batches."""
+
+    @property
+    def experts(self) -> tuple[Expert, ...]:
+        return tuple(trainee.expert for trainee in self.trainees)
+
+    @property
+    def samples(self) -> int:
+        """Samples consumed: a function of the step."""
+        done = self.step >= self.course.total_steps
+        return self.course.total_samples if done else self.course.window_of(self.step).start
+
+    def factor(self, step: int) -> float:
+        """What learning rates are multiplied by in a step."""
+        optimizer = self.config.optimizer
+        return rate_factor(step, self.course.total_steps, optimizer.lr_scheduler, optimizer.lr_warmup_steps)
+
+    def feed(self) -> Feed:
+        """Windows from the current step on."""
+        return Feed(
+            self.maker,
+            self.course,
+            self.experts,
+            every=self.config.model.switch_boundary_every,
+            batch_size=self.config.train.batch_size,
+            ahead=self.config.loader.prefetch_batches,
+            parallel=self.parallel,
+            begin=self.step,
+        )

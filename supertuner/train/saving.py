@@ -1,0 +1,115 @@
+"""What of a run goes into a checkpoint, and back: everything that cannot be computed from its position."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from supertuner.core.errors import CheckpointError
+from supertuner.core.events import Noted
+from supertuner.core.types import JSON
+from supertuner.models import adapters
+from supertuner.models.spec import Tensors
+from supertuner.optim import state as optimizer_state
+from supertuner.step.window import Trainee
+from supertuner.train import checkpoint
+from supertuner.train.checkpoint_reading import Loaded
+from supertuner.train.run import Run
+
+
+def save(run: Run) -> Path:
+    """Write the checkpoint of the current step, and say so."""
+    parts: dict[str, Tensors] = {"random": _random_states(run.device)}
+    experts: dict[str, JSON] = {}
+    for trainee in run.trainees:
+        expert = trainee.expert.name
+        parts[f"adapter.{expert}"] = adapters.state(run.trained[expert])
+        parts[f"optimizer.{expert}"], optimizer = optimizer_state.pack(trainee.optimizer)
+        facts: dict[str, JSON] = {"optimizer": optimizer}
+        if trainee.ema is not None:
+            parts[f"ema.{expert}"], facts["ema_updates"] = trainee.ema.state()
+        if trainee.scaler is not None:
+            facts["scaler"] = trainee.scaler.state()
+        experts[expert] = facts
+    state: dict[str, JSON] = {
+        "step": run.step,
+        "samples": run.samples,
+        "nonfinite": run.nonfinite,
+        "experts": experts,
+        "losses": list(run.losses.position()),
+        "validations": list(run.validations.position()),
+    }
+    folder, keep = run.folder / checkpoint.FOLDER, run.config.checkpoints.keep
+    made = checkpoint.save(
+        folder, run.step, parts, state, keep=keep, host=run.host, sink=run.sink, progress=run.progress
+    )
+    run.sink.emit(Noted("checkpoint", f"saved step {run.step}: {made}"))
+    return made
+
+
+def restore(run: Run, loaded: Loaded) -> None:
+    """Go on from a checkpoint, to the bit."""
+    state = loaded.state
+    step, nonfinite, experts = state.get("step"), state.get("nonfinite"), state.get("experts")
+    if not isinstance(step, int) or not isinstance(nonfinite, int) or not isinstance(experts, dict):
+        raise CheckpointError(f"{loaded.path}: state.json lacks step, nonfinite or experts; use another checkpoint")
+    if step > run.course.total_steps:
+        raise CheckpointError(
+            f"{loaded.path}: is of step {step}, and this run has {run.course.total_steps} ({run.course.why}); "
+            "raise train.max_steps or train.num_epochs"
+        )
+    for trainee in run.trainees:
+        _restore_expert(run, trainee, loaded, experts)
+    run.step, run.nonfinite = step, nonfinite
+    _set_random_states(loaded.part("random"), run.device)
+    if loaded.path.parent.parent == run.folder.resolve():
+        run.losses.cut(*_position(loaded, "losses"))
+        run.validations.cut(*_position(loaded, "validations"))
+        checkpoint.turn_back(run.folder / checkpoint.FOLDER, step, run.sink)
+    else:
+        run.losses.begin()
+        run.validations.begin()
+
+
+def _position(loaded: Loaded, name: str) -> tuple[int, str]:
+    match loaded.state.get(name):
+        case [int(nbytes), str(digest)]:
+            return nbytes, digest
+        case other:
+            raise CheckpointError(f"{loaded.path}: state.json has {name} {other!r}, not bytes and a checksum")
+
+
+def _restore_expert(run: Run, trainee: Trainee, loaded: Loaded, experts: dict[str, JSON]) -> None:
+    expert = trainee.expert.name
+    facts = experts.get(expert)
+    if not isinstance(facts, dict) or not isinstance(facts.get("optimizer"), dict):
+        has = ", ".join(experts) or "none"
+        raise CheckpointError(f"{loaded.path}: has no state of the expert {expert}, it has {has}; see model.experts")
+    adapters.load_state(run.trained[expert], loaded.part(f"adapter.{expert}"))
+    optimizer_state.unpack(trainee.optimizer, loaded.part(f"optimizer.{expert}"), facts["optimizer"])
+    if trainee.ema is not None:
+        updates = facts.get("ema_updates")
+        if not isinstance(updates, int):
+            raise CheckpointError(f"{loaded.path}: has no moving average of {expert}; unset train.ema_decay")
+        trainee.ema.load(loaded.part(f"ema.{expert}"), updates)
+    if trainee.scaler is not None:
+        scaler = facts.get("scaler")
+        if not isinstance(scaler, dict):
+            raise CheckpointError(f"{loaded.path}: was not trained in fp16; see train.mixed_precision")
+        trainee.scaler.load(scaler)
+
+
+def _random_states(device: torch.device) -> Tensors:
+    """Nothing of ours draws on these; a library may."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def _set_random_states(states: Tensors, device: torch.device) -> None:
+    if "cpu" in states:
+        torch.set_rng_state(states["cpu"])
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)
