@@ -1,61 +1,141 @@
-"""Parts of a pipeline from a folder: modules that are frozen, aligned, and made without anybody's random numbers."""
+"""Parts of a pipeline from a folder: frozen, whole, aligned, and made without using up anybody's random numbers."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
+import diffusers
 import torch
+import transformers
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from supertuner.core.errors import ModelError
-from supertuner.models.reading import folder_of
+from supertuner.models.reading import folder_of, weights_of
 from supertuner.models.spec import Model
 
-_LIBRARIES = ("diffusers", "transformers")
-
-
-def class_of(model: Model, part: str) -> Any:
-    """The class that the pipeline's index names for a part."""
-    named = model.configs[""].get(part)
-    if not isinstance(named, list | tuple) or len(named) != 2 or None in named:
-        raise ModelError(f"{model.source.path} has no part {part!r}")
-    library, name = (str(one) for one in named)
-    if library not in _LIBRARIES:
-        raise ModelError(f"{model.source.path}: the part {part!r} comes from {library!r}, which is not loaded")
-    found = getattr(import_module(library), name, None)
-    if found is None:
-        raise ModelError(f"{model.source.path}: the part {part!r} is a {name}, which this {library} does not have")
-    return found
+LIBRARIES: Final = ("diffusers", "transformers")
+"""Where classes of parts may come from: an index can name any module, and importing one runs its code."""
 
 
 def module(model: Model, part: str, dtype: torch.dtype) -> nn.Module:
-    """A part with weights: on the CPU, in eval mode, no gradient required."""
-    kind = class_of(model, part)
+    """A part with weights: on the CPU, in eval mode, no gradient required.
+
+    Modules that the class itself keeps in fp32 (norms, time embeddings) stay so whatever `dtype` is.
+    """
+    kind = _class_of(model, part)
     folder = folder_of(model.source, (part,))
-    with torch.random.fork_rng(devices=[]):
-        loaded = kind.from_pretrained(
-            folder, subfolder=part, dtype=dtype, variant=model.source.variant, use_safetensors=True
-        )
-    loaded.eval().requires_grad_(False)
+    for file in weights_of(model.source, folder, part):
+        _check_whole(file)
+    with _quietly(), torch.random.fork_rng(devices=[]):
+        try:
+            if part in model.source.single_files:
+                loaded = _from_single_file(kind, model.source.single_files[part], folder, part, dtype)
+            else:
+                loaded = _from_folder(kind, model, folder, part, dtype)
+        except (OSError, ValueError, RuntimeError, KeyError) as error:
+            raise ModelError(f"{folder / part} cannot be loaded as {kind.__name__}: {_first_line(error)}") from error
     align(loaded)
-    assert isinstance(loaded, nn.Module)
-    return loaded
+    return loaded.eval().requires_grad_(False)
 
 
 def plain(model: Model, part: str) -> Any:
     """A part without weights: a tokenizer or a scheduler."""
-    return class_of(model, part).from_pretrained(folder_of(model.source, (part,)), subfolder=part)
+    kind = _class_of(model, part)
+    folder = folder_of(model.source, (part,))
+    with _quietly():
+        try:
+            return kind.from_pretrained(str(folder), subfolder=part, local_files_only=True)
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise ModelError(f"{folder / part} cannot be loaded as {kind.__name__}: {_first_line(error)}") from error
 
 
 def align(loaded: nn.Module) -> None:
-    """Give each tensor memory of its own, one after the other.
+    """Give each tensor memory of its own, one after the other, so that only one is held twice.
 
     Memory mapped from a .safetensors file begins anywhere, and CPU kernels round differently on unaligned data: the
-    same weights loaded twice would give results that differ in the last bits.
+    same weights would give results that differ in the last bits from one load to the next.
     """
-    seen: dict[int, torch.Tensor] = {}
     for tensor in (*loaded.parameters(), *loaded.buffers()):
-        if id(tensor) not in seen:
-            seen[id(tensor)] = tensor
-            tensor.data = tensor.data.clone()
+        tensor.data = tensor.data.clone()
+
+
+def _class_of(model: Model, part: str) -> Any:
+    """The class that the pipeline's index names for a part."""
+    library, name = (str(one) for one in model.configs[""][part])  # type: ignore[attr-defined]  # checked by read_parts
+    if library not in LIBRARIES:
+        raise ModelError(f"{model.source.path}: its {part} is code of its own ({library}), which is not run")
+    found = getattr(import_module(library), name, None)
+    if found is None:
+        raise ModelError(f"{model.source.path}: its {part} is a {name}, which the installed {library} does not have")
+    return found
+
+
+def _from_folder(kind: Any, model: Model, folder: Path, part: str, dtype: torch.dtype) -> nn.Module:
+    loaded, report = kind.from_pretrained(
+        str(folder),
+        subfolder=part,
+        dtype=dtype,
+        variant=model.source.variant,
+        use_safetensors=True,
+        local_files_only=True,
+        output_loading_info=True,
+    )
+    _require_complete(f"{folder / part}", sorted(report["missing_keys"]))
+    assert isinstance(loaded, nn.Module)
+    return loaded
+
+
+def _from_single_file(kind: Any, file: Path, folder: Path, part: str, dtype: torch.dtype) -> nn.Module:
+    """Weights in diffusers' names or in those of the model's authors; the config is the pipeline's."""
+    if not hasattr(kind, "from_single_file"):
+        raise ModelError(f"{file}: diffusers cannot read a {kind.__name__} from a single file; use a folder")
+    loaded = kind.from_single_file(str(file), config=str(folder), subfolder=part, local_files_only=True)
+    assert isinstance(loaded, nn.Module)
+    _require_complete(f"{file}", [name for name, tensor in loaded.state_dict().items() if tensor.is_meta])
+    kept = tuple(getattr(kind, "_keep_in_fp32_modules", None) or ())
+    for name, tensor in (*loaded.named_parameters(), *loaded.named_buffers()):
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(torch.float32 if set(kept) & set(name.split(".")) else dtype)
+    return loaded
+
+
+def _require_complete(where: str, missing: list[str]) -> None:
+    if missing:
+        some = ", ".join(missing[:3]) + (" …" if len(missing) > 3 else "")
+        raise ModelError(f"{where} lacks {len(missing)} tensors that its config asks for ({some}); fetch it again")
+
+
+def _check_whole(file: Path) -> None:
+    """A truncated or foreign file is found by its header, before the first weight is read."""
+    try:
+        with safe_open(file, framework="pt"):
+            return
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{file} is damaged ({_first_line(error)}); fetch it again") from error
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without the libraries' own bars and remarks: what matters of them is checked here, and told by us."""
+    before = diffusers.logging.get_verbosity(), transformers.logging.get_verbosity()
+    bars = transformers.logging.is_progress_bar_enabled()
+    diffusers.logging.set_verbosity_error()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        diffusers.logging.set_verbosity(before[0])
+        transformers.logging.set_verbosity(before[1])
+        if bars:
+            transformers.logging.enable_progress_bar()
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0][:200]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Final
@@ -14,6 +15,13 @@ MODELS: Final[Mapping[str, str]] = {
     "wan2.2": "supertuner.models.wan22:family",
 }
 
+PIPELINES: Final[Mapping[str, str]] = {
+    "FluxPipeline": "flux",
+    "WanImageToVideoPipeline": "wan2.2",
+    "WanPipeline": "wan2.2",
+}
+"""Class of a diffusers pipeline → the family that trains it."""
+
 
 def family(name: str | None) -> Family:
     """The family of that name; its libraries are imported now and not before."""
@@ -22,6 +30,11 @@ def family(name: str | None) -> Family:
     if name not in MODELS:
         raise ModelError(f"model.family is {name!r}; there are {', '.join(MODELS)}")
     module, attribute = MODELS[name].split(":")
-    found = getattr(import_module(module), attribute)
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # libraries tell here what optional parts of theirs this machine lacks
+    try:
+        found = getattr(import_module(module), attribute)
+    finally:
+        logging.disable(before)
     assert isinstance(found, Family)
     return found

@@ -8,11 +8,12 @@ from typing import Any, Final
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel, UMT5Config, UMT5EncoderModel
 
-WORDS: Final = tuple(
-    "a an the of on in and with at to from is large small big tiny red green blue yellow orange purple pink white "
-    "black grey brown cyan circle square triangle star cross ring shape shapes moving still left right up down top "
-    "bottom background dark light bright photo picture video".split()
-)
+WORDS: Final = (
+    "a", "an", "the", "of", "on", "in", "and", "with", "at", "to", "from", "is", "large", "small", "big", "tiny", "red",
+    "green", "blue", "yellow", "orange", "purple", "pink", "white", "black", "grey", "brown", "cyan", "circle",
+    "square", "triangle", "star", "cross", "ring", "shape", "shapes", "moving", "still", "left", "right", "up", "down",
+    "top", "bottom", "background", "dark", "light", "bright", "photo", "picture", "video",
+)  # fmt: skip
 _CHARACTERS: Final = "abcdefghijklmnopqrstuvwxyz0123456789.,'-"
 
 
@@ -24,7 +25,7 @@ def unigram_tokenizer(words: Sequence[str] = WORDS, longest: int = 512) -> PreTr
     pieces += [("▁", -6.0), *((f"▁{word}", -2.0) for word in words)]
     pieces += [(character, -8.0) for character in _CHARACTERS]
     tokenizer: Any = Tokenizer(models.Unigram(pieces, unk_id=2, byte_fallback=True))
-    bar = {"replacement": "▁", "prepend_scheme": "always", "split": True}
+    bar: dict[str, Any] = {"replacement": "▁", "prepend_scheme": "always", "split": True}
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace(**bar)]
     )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import nn
@@ -12,33 +12,35 @@ from torch import nn
 from supertuner.core.errors import ModelError
 from supertuner.core.types import MediaKind
 from supertuner.models import loading, reading
+from supertuner.models.reading import Config
 from supertuner.models.spec import Expert, Family, Model, Source, Tensors
 from supertuner.models.wan22_encoders import TEXT_LENGTH, media_encoder, text_encoder
 from supertuner.models.wan22_sampler import sampler
 from supertuner.models.wan22_tiny import tiny
 
+NAME: Final = "wan2.2"
 TRAIN_STEPS: Final = 1000
-_PIPELINES: Final = ("WanPipeline", "WanImageToVideoPipeline")
 
 
 def read(source: Source) -> Model:
-    configs = reading.read_configs(source)
-    index = configs[""]
-    experts = _experts(source, index)
-    images = index["_class_name"] == "WanImageToVideoPipeline"
-    what = "image-to-video" if images else "text-to-video"
-    number = "two experts" if len(experts) == 2 else "one expert"
+    source, index = reading.read_index(source, NAME)
+    experts = _experts(index)
+    parts = (*(expert.part for expert in experts), "vae", "text_encoder", "tokenizer", "scheduler")
+    configs = reading.read_parts(source, index, parts)
+    if why := _unsupported(index, configs):
+        raise ModelError(f"{source.path} {why}")
     return Model(
         source=source,
-        title=f"Wan2.2 {what}, {number}",
+        title=_title(index, len(experts)),
         experts=experts,
-        kinds=frozenset({MediaKind.VIDEO} if images else {MediaKind.IMAGE, MediaKind.VIDEO}),
+        kinds=frozenset({MediaKind.VIDEO} if _from_image(index) else {MediaKind.IMAGE, MediaKind.VIDEO}),
         shift=float(configs["scheduler"].get("flow_shift", configs["scheduler"].get("shift", 1.0))),
         configs=configs,
     )
 
 
-def _experts(source: Source, index: Any) -> tuple[Expert, ...]:
+def _experts(index: Config) -> tuple[Expert, ...]:
+    """The pipeline gives timesteps from the boundary on to the first, and those below it to the second."""
     boundary = index.get("boundary_ratio")
     if boundary is None:
         return (Expert("model", "transformer"),)
@@ -46,6 +48,24 @@ def _experts(source: Source, index: Any) -> tuple[Expert, ...]:
         Expert("high_noise", "transformer", low=float(boundary)),
         Expert("low_noise", "transformer_2", high=float(boundary)),
     )
+
+
+def _title(index: Config, experts: int) -> str:
+    version = "Wan2.2" if experts == 2 or index.get("expand_timesteps") else "Wan2.1"
+    what = "image-to-video" if _from_image(index) else "text-to-video"
+    return f"{version} {what}, {'two experts' if experts == 2 else 'one expert'}"
+
+
+def _from_image(index: Config) -> bool:
+    return bool(index["_class_name"] == "WanImageToVideoPipeline")
+
+
+def _unsupported(index: Config, configs: Mapping[str, Config]) -> str | None:
+    if configs["transformer"].get("image_dim") is not None:
+        return "reads its first frame through an image encoder, as Wan2.1 did; Wan2.2 image-to-video is supported"
+    if _from_image(index) and index.get("expand_timesteps"):
+        return "is the 5B as image-to-video; its repository's WanPipeline (text-to-video) is supported"
+    return None
 
 
 def media_files(model: Model) -> Sequence[Path]:
@@ -106,8 +126,10 @@ def tokens(model: Model, shape: tuple[int, ...]) -> int:
 
 
 def _patch(model: Model) -> tuple[int, int, int]:
-    deep, high, wide = model.configs["transformer"].get("patch_size", (1, 2, 2))  # type: ignore[misc]
-    return int(deep), int(high), int(wide)
+    patch = model.configs["transformer"].get("patch_size", (1, 2, 2))
+    if not isinstance(patch, list | tuple) or len(patch) != 3:
+        raise ModelError(f"{model.source.path}: transformer/config.json: patch_size is {patch!r}, not three numbers")
+    return int(patch[0]), int(patch[1]), int(patch[2])
 
 
 def _pixels_per_token(model: Model) -> int:
@@ -124,9 +146,18 @@ def _integer(model: Model, part: str, key: str, default: int) -> int:
 
 
 _ATTENTION: Final = ("to_q", "to_k", "to_v", "to_out.0")
+_MLP: Final = ("ffn.net.0.proj", "ffn.net.2")
+_EMBEDDERS: Final = (
+    "time_embedder.linear_1",
+    "time_embedder.linear_2",
+    "time_proj",
+    "text_embedder.linear_1",
+    "text_embedder.linear_2",
+    "proj_out",
+)
 
 family = Family(
-    name="wan2.2",
+    name=NAME,
     prediction="flow",
     read=read,
     media_files=media_files,
@@ -141,10 +172,10 @@ family = Family(
     sampler=sampler,
     targets={
         "attention": _ATTENTION,
-        "attention_mlp": (*_ATTENTION, "ffn.net.0.proj", "ffn.net.2"),
-        "all_linear": (*_ATTENTION, "ffn.net.0.proj", "ffn.net.2"),
+        "attention_mlp": (*_ATTENTION, *_MLP),
+        "all_linear": (*_ATTENTION, *_MLP, *_EMBEDDERS),
     },
-    # A file each; diffusers wants one prefix in both, and load_into_transformer_2 says which expert it is for.
+    # Each expert's adapter is a file of its own, and diffusers wants the same prefix in both (load_into_transformer_2).
     export_prefix={"transformer": "transformer", "transformer_2": "transformer"},
     tiny=tiny,
 )

@@ -31,11 +31,11 @@ class WanMediaEncoder:
     @torch.no_grad()
     def encode(self, media: torch.Tensor) -> Tensors:
         videos_BCFHW = media if media.ndim == 5 else media.unsqueeze(2)
-        rows = [self._one(video) for video in videos_BCFHW.split(1)]
+        rows = [self._one(video) for video in videos_BCFHW.unbind()]
         return {name: torch.cat([row[name] for row in rows]).cpu() for name in rows[0]}
 
     def _one(self, video: torch.Tensor) -> Tensors:
-        pixels = video.to(self._device, torch.float32) / 255.0 * 2.0 - 1.0
+        pixels = video[None].to(self._device, torch.float32) / 255.0 * 2.0 - 1.0
         fields = {"latents": self._latents(pixels)}
         if self._conditioned:
             fields["condition"] = self._condition(pixels)
@@ -80,7 +80,7 @@ class WanTextEncoder:
             return_tensors="pt",
         )
         ids, mask = tokens.input_ids.to(self._device), tokens.attention_mask.to(self._device)
-        hidden = self._encoder(ids, mask).last_hidden_state[0]
+        hidden: torch.Tensor = self._encoder(ids, mask).last_hidden_state[0]
         return hidden[: int(tokens.attention_mask.sum())].cpu().clone()
 
 

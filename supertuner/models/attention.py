@@ -1,0 +1,74 @@
+"""The attention backend that a run names: known, installed, and able to train here; told at the start, not in step one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend, dispatch_attention_fn
+from torch import nn
+
+from supertuner.config.problems import nearest
+from supertuner.core.errors import ModelError
+
+ALIASES: Final[Mapping[str, str]] = {
+    "sdpa": "native",
+    "math": "_native_math",
+    "cudnn": "_native_cudnn",
+    "flash2": "flash",
+    "flash_2": "flash",
+    "flash_attn": "flash",
+    "flash_attn_2": "flash",
+    "flash_attention": "flash",
+    "flash_attention_2": "flash",
+    "flash3": "_flash_3",
+    "flash_3": "_flash_3",
+    "flash_attn_3": "_flash_3",
+    "flash_attention_3": "_flash_3",
+    "flash_3_hub": "_flash_3_hub",
+    "flex_attention": "flex",
+    "sageattention": "sage",
+    "sage_attention": "sage",
+}
+"""What people call them elsewhere → their name in diffusers."""
+HEAD_WIDTH: Final = 128
+"""Of the probe: what Wan and Flux have, and every backend takes."""
+
+
+def require_backend(name: str, device: torch.device) -> None:
+    """Raise if the backend is unknown, is not installed, or computes no attention or no gradient on this device."""
+    backend = _backend(name)
+    query = torch.zeros(1, 16, 2, HEAD_WIDTH, device=device, dtype=torch.bfloat16, requires_grad=True)
+    try:
+        with attention_backend(backend):
+            attended = dispatch_attention_fn(query, query, query, backend=backend)
+        if attended.requires_grad:
+            attended.sum().backward()
+    except (RuntimeError, ValueError, ImportError, TypeError, AssertionError, OSError) as error:
+        why = str(error).strip().splitlines() or [type(error).__name__]
+        raise ModelError(
+            f'model.attention is {name!r}, which cannot train on this machine ({device.type}): {why[0]} "native" always can'
+        ) from error
+    if query.grad is None:
+        raise ModelError(f"model.attention is {name!r}: it computes no gradient, so nothing can be trained through it")
+
+
+def use_backend(module: nn.Module, name: str) -> None:
+    """Have the module's attention computed by this backend; other modules keep theirs."""
+    backend = _backend(name)
+    chosen: Any = module
+    # set_attention_backend also changes the default of the whole process; the context puts that back.
+    with attention_backend(AttentionBackendName.NATIVE):
+        chosen.set_attention_backend(backend.value)
+
+
+def _backend(name: str) -> Any:
+    known = [backend.value for backend in AttentionBackendName]
+    plain = name.lower().replace("-", "_")
+    plain = plain if plain in known else ALIASES.get(plain, plain)
+    if plain in known:
+        return AttentionBackendName(plain)
+    guess = nearest(plain, [*known, *ALIASES])
+    hint = f"did you mean {guess!r}?" if guess else f"there are {', '.join(known)}"
+    raise ModelError(f"model.attention is {name!r}, which diffusers does not have; {hint}")

@@ -1,0 +1,76 @@
+"""Files of a model on the Hugging Face hub, fetched once into its cache; every way this fails, in plain words.
+
+What a server or a library said is not repeated in the messages: an address in it may carry somebody's credentials.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from huggingface_hub import errors, snapshot_download
+
+from supertuner.core.errors import ModelError
+from supertuner.models.spec import Source
+
+
+def snapshot(source: Source, patterns: Sequence[str]) -> Path:
+    """The folder of this revision in the hub's cache, named by its commit, with every file that matches a pattern."""
+    try:
+        return Path(
+            snapshot_download(
+                source.path,
+                revision=source.revision,
+                allow_patterns=list(patterns),
+                local_files_only=source.offline,
+                library_name="supertuner",
+            )
+        )
+    except errors.HFValidationError as error:
+        raise ModelError(
+            f"model.path is {source.path!r}: there is no such folder, and a name on the hub looks like owner/name"
+        ) from error
+    except (errors.HTTPError, OSError) as error:  # type: ignore[attr-defined]  # the base of all its transport errors
+        raise ModelError(_why(source, error)) from error
+
+
+def _why(source: Source, error: BaseException) -> str:
+    name = source.path
+    if isinstance(error, errors.GatedRepoError):
+        return (
+            f"{name} is gated: accept its licence on its page on the hub, then set HF_TOKEN to a token of that account"
+        )
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return (
+            f"model.path is {name!r}: there is no such folder here, and no such model on the hub; "
+            "if it is private, set HF_TOKEN to a token that may read it"
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"model.revision is {source.revision!r}: {name} has no such branch, tag or commit"
+    if isinstance(error, errors.LocalEntryNotFoundError):
+        return _why_not_here(source, error)
+    return _unreachable(name, error)
+
+
+def _why_not_here(source: Source, error: errors.LocalEntryNotFoundError) -> str:
+    """The files are not all on this machine. Whether anybody was asked for them, and what came of it, is the cause."""
+    where = f"{source.path} (revision {source.revision or 'main'})"
+    if source.offline:
+        return f"{where} is not whole in the hub's cache, and model.offline is true; turn it off once to fetch it"
+    if isinstance(error.__cause__, errors.OfflineModeIsEnabled):
+        return f"{where} is not whole in the hub's cache, and HF_HUB_OFFLINE is set; unset it once to fetch it"
+    return _unreachable(source.path, error.__cause__ or error)
+
+
+def _unreachable(name: str, error: BaseException) -> str:
+    if isinstance(error, errors.HfHubHTTPError):
+        status = error.response.status_code
+        if status == 401:
+            return f"the hub refuses the token that is set for {name}: correct HF_TOKEN, or unset it"
+        return f"the hub answered {status} when asked for {name}; try again later, or give model.path as a folder"
+    if isinstance(error, OSError) and error.errno is not None and error.strerror:
+        return f"{name} could not be fetched into the hub's cache: {error.strerror}"
+    return (
+        f"model.path is {name!r}: there is no such folder here, and the hub cannot be reached "
+        f"({type(error).__name__}); check the network, or fetch the model elsewhere and give its folder"
+    )
