@@ -1,0 +1,86 @@
+"""Frames to MP4 in H.264, as players and browsers play it. One thread, no times: the same frames, the same bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fractions import Fraction
+from io import BytesIO
+from itertools import chain
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from supertuner.core.errors import TrainError
+
+ENCODERS = ("libx264", "libopenh264", "mpeg4")
+"""The first that PyAV's FFmpeg has is used; its wheels have them all but the second."""
+QUALITY = {"libx264": {"crf": "12", "preset": "medium"}, "libopenh264": {"b": "20000000"}, "mpeg4": {"qscale": "2"}}
+BT709 = 1
+"""Colour matrix, primaries and transfer of ITU-R BT.709 in FFmpeg's counting."""
+
+
+def encoder() -> str:
+    """The name of the encoder that videos are made with here."""
+    from av.codec import Codec
+    from av.codec.codec import UnknownCodecError
+
+    for name in ENCODERS:
+        try:
+            Codec(name, "w")
+        except UnknownCodecError:
+            continue  # this build has it not; the next may do
+        return name
+    raise TrainError(f"PyAV has no encoder for videos (looked for {', '.join(ENCODERS)}); install its own wheel")
+
+
+def mp4_bytes(frames_HWC: Iterable[NDArray[np.uint8]], fps: float) -> bytes:
+    """The clip as an MP4 file. A width or height that is odd grows by one pixel: H.264 halves colours."""
+    import av
+
+    pictures = map(_even, frames_HWC)
+    first = next(pictures)
+    name = encoder()
+    rate = Fraction(fps).limit_denominator(1001)
+    out = BytesIO()
+    with av.open(out, mode="w", format="mp4", options={"fflags": "+bitexact"}) as container:
+        stream: Any = container.add_stream(name, rate=rate, options=QUALITY[name])
+        stream.width, stream.height, stream.pix_fmt = first.shape[1], first.shape[0], "yuv420p"
+        context = stream.codec_context
+        context.thread_count, context.thread_type = 1, "NONE"
+        context.flags |= int(_flags().bitexact)
+        context.colorspace = context.color_primaries = context.color_trc = BT709
+        for number, picture in enumerate(chain((first,), pictures)):
+            frame = _yuv(picture)
+            frame.pts, frame.time_base = number, 1 / rate
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    return out.getvalue()
+
+
+def first_middle_last(frames_FHWC: NDArray[np.uint8]) -> list[NDArray[np.uint8]]:
+    """The frames that stand for a clip in a picture: up to three."""
+    last = len(frames_FHWC) - 1
+    return [frames_FHWC[number] for number in sorted({0, last // 2, last})]
+
+
+def _yuv(picture_HWC: NDArray[np.uint8]) -> Any:
+    from av import VideoFrame
+    from av.video.reformatter import Colorspace
+
+    frame = VideoFrame.from_ndarray(np.ascontiguousarray(picture_HWC), format="rgb24")
+    converted = frame.reformat(format="yuv420p", dst_colorspace=Colorspace.ITU709)
+    converted.colorspace = BT709
+    return converted
+
+
+def _flags() -> Any:
+    from av.codec.context import Flags
+
+    return Flags
+
+
+def _even(picture_HWC: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Grown to even sides by repeating the last row and column."""
+    height, width, _ = picture_HWC.shape
+    return np.pad(picture_HWC, ((0, height % 2), (0, width % 2), (0, 0)), mode="edge")
