@@ -1,0 +1,144 @@
+"""Says which shape of which colour is in a picture, by measuring it; None where it is not sure. Nothing is learnt.
+
+The ground is what the picture's border shows. How far each pixel is from it, relative to the figure's own colour, is
+the figure's mask. The colour is the nearest known one; the shape is the template that covers the mask best.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from supertuner.tools.shapes import BOARD, COLOURS, PAPER, SHAPES, Drawing, draw
+
+Pixels = NDArray[np.uint8]
+Mask = NDArray[np.float64]
+"""How much of each pixel belongs to the figure, from 0 to 1."""
+
+UNEVEN_GROUND = 12.0
+"""Lab units that half of the border may lie from its median."""
+LEAST_CONTRAST = 18.0
+"""Lab units between ground and figure below which there is no figure."""
+FAR_COLOUR = 24.0
+"""Lab units beyond which a colour is none of those known."""
+LEAST_OVERLAP = 0.80
+"""Of the mask with the template: shared area over joint area."""
+LEAST_LEAD = 0.03
+"""Overlap by which the best template must lead the next."""
+_GRID = 48
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    colour: str | None
+    shape: str | None
+
+    @property
+    def pair(self) -> tuple[str, str] | None:
+        return None if self.colour is None or self.shape is None else (self.colour, self.shape)
+
+
+def classify(picture: Pixels) -> Seen:
+    """What is in an RGB picture, HWC."""
+    found = _figure(picture)
+    if found is None:
+        return Seen(None, None)
+    mask, lab = found
+    return Seen(_colour(mask, lab), _shape(mask))
+
+
+def _figure(picture: Pixels) -> tuple[Mask, NDArray[np.float64]] | None:
+    """The mask and the picture in Lab, or None where there is no even ground or nothing on it."""
+    lab = _lab(picture)
+    border = np.concatenate(
+        [lab[:2].reshape(-1, 3), lab[-2:].reshape(-1, 3), lab[:, :2].reshape(-1, 3), lab[:, -2:].reshape(-1, 3)]
+    )
+    ground = np.median(border, axis=0)
+    if np.median(np.linalg.norm(border - ground, axis=1)) > UNEVEN_GROUND:
+        return None
+    away = np.linalg.norm(lab - ground, axis=2)
+    reach = float(np.quantile(away, 0.93))  # the smallest star covers 9 % of the picture
+    if reach < LEAST_CONTRAST:
+        return None
+    return np.clip(away / reach, 0, 1), lab
+
+
+def _colour(mask: Mask, lab: NDArray[np.float64]) -> str | None:
+    inside = lab[mask > 0.8]
+    if len(inside) == 0:
+        return None
+    seen = np.median(inside, axis=0)
+    away = {name: float(np.linalg.norm(seen - known)) for name, known in _known_colours().items()}
+    nearest = min(away, key=lambda name: away[name])
+    return nearest if away[nearest] <= FAR_COLOUR else None
+
+
+def _shape(mask: Mask) -> str | None:
+    placed = _placed(mask)
+    if placed is None:
+        return None
+    overlap = {
+        name: float(np.minimum(placed, t).sum() / np.maximum(placed, t).sum()) for name, t in _templates().items()
+    }
+    best, second = sorted(overlap, key=lambda name: -overlap[name])[:2]
+    sure = overlap[best] >= LEAST_OVERLAP and overlap[best] - overlap[second] >= LEAST_LEAD
+    return best if sure else None
+
+
+def _placed(mask: Mask) -> Mask | None:
+    """The mask moved so that its centre of mass is in the middle, and scaled so that it covers a fifth of a grid."""
+    solid = np.clip((mask - 0.25) / 0.5, 0, 1)
+    area = solid.sum()
+    if not 0.03 * solid.size <= area <= 0.7 * solid.size:
+        return None
+    rows, columns = np.indices(solid.shape)
+    y, x = (solid * rows).sum() / area, (solid * columns).sum() / area
+    step = np.sqrt(area / 0.2) / _GRID
+    offsets = (np.arange(_GRID) - (_GRID - 1) / 2) * step
+    return _bilinear(solid, y + offsets, x + offsets)
+
+
+def _bilinear(mask: Mask, rows: NDArray[np.float64], columns: NDArray[np.float64]) -> Mask:
+    """The mask at these rows and columns; 0 outside."""
+    inside = np.outer((rows > -0.5) & (rows < mask.shape[0] - 0.5), (columns > -0.5) & (columns < mask.shape[1] - 0.5))
+    rows, columns = np.clip(rows, 0, mask.shape[0] - 1.001), np.clip(columns, 0, mask.shape[1] - 1.001)
+    top, left = rows.astype(int), columns.astype(int)
+    down, right = (rows - top)[:, None], (columns - left)[None, :]
+    upper = mask[np.ix_(top, left)] * (1 - right) + mask[np.ix_(top, left + 1)] * right
+    lower = mask[np.ix_(top + 1, left)] * (1 - right) + mask[np.ix_(top + 1, left + 1)] * right
+    placed: Mask = (upper * (1 - down) + lower * down) * inside
+    return placed
+
+
+@lru_cache
+def _templates() -> dict[str, Mask]:
+    made = {}
+    for name in SHAPES:
+        found = _figure(np.asarray(draw(Drawing("blue", name, PAPER, (0.5, 0.5), 0.3))))
+        assert found is not None
+        placed = _placed(found[0])
+        assert placed is not None
+        made[name] = placed
+    return made
+
+
+@lru_cache
+def _known_colours() -> dict[str, NDArray[np.float64]]:
+    grounds = {"dark ground": BOARD, "light ground": PAPER}
+    return {name: _lab(np.array([[rgb]], np.uint8))[0, 0] for name, rgb in (COLOURS | grounds).items()}
+
+
+def _lab(picture: Pixels) -> NDArray[np.float64]:
+    """sRGB → CIE L*a*b* (D65), where distances are about as large as they look."""
+    s = picture.astype(np.float64) / 255
+    linear = np.where(s <= 0.04045, s / 12.92, ((s + 0.055) / 1.055) ** 2.4)
+    to_xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+    xyz = linear @ to_xyz.T / np.array([0.9505, 1.0, 1.089])
+    f = np.where(xyz > 216 / 24389, np.cbrt(xyz), (24389 / 27 * xyz + 16) / 116)
+    lab: NDArray[np.float64] = np.stack(
+        [116 * f[..., 1] - 16, 500 * (f[..., 0] - f[..., 1]), 200 * (f[..., 1] - f[..., 2])], axis=-1
+    )
+    return lab
