@@ -68,8 +68,11 @@ class LossLog:
 
     def append(self, record: LossRecord) -> None:
         """Not synced: what a crash takes is written again by the resumed run, with the same bits."""
+        self.append_line(line_of(record))
+
+    def append_line(self, line: bytes) -> None:
+        """The same for a line of another log that is cut and continued like this one; it ends with a newline."""
         assert self._ready, f"{self.path} holds lines of before: cut it where the checkpoint says"
-        line = line_of(record)
         rest, at = memoryview(line), self._nbytes
         try:
             while rest:
