@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from supertuner.config.values import shown
+from supertuner.config.values import from_text, shown
 from supertuner.core.types import JSON
 
 
@@ -91,6 +91,12 @@ def positive_or_unset(path: str) -> Convert:
 
 def unless_null(path: str) -> Convert:
     return lambda value, block: [] if value is None else [Put(path, value)]
+
+
+def beside(block: Mapping[str, JSON], name: str) -> JSON:
+    """The value of another key of the block; in SimpleTuner's files its name may have dashes, and the value quotes."""
+    value = block.get(name, block.get(f"--{name}"))
+    return from_text(value) if isinstance(value, str) else value
 
 
 def cache_dir(value: JSON, block: Mapping[str, JSON]) -> Sequence[Outcome]:
@@ -234,11 +240,11 @@ def instance_prompt(value: JSON, block: Mapping[str, JSON]) -> Sequence[Outcome]
     return [Said('has no effect here without caption_strategy "instanceprompt" or prepend_instance_prompt')]
 
 
-def read_by(other: str) -> Convert:
-    """A switch that another key's conversion reads."""
+def read_by(other: str, switch: bool = True) -> Convert:
+    """A key, as a rule a switch, that another key's conversion reads."""
 
     def convert(value: JSON, block: Mapping[str, JSON]) -> Sequence[Outcome]:
-        if not isinstance(value, bool):
+        if switch and not isinstance(value, bool):
             return [No(f"{shown(value)} is not true or false")]
         return [] if other in block else [Said(f"has no effect without {other}")]
 

@@ -129,12 +129,17 @@ def _validated(given: Mapping[Place, Given]) -> tuple[RunConfig | None, list[Pro
             else:
                 return (None if found else config), list(found.values())
         found = {**fresh, **found}
-        doomed = [w for w in left if left[w].value != {} and any(_overlap(w, bad) for bad in fresh)]
+        doomed = _inside(left, list(fresh)) or _inside(left, [bad[:-1] for bad in fresh if len(bad) > 1])
         if not doomed:
             break
         for where in doomed:
             del left[where]
     return None, list(found.values())
+
+
+def _inside(given: Mapping[Place, Given], bad: Sequence[Place]) -> list[Place]:
+    """What was given at these places. A setting that is missing has none: then its block is asked for."""
+    return [where for where, one in given.items() if one.value != {} and any(_overlap(where, b) for b in bad)]
 
 
 def _overlap(a: Place, b: Place) -> bool:

@@ -43,6 +43,9 @@ class Translation:
         lists = {name: rest.pop(name) for name in _DATASETS if name in rest}
         for_all = {name: rest.pop(name) for name in list(rest) if name.removeprefix("--") in inherited()}
         self._block(rest, (), run_rows(), "", lead)
+        if dialect == AI_TOOLKIT and "model" in rest and not {"network", "adapter"} & rest.keys():
+            self._put(("adapter", "type"), "full", f"{lead}network", AI_TOOLKIT, weak=True)
+            self._note(f"{lead}network", 'is missing, so all weights are trained: adapter.type "full"')
         self._dataset_lists(lists, lead, dialect)
         self._inherit(for_all, lead)
         return self.layer

@@ -37,7 +37,8 @@ def test_wrong_values_do_not_hide_contradictions_between_the_others(refuse):
     problems = refuse(
         {
             "datasets": [{"id": "a", "resolution": "x"}, {"id": "a", "frames": 17}, {"id": "b", "weight": -1}],
-            "train": {"batch_size": 0, "max_steps": 5, "num_epochs": 5},
+            "train": {"batch_size": 0},
+            "validation": {"width": 64, "fps": "x"},
         }
     )
     assert {p.split(":")[0] for p in problems} == {
@@ -45,7 +46,8 @@ def test_wrong_values_do_not_hide_contradictions_between_the_others(refuse):
         "datasets[1].frames",
         "datasets[2].weight",
         "train.batch_size",
-        "train.num_epochs",
+        "validation.fps",
+        "validation.height",
         "datasets[0].id",
         "datasets[1].id",
     }
@@ -67,7 +69,7 @@ def test_a_contradiction_with_a_value_that_is_itself_wrong_is_not_reported(refus
             "datasets[0].compression: not a setting; did you mean in_memory.compression?",
         ),
         ({"train-batch-size": 4}, "did you mean train_batch_size?"),
-        ({"qwertyuiop": 4}, "qwertyuiop: not a setting; known here: run, datasets, arena"),
+        ({"qwertyuiop": 4}, "qwertyuiop: not a setting; known here: run, model, adapter, objective, datasets, arena"),
         (
             {"arena": {"keep": -1}},
             'arena.keep: -1 is not allowed; allowed: one of "until_removed", "run" or a number above 0',

@@ -1,0 +1,169 @@
+"""Settings of the trainer: what cannot work is refused, what is unwise is said, and a word is no folder."""
+
+from __future__ import annotations
+
+import pytest
+
+WAN = {"family": "wan2.2", "path": "tiny"}
+FLUX = {"family": "flux", "path": "tiny"}
+
+
+@pytest.mark.parametrize(
+    ("tree", "says"),
+    [
+        ({"model": {"path": "a/b"}}, "model.family: is missing: path names a model"),
+        ({"model": {"family": "wan22"}}, 'model.family: "wan22" is not allowed; allowed: one of "wan2.2", "flux"'),
+        ({"model": {**FLUX, "experts": "low_noise"}}, 'model.experts: "low_noise" is not there'),
+        (
+            {"model": {**FLUX, "single_file_low_noise": "a.safetensors"}},
+            "model.single_file_low_noise: is not there: a model of family",
+        ),
+        ({"model": {**WAN, "switch_boundary_every": 0}}, "model.switch_boundary_every: 0 is not allowed"),
+        (
+            {"model": {**WAN, "base_weights": "int8"}, "adapter": {"type": "full"}},
+            'model.base_weights: "int8" is for weights that are not trained',
+        ),
+        ({"model": {**WAN, "base_weights": "int4"}}, 'did you mean "int8"?'),
+        ({"adapter": {"targets": []}}, "adapter.targets: [] is not allowed; allowed: the name of a preset"),
+        ({"adapter": {"type": "lokr"}}, 'adapter.type: "lokr" is not allowed; allowed: one of "lora", "full"'),
+        ({"adapter": {"dropout": 1}}, "adapter.dropout: 1 is not allowed"),
+        ({"objective": {"shift": 0}}, "objective.shift: 0 is not allowed; allowed: a number above 0"),
+        ({"objective": {"shift": "autoo"}}, 'did you mean "auto"?'),
+        ({"datasets": [{"held_out": True}, {"held_out": True}]}, "datasets[0].held_out: every dataset is held out"),
+        ({"train": {"device": "cdua"}}, 'train.device: "cdua" is not allowed; allowed: "auto", or a device such as'),
+        ({"train": {"ema_decay": 1}}, "train.ema_decay: 1 is not allowed"),
+        ({"validation": {"width": 512}}, "validation.height: is missing: give width and height, or neither"),
+        ({"validation": {"seeds": [1, 2, 1]}}, "validation.seeds: [1, 2, 1] names one value twice"),
+        ({"validation": {"held_out_levels": [0.5, 1]}}, "validation.held_out_levels[1]: 1 is not allowed"),
+        ({"checkpoints": {"keep": 0}}, "checkpoints.keep: 0 is not allowed; allowed: a whole number of at least 1"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_with_place_value_and_remedy(refuse, tree, says):
+    (problem,) = refuse(tree)
+    assert says in problem
+
+
+@pytest.mark.parametrize(
+    ("tree", "place", "says"),
+    [
+        (
+            {"model": {**WAN, "experts": "high_noise", "switch_boundary_every": 10}},
+            "model.switch_boundary_every",
+            "one expert is trained",
+        ),
+        ({"model": {**FLUX, "switch_boundary_every": 10}}, "model.switch_boundary_every", "one expert is trained"),
+        ({"model": {**WAN, "revision": "main"}}, "model.revision", "only for a model on the hub"),
+        ({"model": {**WAN, "attention": "sage"}}, "model.attention", "no backward pass"),
+        ({"adapter": {"type": "full", "rank": 4}}, "adapter.rank", 'only with type: "lora"'),
+        ({"objective": {"timesteps": "uniform", "logit_std": 2}}, "objective.logit_std", "only with timesteps"),
+        (
+            {"optimizer": {"name": "automagic"}},
+            "optimizer.name",
+            'comes later, and training refuses it until then; use "adamw"',
+        ),
+        (
+            {"optimizer": {"name": "schedule_free", "lr_scheduler": "cosine"}},
+            "optimizer.lr_scheduler",
+            '"cosine" works against schedule_free',
+        ),
+        ({"optimizer": {"name": "prodigy", "learning_rate": 1e-4}}, "optimizer.learning_rate", "1 is the usual value"),
+        (
+            {"optimizer": {"name": "schedule_free"}, "train": {"ema_decay": 0.99}},
+            "train.ema_decay",
+            "averages what schedule_free averages already",
+        ),
+        ({"validation": {"prompts": ["a"]}}, "validation", "no effect without a model"),
+        ({"datasets": [{"variations": 4}]}, "datasets[0].variations", "4 variations are all the same"),
+        (
+            {"datasets": [{"variations": 4, "crop": "random", "augmentations_cache_mode": "disable_cache"}]},
+            "datasets[0].variations",
+            'no effect with augmentations_cache_mode "disable_cache"',
+        ),
+        (
+            {"datasets": [{"augmentations_cache_mode": "refresh_each_epoch"}]},
+            "datasets[0].augmentations_cache_mode",
+            "costs time and changes nothing",
+        ),
+        (
+            {
+                "datasets": [{"crop": "random", "augmentations_cache_mode": "static"}],
+                "cache_config": {"vae_cache_type": "none"},
+            },
+            "datasets[0].augmentations_cache_mode",
+            'no effect with cache_config.vae_cache_type "none"',
+        ),
+        (
+            {"model": WAN, "datasets": [{"augment": {"flip": 0.5}}]},
+            "datasets[0].augmentations_cache_mode",
+            'is not set, and "static" is used: 1 of the changes',
+        ),
+    ],
+)
+def test_what_is_unwise_to_train_is_warned_about(load_text, tree, place, says):
+    assert any(note.what == place and says in note.message for note in load_text(tree).notes)
+
+
+def test_settings_that_go_together_are_not_doubted(load_text, tmp_path):
+    (tmp_path / "cats").mkdir()
+    tree = {
+        "model": {**WAN, "switch_boundary_every": 10, "base_weights": "fp8"},
+        "adapter": {"rank": 32, "alpha": 16, "targets": ["to_q", "to_k"]},
+        "objective": {"shift": 5, "logit_std": 2},
+        "datasets": [
+            {
+                "instance_data_dir": "cats",
+                "augment": {"flip": 0.5},
+                "augmentations_cache_mode": "static",
+                "variations": 2,
+            }
+        ],
+        "optimizer": {"name": "prodigy", "learning_rate": 1.0, "lr_scheduler": "cosine"},
+        "train": {"max_steps": 10, "num_epochs": 2, "ema_decay": 0.99},
+        "validation": {"prompts": ["a cat"], "width": 512, "height": 512},
+    }
+    loaded = load_text(tree, check_paths=True)
+    assert loaded.notes == ()
+    assert loaded.config.adapter.targets == ("to_q", "to_k")
+    assert (loaded.config.train.max_steps, loaded.config.train.num_epochs) == (10, 2)
+
+
+@pytest.mark.parametrize("written", ["./model", "../here/model", "model"])
+def test_a_model_in_a_folder_is_found_beside_the_file(load_text, tmp_path, written):
+    (tmp_path / "model").mkdir()
+    if written.startswith(".."):
+        (tmp_path / "here").symlink_to(tmp_path)
+        written = f"../{tmp_path.name}/model"
+    loaded = load_text({"model": {"family": "flux", "path": written}}, check_paths=True)
+    assert loaded.config.model.path == str(tmp_path / "model")
+
+
+def test_a_name_on_the_hub_stays_a_name(load_text):
+    name = "Wan-AI/Wan2.2-T2V-A14B-Diffusers"
+    assert load_text({"model": {"family": "wan2.2", "path": name}}, check_paths=True).config.model.path == name
+
+
+@pytest.mark.parametrize(
+    ("block", "key", "word"),
+    [("model", "path", "tiny"), ("checkpoints", "resume", "latest"), ("checkpoints", "resume", "never")],
+)
+def test_a_word_with_a_meaning_is_not_taken_for_a_folder_of_that_name(load_text, tmp_path, block, key, word):
+    (tmp_path / word).mkdir()
+    tree = {"model": {"family": "flux"}, block: {"family": "flux", key: word} if block == "model" else {key: word}}
+    assert getattr(getattr(load_text(tree).config, block), key) == word
+    tree[block][key] = f"./{word}"
+    assert getattr(getattr(load_text(tree).config, block), key) == str(tmp_path / word)
+
+
+def test_models_that_are_not_there_are_refused_where_a_path_says_where_they_should_be(refuse, tmp_path):
+    (tmp_path / "one.safetensors").write_bytes(b"")
+    (tmp_path / "one.bin").write_bytes(b"")
+    problems = refuse(
+        {"model": {"family": "flux", "path": "./none", "single_file": "one.bin"}},
+        check_paths=True,
+    )
+    assert problems == [
+        'model.path: "./none" is not a folder (looked in the folder of run.json)',
+        'model.single_file: "one.bin" is not a .safetensors file (looked in the folder of run.json)',
+    ]
+    (problem,) = refuse({"model": {"family": "flux", "path": "./one.safetensors"}}, check_paths=True)
+    assert "a single file is given by model.single_file" in problem
