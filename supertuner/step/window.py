@@ -9,7 +9,7 @@ a `fetch` of its own, the same function runs on fake tensors.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -49,7 +49,7 @@ class Trainee:
 
     expert: Expert
     module: nn.Module
-    parameters: dict[str, nn.Parameter]
+    parameters: Mapping[str, nn.Parameter]
     """What is trained of the module, by name."""
     optimizer: Optimizer
     ema: Ema | None = None
@@ -154,19 +154,6 @@ def evaluation_weights(trainee: Trainee) -> Tensors | None:
     """The weights to validate and export if they are not those in training: the moving average, where one is kept, or
     what a schedule-free optimizer means."""
     return trainee.optimizer.averaged() if trainee.ema is None else trainee.ema.averages
-
-
-@contextmanager
-def lent(parameters: dict[str, nn.Parameter], weights: Tensors | None) -> Iterator[None]:
-    """Let the parameters hold other weights for a while. Their own are put aside, not copied: they come back exact."""
-    own = {name: parameters[name].data for name in weights or {}}
-    try:
-        for name, one in (weights or {}).items():
-            parameters[name].data = one.to(own[name].device, own[name].dtype)
-        yield
-    finally:
-        for name, one in own.items():
-            parameters[name].data = one
 
 
 def _backward(

@@ -68,7 +68,7 @@ def test_an_expert_takes_its_own_rate_then_that_of_all_then_that_of_the_table() 
 
 
 def test_automagic_is_refused_with_what_to_use_instead() -> None:
-    with pytest.raises(TrainError, match='"automagic" is not part of this version yet; use one of adamw, .*prodigy'):
+    with pytest.raises(TrainError, match=r'"automagic" is not part of this version yet; use one of adamw, .*prodigy'):
         build(OptimizerSettings(name="automagic"), weights(), "model")
 
 
