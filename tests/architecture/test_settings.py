@@ -16,7 +16,7 @@ from tests.architecture.code_rules import attribute_names
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = sorted(
     f
-    for f in (ROOT / "config").rglob("*")
+    for f in (ROOT / "config").iterdir()
     if f.suffix in (".json", ".yaml", ".yml", ".toml") and not f.name.endswith(".schema.json")
 )
 

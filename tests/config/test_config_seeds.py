@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from textwrap import dedent
+from typing import Any
 
 import pytest
 
+from supertuner.config.load import load
+
 SEEDS = Path(__file__).parent / "seeds"
+SHIPPED = Path(__file__).parents[2] / "config/gh200_in_memory_example.json"
 
 
 def snippets(seed: str) -> list[tuple[str, str]]:
@@ -69,3 +74,35 @@ def test_the_yaml_of_seed_003_reads_rates_as_numbers_and_caches_on_disk(load_tex
     cache = loaded.config.cache_config
     assert (cache.vae_cache_type, cache.persistent_cache) == ("disk", True)
     assert any("nothing to stage" in note.message for note in loaded.notes)
+
+
+def test_the_shipped_example_is_that_of_the_seeds_with_a_tiny_model_and_data_that_are_here():
+    shipped = load(SHIPPED, environ={})
+    dataset, config = shipped.config.datasets[0], shipped.config
+    assert (dataset.id, dataset.type, dataset.dataset_type) == ("train_images", "in_memory", "image")
+    assert (dataset.in_memory.compression, dataset.in_memory.num_workers) == ("lz4", 64)
+    assert shipped.values["datasets", 0, "in_memory", "memory_limit_gb"].value == 360
+    assert (config.model.family, config.model.path) == ("wan2.2", "tiny")
+    assert config.run.output_dir == SHIPPED.parents[1] / "runs"
+    blocks = load_members(snippets("001")[0][1])
+    for name, block in blocks.items():
+        shown = getattr(config, name).model_dump(mode="json")
+        assert {key: shown[key] for key in block if key != "cache_dir"} == {
+            k: v for k, v in block.items() if k != "cache_dir"
+        }
+    assert config.cache_config.cache_dir == SHIPPED.parent / blocks["cache_config"]["cache_dir"]
+
+
+def test_its_pictures_are_small_and_each_has_a_caption():
+    pictures = sorted((SHIPPED.parent / "example_images").glob("*.png"))
+    assert len(pictures) == 16
+    for picture in pictures:
+        assert picture.stat().st_size < 1000
+        colour, shape = picture.stem.split("_")
+        assert picture.with_suffix(".txt").read_text() == f"a {colour} {shape} on a light ground\n"
+
+
+def load_members(text: str) -> dict[str, dict[str, Any]]:
+    """The members of an object that is written without its braces."""
+    members: dict[str, dict[str, Any]] = json.loads("{" + text + "}")
+    return members
