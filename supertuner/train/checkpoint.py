@@ -92,8 +92,8 @@ def save(
         _make(folder)
         sweep(folder, sink)
         _refuse_without_room(folder, plan, host)
-        new = _write(folder, plan, progress or Silence())
-        made = _put_in_place(folder, new, folder_name(step))
+        new, manifest = _write(folder, plan, progress or Silence())
+        made = _put_in_place(folder, new, manifest)
     _prune(folder, step, keep, sink)
     return made
 
@@ -163,7 +163,10 @@ def _said(folder: Path, step: int) -> Iterator[None]:
 
 
 def _still_there(folder: Path) -> str:
-    whole = [found for found in find(folder) if found.problem is None]
+    try:
+        whole = [found for found in find(folder) if found.problem is None]
+    except OSError as error:
+        return f"those in {folder} were not touched, and cannot be listed: {error.strerror}"
     return f"the last good one is intact: {whole[-1].path}" if whole else f"there is none yet in {folder}"
 
 
@@ -183,7 +186,7 @@ def _make(folder: Path) -> None:
         sync_folder(folder.parent)
 
 
-def _write(folder: Path, plan: _Plan, progress: Progress) -> Path:
+def _write(folder: Path, plan: _Plan, progress: Progress) -> tuple[Path, Manifest]:
     """Everything of the checkpoint, synced, under its hidden name."""
     new = folder / f"{SAVING}{folder_name(plan.step)}"
     new.mkdir()
@@ -193,12 +196,13 @@ def _write(folder: Path, plan: _Plan, progress: Progress) -> Path:
             files = {STATE: _write_file(new / STATE, [memoryview(plan.state)], phase)}
             for name, layout in plan.layouts.items():
                 files[name] = _write_file(new / name, layout.chunks(), phase)
-            _write_file(new / MANIFEST, [memoryview(manifest_bytes(Manifest(plan.step, files)))], phase)
+            manifest = Manifest(plan.step, dict(sorted(files.items())))
+            _write_file(new / MANIFEST, [memoryview(manifest_bytes(manifest))], phase)
         sync_folder(new)
     except BaseException:
-        shutil.rmtree(new, ignore_errors=True)  # what cannot be removed now is removed by the next save
+        _discard(new)
         raise
-    return new
+    return new, manifest
 
 
 def _write_file(path: Path, chunks: Iterator[memoryview] | list[memoryview], phase: Phase) -> FileFacts:
@@ -219,10 +223,11 @@ def _write_file(path: Path, chunks: Iterator[memoryview] | list[memoryview], pha
     return FileFacts(at, digest.hexdigest())
 
 
-def _put_in_place(folder: Path, new: Path, name: str) -> Path:
+def _put_in_place(folder: Path, new: Path, manifest: Manifest) -> Path:
+    name = folder_name(manifest.step)
     made = folder / name
-    if _is_the_same(made, new):
-        shutil.rmtree(new, ignore_errors=True)  # what cannot be removed now is removed by the next save
+    if _is_the_same(made, manifest):
+        _discard(new)
         return made
     if os.path.lexists(made):
         os.rename(made, folder / f"{REPLACED}{name}")  # a kill from here to the next line is undone by `sweep`
@@ -231,18 +236,31 @@ def _put_in_place(folder: Path, new: Path, name: str) -> Path:
     return made
 
 
-def _is_the_same(made: Path, new: Path) -> bool:
-    if not made.is_dir() or made.is_symlink() or verify(made):
-        return False
-    return read_manifest(made) == read_manifest(new)
+def _discard(new: Path) -> None:
+    try:
+        shutil.rmtree(new)
+    except OSError:
+        pass  # the next save removes it; what matters now is what the caller has to tell
+
+
+def _is_the_same(made: Path, manifest: Manifest) -> bool:
+    try:
+        return made.is_dir() and read_manifest(made) == manifest and not verify(made)
+    except CheckpointError:
+        return False  # whatever is there is not whole, and is replaced
 
 
 def _prune(folder: Path, step: int, keep: int, sink: Sink) -> None:
     """Remove what was replaced, and checkpoints before `step` but the last `keep - 1`. `step` itself is the newest."""
-    for name in names(folder):
+    try:
+        there = names(folder)
+    except OSError as error:
+        message = f"cannot be listed: {error.strerror}; earlier checkpoints stay until the next save"
+        return sink.emit(Warned(str(folder), message))
+    for name in there:
         if name.startswith(REPLACED) and step_of(name.removeprefix(REPLACED)) is not None:
             _remove(folder, name, sink)
-    earlier = sorted(s for name in names(folder) if (s := step_of(name)) is not None and s < step)
+    earlier = sorted(s for name in there if (s := step_of(name)) is not None and s < step)
     for old in earlier[: max(0, len(earlier) - (keep - 1))]:
         _remove(folder, folder_name(old), sink)
 

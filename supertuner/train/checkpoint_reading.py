@@ -128,9 +128,7 @@ def names(folder: Path) -> list[str]:
     try:
         return sorted(os.listdir(folder))
     except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise CheckpointError(f"{folder} cannot be listed: {error.strerror}; make it readable") from error
+        return []  # no checkpoint was saved yet
 
 
 def read_manifest(path: Path) -> Manifest:

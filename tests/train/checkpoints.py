@@ -1,0 +1,38 @@
+"""Small checkpoints for tests: two experts with adapters, optimizer and average, as a real run has them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from supertuner.core.types import JSON
+
+
+def parts_at(step: int, seed: int = 0) -> dict[str, dict[str, torch.Tensor]]:
+    """The parts of a run's checkpoint; another seed is another run."""
+    drawn = torch.Generator().manual_seed(1000 * seed + step)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=drawn)
+
+    parts: dict[str, dict[str, torch.Tensor]] = {}
+    for expert in ("high_noise", "low_noise"):
+        parts[f"adapter.{expert}"] = {"blocks.0.lora_A": normal(4, 7), "blocks.0.lora_B": normal(7, 4)}
+        parts[f"optimizer.{expert}"] = {"0.exp_avg": normal(4, 7), "0.step": torch.tensor(float(step))}
+        parts[f"ema.{expert}"] = {"blocks.0.lora_A": normal(4, 7).bfloat16()}
+    parts["random"] = {"cpu": torch.arange(16, dtype=torch.uint8)}
+    return parts
+
+
+def state_at(step: int) -> dict[str, JSON]:
+    return {"step": step, "samples": 4 * step, "scale": 65536.0, "expert": "high_noise", "names": ["é", "b"]}
+
+
+def bytes_of(checkpoint: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in checkpoint.iterdir()}
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder, hidden ones included, with its content."""
+    return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else b"/" for p in sorted(folder.rglob("*"))}

@@ -1,0 +1,195 @@
+"""Saves of checkpoints that are killed, or refused, at each of their system calls; a program for a preloaded process.
+
+It is run by test_checkpoint_faults.py with saving_faults.c preloaded, and prints what it saw as JSON. Each save runs in
+a child that is forked from here, so that nothing has to be imported again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import os
+import shutil
+import signal
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from supertuner.core.errors import CheckpointError
+from supertuner.core.host import Host
+from supertuner.train.checkpoint import find, latest, save
+from tests.arena.making import fork, wait
+from tests.train.checkpoints import bytes_of, parts_at, state_at, tree
+
+COUNT, KILL_BEFORE, KILL_AFTER, KILL_INSIDE, FAIL_ONCE, FAIL_ON, SHORT = range(1, 8)
+NAMES = {
+    KILL_BEFORE: "killed before",
+    KILL_AFTER: "killed after",
+    KILL_INSIDE: "killed inside",
+    FAIL_ONCE: "failed once",
+    FAIL_ON: "disk full from here on",
+    SHORT: "half written",
+}
+REFUSED = 3
+SAID = "said"
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What is there before a save, and the save."""
+
+    name: str
+    prepare: Callable[[Path], None]
+    keep: int
+    step: int = 30
+
+    def save(self, folder: Path) -> None:
+        save(folder, self.step, few_parts(self.step), state_at(self.step), keep=self.keep, host=Host())
+
+
+def earlier(folder: Path, *steps: int, seed: int = 0) -> None:
+    for step in steps:
+        save(folder, step, few_parts(step, seed), state_at(step), keep=9, host=Host())
+
+
+def few_parts(step: int, seed: int = 0) -> dict[str, dict[str, Tensor]]:
+    """Enough to have a first, a next and a last file; every further one is three more calls of the same kind."""
+    return {name: tensors for name, tensors in parts_at(step, seed).items() if name.startswith("adapter.")}
+
+
+def leave_remains(folder: Path) -> None:
+    """What kills in earlier saves may have left."""
+    earlier(folder, 10, 20)
+    shutil.copytree(folder / "step-00000020", folder / ".saving-step-00000030")
+    (folder / ".saving-step-00000030" / "manifest.json").unlink()
+    shutil.copytree(folder / "step-00000010", folder / ".removing-step-00000005")
+    (folder / ".removing-step-00000005" / "state.json").unlink()
+
+
+def leave_without_name(folder: Path) -> None:
+    """A kill between the two renames of a replacement: the only whole one has a hidden name."""
+    earlier(folder, 30, seed=1)
+    os.rename(folder / "step-00000030", folder / ".replaced-step-00000030")
+    shutil.copytree(folder / ".replaced-step-00000030", folder / ".saving-step-00000030")
+
+
+SCENARIOS = (
+    Scenario("the first", lambda folder: None, keep=2),
+    Scenario("the next, and the oldest goes", lambda folder: earlier(folder, 10, 20), keep=2),
+    Scenario("the same step, the only one, with other content", lambda folder: earlier(folder, 30, seed=1), keep=1),
+    Scenario("the same step again", lambda folder: earlier(folder, 20, 30), keep=1),
+    Scenario("over the remains of killed saves", leave_remains, keep=1),
+    Scenario("over a replacement that was cut in two", leave_without_name, keep=1),
+)
+
+
+class Trial:
+    """One scenario, prepared once and copied for each fault."""
+
+    def __init__(self, work: Path, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.before, self.now = work / "before", work / "now"
+        self.before.mkdir()
+        scenario.prepare(self.before / "checkpoints")
+        self.reset()
+        found = latest(self.folder)
+        self.old = None if found is None else bytes_of(found.path)
+        scenario.save(self.folder)  # once for what Python imports at the first use
+        self.reset()
+        self.calls = self.count()
+        self.finished = tree(self.folder)
+        self.new = bytes_of(self.folder / f"step-{scenario.step:08d}")
+
+    @property
+    def folder(self) -> Path:
+        return self.now / "checkpoints"
+
+    def reset(self) -> None:
+        shutil.rmtree(self.now, ignore_errors=True)
+        shutil.copytree(self.before, self.now)
+
+    def count(self) -> list[list[str]]:
+        """Every call of an undisturbed save, in order: what, where, where to."""
+        log = os.open(self.now / "log", os.O_RDWR | os.O_CREAT, 0o644)
+        ctypes.CDLL(None).faults_arm(COUNT, 0, 0, log)
+        self.scenario.save(self.folder)
+        counted = int(ctypes.CDLL(None).faults_calls())
+        ctypes.CDLL(None).faults_arm(0, 0, 0, -1)
+        os.close(log)
+        calls = [line.split("\t") for line in (self.now / "log").read_text().splitlines()]
+        assert len(calls) == counted
+        return calls
+
+    def run(self, mode: int, at: int, code: int = 0) -> str:
+        """One save with one fault; whether the old or the new checkpoint was the latest afterwards."""
+        where = f"{self.scenario.name}, mode {mode}, call {at}"
+        self.reset()
+        status = wait(fork(lambda: self._child(mode, at, code)))
+        expected = {0, REFUSED} if mode in (FAIL_ONCE, FAIL_ON) else {0} if mode == SHORT else {-signal.SIGKILL}
+        assert status in expected, f"{where}: the save ended with {status}"
+        if status == REFUSED:
+            said = (self.now / SAID).read_text()
+            comfort = ("intact", "none yet", "not touched")
+            # "exists": remains that could not be removed; why not was told when that was tried.
+            reasons = (os.strerror(code), os.strerror(errno.EEXIST))
+            assert any(r in said for r in reasons) and any(word in said for word in comfort), f"{where}: {said}"
+        # Whoever looks without the run's lock never finds a half of one, either.
+        assert all(found.problem is None for found in find(self.folder)), f"{where}: {find(self.folder)}"
+        found = latest(self.folder)
+        content = None if found is None else bytes_of(found.path)
+        assert content in (self.old, self.new), f"{where}: neither the old one nor the new one"
+        assert status != 0 or content == self.new, f"{where}: it said that all went well"
+        self.scenario.save(self.folder)
+        assert tree(self.folder) == self.finished, f"{where}: the next save left {sorted(tree(self.folder))}"
+        return "refused" if status == REFUSED else "new" if content == self.new else "old"
+
+    def _child(self, mode: int, at: int, code: int) -> None:
+        library = ctypes.CDLL(None)
+        library.faults_arm(mode, at, code, -1)
+        try:
+            self.scenario.save(self.folder)
+        except CheckpointError as error:
+            library.faults_arm(0, 0, 0, -1)
+            (self.now / SAID).write_text(str(error))
+            os._exit(REFUSED)
+        os._exit(0)
+
+
+def faults_of(calls: list[list[str]], thorough: bool) -> list[tuple[int, int, int]]:
+    """(mode, call, errno) for every call. What is on disk after a call is what is there before the next one."""
+    everywhere = range(len(calls))
+    last = everywhere if thorough else everywhere[-1:]
+    writes = [at for at, (what, *_) in enumerate(calls) if what == "write"]
+    changes = [at for at, (what, *_) in enumerate(calls) if what not in ("open", "openat", "opendir", "statvfs")]
+    roomy = [at for at, (what, *_) in enumerate(calls) if what in ("create", "write", "fsync", "mkdir", "rename")]
+    return [
+        *((KILL_BEFORE, at, 0) for at in everywhere),
+        *((KILL_AFTER, at, 0) for at in last),
+        *((KILL_INSIDE, at, 0) for at in writes),
+        *((SHORT, at, 0) for at in writes),
+        *((FAIL_ONCE, at, errno.EIO) for at in (everywhere if thorough else changes)),
+        *((FAIL_ONCE, at, errno.ENOSPC) for at in (everywhere if thorough else roomy)),
+        *((FAIL_ON, at, errno.ENOSPC) for at in roomy),
+    ]
+
+
+def main(work: Path, thorough: bool) -> None:
+    seen = {}
+    for number, scenario in enumerate(SCENARIOS):
+        place = work / f"{number}"
+        place.mkdir()
+        trial = Trial(place, scenario)
+        outcomes: dict[str, Counter[str]] = {}
+        for mode, at, code in faults_of(trial.calls, thorough):
+            outcomes.setdefault(NAMES[mode], Counter())[trial.run(mode, at, code)] += 1
+        seen[scenario.name] = {"outcomes": outcomes, "calls": trial.calls}
+    sys.stdout.write(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), thorough="thorough" in sys.argv)
