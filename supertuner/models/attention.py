@@ -1,4 +1,4 @@
-"""The attention backend that a run names: known, installed, and able to train here; told at the start, not in step one."""
+"""The attention backend that a run names: known, installed and able to train here, or refused before the first step."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def require_backend(name: str, device: torch.device) -> None:
     except (RuntimeError, ValueError, ImportError, TypeError, AssertionError, OSError) as error:
         why = str(error).strip().splitlines() or [type(error).__name__]
         raise ModelError(
-            f'model.attention is {name!r}, which cannot train on this machine ({device.type}): {why[0]} "native" always can'
+            f"model.attention is {name!r}, which cannot train on this machine ({device.type}): {why[0]} "
+            '"native" always can'
         ) from error
     if query.grad is None:
         raise ModelError(f"model.attention is {name!r}: it computes no gradient, so nothing can be trained through it")

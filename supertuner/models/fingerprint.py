@@ -1,7 +1,7 @@
 """The identity of files by their content: what an encoder computes is known by the bytes it was loaded from.
 
-A memo remembers what was hashed, by path, size, times and inode, so that gigabytes are read once per machine. It is only
-ever a shortcut: a memo that is lost or damaged costs time, never truth.
+A memo remembers what was hashed, by path, size, times and inode, so that gigabytes are read once per machine. It is
+only ever a shortcut: a memo that is lost or damaged costs time, never truth.
 """
 
 from __future__ import annotations

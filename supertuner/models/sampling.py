@@ -1,8 +1,8 @@
-"""What samplers of all families share: modules that compute in a given precision while a pipeline calls them."""
+"""What samplers of all families share: parts for a pipeline, and modules that compute as in training inside it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -10,6 +10,24 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
+
+from supertuner.models import loading
+from supertuner.models.spec import Model
+
+
+def parts(
+    model: Model, modules: Mapping[str, nn.Module], names: Iterable[str], device: torch.device, dtype: torch.dtype
+) -> dict[str, Any]:
+    """The parts of a pipeline: those given as they are, the others loaded; a VAE computes in fp32."""
+    chosen: dict[str, Any] = {}
+    for name in names:
+        if name in modules:
+            chosen[name] = modules[name]
+        elif name.startswith(("tokenizer", "scheduler")):
+            chosen[name] = loading.plain(model, name)
+        else:
+            chosen[name] = loading.module(model, name, torch.float32 if name == "vae" else dtype).to(device)
+    return chosen
 
 
 @contextmanager
@@ -26,7 +44,7 @@ def computing(modules: Iterable[nn.Module], device: torch.device, dtype: torch.d
         yield
 
 
-def frames_FHWC(pixels: NDArray[np.floating[Any]]) -> NDArray[np.uint8]:
+def uint8(pixels: NDArray[np.floating[Any]]) -> NDArray[np.uint8]:
     """Pixels in [0, 1], rounded as diffusers rounds them for pictures."""
     return (pixels * 255).round().astype(np.uint8)
 

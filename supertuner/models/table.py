@@ -11,8 +11,8 @@ from supertuner.core.errors import ModelError
 from supertuner.models.spec import Family
 
 MODELS: Final[Mapping[str, str]] = {
-    "flux": "supertuner.models.flux:family",
-    "wan2.2": "supertuner.models.wan22:family",
+    "flux": "supertuner.models.flux:FAMILY",
+    "wan2.2": "supertuner.models.wan22:FAMILY",
 }
 
 PIPELINES: Final[Mapping[str, str]] = {

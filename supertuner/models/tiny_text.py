@@ -5,8 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel, UMT5Config, UMT5EncoderModel
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5EncoderModel,
+    UMT5Config,
+    UMT5EncoderModel,
+)
 
 WORDS: Final = (
     "a", "an", "the", "of", "on", "in", "and", "with", "at", "to", "from", "is", "large", "small", "big", "tiny", "red",
@@ -36,6 +44,43 @@ def unigram_tokenizer(words: Sequence[str] = WORDS, longest: int = 512) -> PreTr
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", model_max_length=longest
     )
+
+
+def byte_tokenizer(longest: int = 77) -> PreTrainedTokenizerFast:
+    """Like CLIP's: a start, an end that also pads, and pieces of bytes; here every piece is one byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    ids = {piece: index for index, piece in enumerate([*alphabet, "<|startoftext|>", "<|endoftext|>"])}
+    tokenizer: Any = Tokenizer(models.BPE(ids, [], unk_token="<|endoftext|>"))
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    ends = [(token, ids[token]) for token in ("<|startoftext|>", "<|endoftext|>")]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=[ends[0][0], "$A", ends[1][0]], pair=[ends[0][0], "$A", "$B", ends[1][0]], special_tokens=ends
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<|startoftext|>",
+        eos_token="<|endoftext|>",
+        pad_token="<|endoftext|>",
+        model_max_length=longest,
+    )
+
+
+def clip_encoder(tokenizer: PreTrainedTokenizerFast, width: int, layers: int) -> CLIPTextModel:
+    config = CLIPTextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=width,
+        intermediate_size=2 * width,
+        projection_dim=width,
+        num_hidden_layers=layers,
+        num_attention_heads=max(1, width // 8),
+        max_position_embeddings=tokenizer.model_max_length,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return CLIPTextModel(config).eval()
 
 
 def umt5_encoder(pieces: int, width: int, layers: int) -> UMT5EncoderModel:

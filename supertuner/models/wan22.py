@@ -16,6 +16,7 @@ from supertuner.models.reading import Config
 from supertuner.models.spec import Expert, Family, Model, Source, Tensors
 from supertuner.models.wan22_encoders import TEXT_LENGTH, media_encoder, text_encoder
 from supertuner.models.wan22_sampler import sampler
+from supertuner.models.wan22_shapes import tokens, why_not
 from supertuner.models.wan22_tiny import tiny
 
 NAME: Final = "wan2.2"
@@ -36,6 +37,7 @@ def read(source: Source) -> Model:
         kinds=frozenset({MediaKind.VIDEO} if _from_image(index) else {MediaKind.IMAGE, MediaKind.VIDEO}),
         shift=float(configs["scheduler"].get("flow_shift", configs["scheduler"].get("shift", 1.0))),
         configs=configs,
+        starts_from_frame=_from_image(index),
     )
 
 
@@ -76,21 +78,6 @@ def text_files(model: Model) -> Sequence[Path]:
     return reading.files_of(model.source, ("text_encoder", "tokenizer"))
 
 
-def why_not(model: Model, shape: tuple[int, ...]) -> str | None:
-    if len(shape) not in (3, 4) or shape[0] != 3:
-        return f"its shape is {shape}, and this model takes pictures and videos of 3 colours"
-    frames = shape[1] if len(shape) == 4 else 1
-    if MediaKind.IMAGE not in model.kinds and frames == 1:
-        return "it has one frame, and an image-to-video model learns from what comes after the first"
-    every = _integer(model, "vae", "scale_factor_temporal", 4)
-    if frames % every != 1:
-        return f"it has {frames} frames, and this model takes 1, {every + 1}, {2 * every + 1} … ({every}·n + 1)"
-    side = _pixels_per_token(model)
-    if shape[-2] % side or shape[-1] % side:
-        return f"it is {shape[-1]}×{shape[-2]}, and both sides must be multiples of {side}"
-    return None
-
-
 def denoiser(model: Model, expert: Expert, dtype: torch.dtype) -> nn.Module:
     return loading.module(model, expert.part, dtype)
 
@@ -104,7 +91,9 @@ def denoise(
         timestep = timestep[:, None].expand(-1, tokens(model, tuple(noisy.shape[1:])))
     if "condition" in conditions:
         noisy = torch.cat([noisy, conditions["condition"].to(noisy.dtype)], dim=1)
-    predicted = module(noisy, timestep, text["embeds"], return_dict=False)[0]
+    predicted = module(hidden_states=noisy, timestep=timestep, encoder_hidden_states=text["embeds"], return_dict=False)[
+        0
+    ]
     assert isinstance(predicted, torch.Tensor)
     return predicted
 
@@ -118,45 +107,12 @@ def pad_text(model: Model, captions: Sequence[Tensors]) -> Tensors:
     return {"embeds": padded}
 
 
-def tokens(model: Model, shape: tuple[int, ...]) -> int:
-    """Latents are CFHW; a token is a patch of them."""
-    _, frames, height, width = shape
-    deep, high, wide = _patch(model)
-    return (frames // deep) * (height // high) * (width // wide)
-
-
-def _patch(model: Model) -> tuple[int, int, int]:
-    patch = model.configs["transformer"].get("patch_size", (1, 2, 2))
-    if not isinstance(patch, list | tuple) or len(patch) != 3:
-        raise ModelError(f"{model.source.path}: transformer/config.json: patch_size is {patch!r}, not three numbers")
-    return int(patch[0]), int(patch[1]), int(patch[2])
-
-
-def _pixels_per_token(model: Model) -> int:
-    return _integer(model, "vae", "scale_factor_spatial", 8) * _patch(model)[1]
-
-
-def _integer(model: Model, part: str, key: str, default: int) -> int:
-    value = model.configs[part].get(key)
-    if value is None:
-        return default
-    if not isinstance(value, int):
-        raise ModelError(f"{model.source.path}: {part}/config.json: {key} is {value!r}, not a whole number")
-    return value
-
-
 _ATTENTION: Final = ("to_q", "to_k", "to_v", "to_out.0")
 _MLP: Final = ("ffn.net.0.proj", "ffn.net.2")
-_EMBEDDERS: Final = (
-    "time_embedder.linear_1",
-    "time_embedder.linear_2",
-    "time_proj",
-    "text_embedder.linear_1",
-    "text_embedder.linear_2",
-    "proj_out",
-)
+_REST: Final = ("linear_1", "linear_2", "time_proj", "proj_out")
+"""Embedders of time and text, and the last layer."""
 
-family = Family(
+FAMILY: Final = Family(
     name=NAME,
     prediction="flow",
     read=read,
@@ -173,7 +129,7 @@ family = Family(
     targets={
         "attention": _ATTENTION,
         "attention_mlp": (*_ATTENTION, *_MLP),
-        "all_linear": (*_ATTENTION, *_MLP, *_EMBEDDERS),
+        "all_linear": (*_ATTENTION, *_MLP, *_REST),
     },
     # Each expert's adapter is a file of its own, and diffusers wants the same prefix in both (load_into_transformer_2).
     export_prefix={"transformer": "transformer", "transformer_2": "transformer"},

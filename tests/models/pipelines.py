@@ -2,32 +2,86 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from supertuner.models.spec import Source
-from supertuner.models.wan22_tiny import TinyWan, write
+from supertuner.models import flux_tiny, wan22_tiny
+from supertuner.models.flux_tiny import TinyFlux
+from supertuner.models.spec import Family, Model, Source
+from supertuner.models.table import family
+from supertuner.models.wan22_tiny import TinyWan
+
+
+@dataclass(frozen=True)
+class Case:
+    """A family, one of its variants, and the shape of media that it takes."""
+
+    name: str
+    family: str
+    build: Callable[[int], Any]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Written:
+    """A variant's pipeline on disk, as its family reads it."""
+
+    case: Case
+    family: Family
+    model: Model
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.model.source.path)
+
+
+CASES = (
+    Case("wan-t2v", "wan2.2", lambda seed: wan22_tiny.build(TinyWan(), seed), (3, 5, 32, 48)),
+    Case("wan-one-expert", "wan2.2", lambda seed: wan22_tiny.build(TinyWan(experts=1), seed), (3, 1, 32, 48)),
+    Case("wan-i2v", "wan2.2", lambda seed: wan22_tiny.build(TinyWan(kind="i2v"), seed), (3, 5, 32, 48)),
+    Case("wan-5b", "wan2.2", lambda seed: wan22_tiny.build(TinyWan(kind="ti2v"), seed), (3, 5, 32, 64)),
+    Case("flux-dev", "flux", lambda seed: flux_tiny.build(TinyFlux(), seed), (3, 32, 48)),
+    Case("flux-schnell", "flux", lambda seed: flux_tiny.build(TinyFlux(guidance=False), seed), (3, 32, 48)),
+)
+
+
+@pytest.fixture(scope="session", params=CASES, ids=lambda case: case.name)
+def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Written:
+    """Every variant of every family in turn."""
+    case: Case = request.param
+    source = _saved(tmp_path_factory, case.name)
+    return Written(case, family(case.family), family(case.family).read(source))
 
 
 @pytest.fixture(scope="session")
 def tiny_wan(tmp_path_factory: pytest.TempPathFactory) -> Source:
     """Text to video, two experts."""
-    return _wan(tmp_path_factory, TinyWan())
+    return _saved(tmp_path_factory, "wan-t2v")
 
 
 @pytest.fixture(scope="session")
 def tiny_wan_image_to_video(tmp_path_factory: pytest.TempPathFactory) -> Source:
-    return _wan(tmp_path_factory, TinyWan(kind="i2v"))
+    return _saved(tmp_path_factory, "wan-i2v")
 
 
 @pytest.fixture(scope="session")
 def tiny_wan_5b(tmp_path_factory: pytest.TempPathFactory) -> Source:
     """One expert, a timestep per token."""
-    return _wan(tmp_path_factory, TinyWan(kind="ti2v"))
+    return _saved(tmp_path_factory, "wan-5b")
 
 
-def _wan(factory: pytest.TempPathFactory, sizes: TinyWan) -> Source:
-    folder: Path = factory.mktemp("pipelines") / f"wan-{sizes.kind}"
-    write(folder, sizes, seed=0)
+@pytest.fixture(scope="session")
+def tiny_flux(tmp_path_factory: pytest.TempPathFactory) -> Source:
+    return _saved(tmp_path_factory, "flux-dev")
+
+
+def _saved(factory: pytest.TempPathFactory, name: str) -> Source:
+    folder = factory.getbasetemp() / "pipelines" / name
+    if not folder.is_dir():
+        case = next(case for case in CASES if case.name == name)
+        case.build(0).save_pretrained(folder)
     return Source(str(folder))

@@ -1,0 +1,68 @@
+"""What Flux makes of pictures and captions: the inputs of its pipeline, to the bit.
+
+Samples are encoded one by one: what is stored about a sample does not depend on what was encoded beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+
+from supertuner.models import loading
+from supertuner.models.spec import Model, Tensors
+
+TEXT_LENGTH: Final = 512
+
+
+class FluxMediaEncoder:
+    def __init__(self, vae: Any, device: torch.device) -> None:
+        self._vae = vae.to(device)
+        self._device = device
+
+    @torch.no_grad()
+    def encode(self, media: torch.Tensor) -> Tensors:
+        return {"latents": torch.cat([self._one(picture) for picture in media.unbind()]).cpu()}
+
+    def _one(self, picture: torch.Tensor) -> torch.Tensor:
+        pixels = picture[None].to(self._device, torch.float32) / 255.0 * 2.0 - 1.0
+        mode = self._vae.encode(pixels).latent_dist.mode()
+        latents: torch.Tensor = (mode - self._vae.config.shift_factor) * self._vae.config.scaling_factor
+        return latents
+
+
+class FluxTextEncoder:
+    """`embeds` of T5 and `pooled` of CLIP.
+
+    The pipeline gives T5 no mask, so what stands behind the end of a caption depends on the caption, and the denoiser
+    reads it: all 512 rows are the caption's encoding, and none of them is padding that could be left out.
+    """
+
+    def __init__(self, clip: tuple[Any, Any], t5: tuple[Any, Any], device: torch.device) -> None:
+        self._clip_tokenizer, self._clip = clip[0], clip[1].to(device)
+        self._t5_tokenizer, self._t5 = t5[0], t5[1].to(device)
+        self._device = device
+
+    @torch.no_grad()
+    def encode(self, captions: Sequence[str]) -> list[Tensors]:
+        return [self._one(caption) for caption in captions]
+
+    def _one(self, caption: str) -> Tensors:
+        pooled = self._clip(self._ids(self._clip_tokenizer, caption, self._clip_tokenizer.model_max_length))
+        embeds = self._t5(self._ids(self._t5_tokenizer, caption, TEXT_LENGTH))
+        return {"embeds": embeds.last_hidden_state[0].cpu().clone(), "pooled": pooled.pooler_output[0].cpu().clone()}
+
+    def _ids(self, tokenizer: Any, caption: str, length: int) -> Any:
+        tokens = tokenizer([caption], padding="max_length", max_length=length, truncation=True, return_tensors="pt")
+        return tokens.input_ids.to(self._device)
+
+
+def media_encoder(model: Model, device: torch.device) -> FluxMediaEncoder:
+    return FluxMediaEncoder(loading.module(model, "vae", torch.float32), device)
+
+
+def text_encoder(model: Model, device: torch.device, dtype: torch.dtype) -> FluxTextEncoder:
+    clip = loading.plain(model, "tokenizer"), loading.module(model, "text_encoder", dtype)
+    t5 = loading.plain(model, "tokenizer_2"), loading.module(model, "text_encoder_2", dtype)
+    return FluxTextEncoder(clip, t5, device)
