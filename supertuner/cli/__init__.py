@@ -13,6 +13,7 @@ from supertuner.cli.config import app as config
 from supertuner.cli.preview import register as register_preview
 from supertuner.cli.run import app as run
 from supertuner.cli.stage import register as register_stage
+from supertuner.cli.train import register as register_train
 from supertuner.cli.validate import register as register_validate
 from supertuner.core.errors import SuperTunerError
 
@@ -23,6 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+register_train(app)
 register_stage(app)
 register_preview(app)
 register_validate(app)

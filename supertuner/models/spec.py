@@ -69,6 +69,9 @@ class Model:
     configs: Mapping[str, Mapping[str, object]]
     """Config of the pipeline (`""`) and of each part, as read."""
 
+    starts_from_frame: bool = False
+    """A sample of it needs a first frame."""
+
     def config(self, part: str, key: str) -> object:
         """One entry of a part's config, which must be there."""
         return self.configs[part][key]

@@ -43,14 +43,12 @@ def train_in(work: Session, *, resume: str | None = None) -> Trained:
         from supertuner.train.export import export
         from supertuner.train.loop import train as run_loop
         from supertuner.train.loss_log import LOSSES
-        from supertuner.train.setup import open_run
+        from supertuner.train.setup import Outside, open_run
     config, folder = work.config, work.folder.path
     with ExitStack() as opened:
         sink = _with_reports(work, opened)
         run = opened.enter_context(
-            open_run(
-                config, folder.name, folder, sink=sink, progress=work.console, host=work.host, resume=resume
-            )
+            open_run(config, folder.name, folder, Outside(sink, work.console, work.host), resume=resume)
         )
         ending = run_loop(run)
         exports = () if ending.stopped_by else tuple(export(run))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 from safetensors.torch import save as to_bytes
@@ -35,7 +36,8 @@ def export(run: Run) -> list[Path]:
 def _export_expert(run: Run, number: int, folder: Path) -> str:
     trainee = run.trainees[number]
     expert, trained = trainee.expert, run.trained[trainee.expert.name]
-    with adapters.applied(trained, evaluation_weights(trainee) or {}):
+    values = evaluation_weights(trainee)
+    with nullcontext() if values is None else adapters.applied(trained, values):
         if trained.kind == "full":
             adapters.save_full(trained, folder / expert.part, run.dtype)
             return expert.part

@@ -135,7 +135,7 @@ def _serve(run: Run, requests: Requests, signals: Signals) -> None:
 
 
 def _due(step: int, every: int | None) -> bool:
-    return bool(every) and step % every == 0
+    return every is not None and every > 0 and step % every == 0
 
 
 def _ended(run: Run, begun: float, stopped_by: str | None) -> Ending:

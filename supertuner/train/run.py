@@ -19,10 +19,9 @@ from supertuner.step.window import Rules, Trainee
 from supertuner.train.feed import Feed, Maker
 from supertuner.train.loss_log import LossLog
 from supertuner.train.parallel import Parallel
+from supertuner.train.sample_plan import SamplePlan
 
-LOSSES = "losses.jsonl"
 HELD_OUT = "validation.jsonl"
-CHECKPOINTS = "checkpoints"
 SAMPLES = "samples"
 EXPORTS = "exports"
 
@@ -54,6 +53,8 @@ class Run:
     """Expert → what is trained of it, for saving and exporting."""
     losses: LossLog
     validations: LossLog
+    """Held-out losses."""
+    samples_plan: SamplePlan
     # ------------------------------------------------------------------
     step: int = 0
     """Optimizer steps done."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -13,25 +14,43 @@ from supertuner.config.tree import RunConfig
 from supertuner.core.errors import CheckpointError, TrainError
 from supertuner.core.events import Decided, Noted, Progress, Sink
 from supertuner.core.host import Host
+from supertuner.data.corpus import Corpus
+from supertuner.data.opened import open_corpus
 from supertuner.models import adapters
 from supertuner.models.attention import require_backend, use_backend
 from supertuner.models.compiled import compile_blocks
+from supertuner.models.fingerprint import fingerprint
 from supertuner.models.objective import Law, Objective, auto_shift
 from supertuner.models.quantise import quantise
 from supertuner.models.spec import Expert, Family, Model
 from supertuner.optim import table as optimizers
 from supertuner.optim.ema import Ema
-from supertuner.optim.schedule import course_of, ramp_text
+from supertuner.optim.schedule import Course, course_of, ramp_text
 from supertuner.step.precision import Precision
 from supertuner.step.window import Rules, Trainee, prepare
 from supertuner.train import checkpoint
+from supertuner.train.caches import open_encoded
+from supertuner.train.caching_encoders import Encoding, Identities
 from supertuner.train.checkpoint_reading import Loaded, load
 from supertuner.train.feed import Maker
 from supertuner.train.loss_log import LOSSES, LossLog
 from supertuner.train.model_source import opened_model
 from supertuner.train.parallel import Alone, Parallel
 from supertuner.train.run import HELD_OUT, Run
-from supertuner.train.saving import restore
+from supertuner.train.saving import restore, samples_of
+from supertuner.train.validating import plan
+
+FINGERPRINTS = ".fingerprints.json"
+"""Below `run.output_dir`: fingerprints of models by their files' names, sizes and dates."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Outside:
+    """What a run reports to, and what it asks about the machine."""
+
+    sink: Sink
+    progress: Progress
+    host: Host
 
 
 @contextmanager
@@ -39,38 +58,36 @@ def open_run(
     config: RunConfig,
     name: str,
     folder: Path,
+    outside: Outside,
     *,
-    sink: Sink,
-    progress: Progress,
-    host: Host,
     resume: str | None = None,
     parallel: Parallel | None = None,
 ) -> Iterator[Run]:
     """Everything that a run needs, ready for its loop; leaving closes it. `resume` is said instead of the setting's."""
     parallel = parallel or Alone()
+    sink = outside.sink
     device = device_of(config.train.device)
     precision = Precision(config.train.mixed_precision, device)
-    begin = _checkpoint(folder, resume or config.checkpoints.resume, sink, progress)
+    begin = _checkpoint(folder, resume or config.checkpoints.resume, outside)
     family, model = opened_model(config, folder)
     sink.emit(Decided("model", model.title, f"what {model.source.path} says of itself"))
     sink.emit(Decided("train.device", str(device), _why_device(config.train.device)))
     experts = experts_of(config, model)
     require_backend(config.model.attention, device)
     with ExitStack() as opened:
-        maker, held_out = _makers(config, family, model, opened, precision, sink=sink, progress=progress, host=host)
-        course = course_of(config, maker.corpus.order.epoch_begin, parallel.ranks)
-        sink.emit(Decided("train.steps", course.total_steps, course.why))
-        if course.ramp.grows:
-            text = ramp_text(course.ramp, config.train.batch_size, parallel.ranks)
-            sink.emit(Noted("ramp", text))
+        corpus, other = _opened_data(config, opened, outside)
+        course = _course(config, corpus, parallel, sink)
+        maker_of = partial(_maker, config, encoding_of(config, family, model, precision), folder, opened, outside)
+        maker = maker_of(corpus, 0 if begin is None else samples_of(begin), course.total_samples)
+        held_out = None if other is None else maker_of(other, 0, _measured(config, other))
         trained = {expert.name: _trained(config, family, model, expert, precision, sink) for expert in experts}
         run = Run(
             name=name,
             config=config,
             folder=folder,
             sink=sink,
-            progress=progress,
-            host=host,
+            progress=outside.progress,
+            host=outside.host,
             device=device,
             dtype=precision.dtype,
             parallel=parallel,
@@ -89,14 +106,19 @@ def open_run(
             trained=trained,
             losses=opened.enter_context(LossLog(folder / LOSSES)),
             validations=opened.enter_context(LossLog(folder / HELD_OUT)),
+            samples_plan=plan(config, model, corpus, other, sink),
         )
-        if begin is None:
-            run.losses.begin()
-            run.validations.begin()
-        else:
-            restore(run, begin)
-            sink.emit(Noted("resume", f"going on after step {run.step}, from {begin.path}"))
+        _begin(run, begin)
         yield run
+
+
+def _begin(run: Run, begin: Loaded | None) -> None:
+    if begin is None:
+        run.losses.begin()
+        run.validations.begin()
+        return
+    restore(run, begin)
+    run.sink.emit(Noted("resume", f"going on after step {run.step}, from {begin.path}"))
 
 
 def device_of(setting: str) -> torch.device:
@@ -136,7 +158,7 @@ def _why_device(setting: str) -> str:
     return "there is a GPU" if torch.cuda.is_available() else "there is no GPU that torch can use"
 
 
-def _checkpoint(folder: Path, resume: str, sink: Sink, progress: Progress) -> Loaded | None:
+def _checkpoint(folder: Path, resume: str, outside: Outside) -> Loaded | None:
     """What the run goes on from; None: it begins."""
     checkpoints = folder / checkpoint.FOLDER
     if resume == "never":
@@ -144,23 +166,74 @@ def _checkpoint(folder: Path, resume: str, sink: Sink, progress: Progress) -> Lo
             raise CheckpointError(f'{checkpoints} holds checkpoints, and resume is "never"; give another run.name')
         return None
     if resume == "latest":
-        return checkpoint.latest(checkpoints, sink, progress)
-    return load(Path(resume).expanduser(), progress)
+        return checkpoint.latest(checkpoints, outside.sink, outside.progress)
+    return load(Path(resume).expanduser(), outside.progress)
 
 
-def _makers(
+def _opened_data(config: RunConfig, opened: ExitStack, outside: Outside) -> tuple[Corpus, Corpus | None]:
+    """The datasets that are trained on, and those that are held out, if there are any."""
+
+    def corpus_of(held_out: bool) -> Corpus:
+        datasets = tuple(dataset for dataset in config.datasets if dataset.held_out is held_out)
+        part = config.model_copy(update={"datasets": datasets})
+        return opened.enter_context(open_corpus(part, host=outside.host, sink=outside.sink, progress=outside.progress))
+
+    return corpus_of(False), corpus_of(True) if any(dataset.held_out for dataset in config.datasets) else None
+
+
+def _course(config: RunConfig, corpus: Corpus, parallel: Parallel, sink: Sink) -> Course:
+    course = course_of(config, corpus.order.epoch_begin, parallel.ranks)
+    sink.emit(Decided("train.steps", course.total_steps, course.why))
+    if course.ramp.grows:
+        sink.emit(Noted("ramp", ramp_text(course.ramp, config.train.batch_size, parallel.ranks)))
+    return course
+
+
+def encoding_of(config: RunConfig, family: Family, model: Model, precision: Precision) -> Encoding:
+    """By what samples are encoded; the encoders' files are read through once, and remembered."""
+    memo = config.run.output_dir / FINGERPRINTS
+    identities = Identities(fingerprint(family.media_files(model), memo), fingerprint(family.text_files(model), memo))
+    return Encoding(family, model, identities, precision.device, precision.dtype)
+
+
+def _measured(config: RunConfig, corpus: Corpus) -> int:
+    """How many held-out samples are measured."""
+    return min(config.validation.held_out_samples, corpus.order.epoch_length(0))
+
+
+def _maker(
     config: RunConfig,
-    family: Family,
-    model: Model,
+    encoding: Encoding,
+    folder: Path,
     opened: ExitStack,
-    precision: Precision,
-    *,
-    sink: Sink,
-    progress: Progress,
-    host: Host,
-) -> tuple[Maker, Maker | None]:
-    """Who makes training batches, and who makes those of held-out data; both from caches that are built now."""
-    raise NotImplementedError
+    outside: Outside,
+    corpus: Corpus,
+    begin: int,
+    until: int,
+) -> Maker:
+    """Who makes batches of these data, from caches that are filled now."""
+    encoded = opened.enter_context(
+        open_encoded(
+            config,
+            corpus,
+            encoding,
+            run_folder=folder,
+            host=outside.host,
+            sink=outside.sink,
+            progress=outside.progress,
+            begin=begin,
+            until=until,
+        )
+    )
+    return Maker(
+        corpus=corpus,
+        encoded=encoded,
+        family=encoding.family,
+        model=encoding.model,
+        law_of=partial(law_of, config, encoding.family, encoding.model),
+        seed=config.run.seed,
+        pin=encoding.device.type == "cuda",
+    )
 
 
 def _trained(
@@ -177,7 +250,7 @@ def _trained(
     trained = adapters.attach(module, settings, targets, seed=config.run.seed, name=expert.name)
     prepare(module, config.train.gradient_checkpointing)
     if config.model.compile:
-        compile_blocks(module)
+        compile_blocks(module, precision.device)
     count = sum(parameter.numel() for parameter in trained.parameters.values())
     sink.emit(Decided(f"trained.{expert.name}", count, f"parameters of {settings.type} on {expert.part}"))
     return trained

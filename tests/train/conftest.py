@@ -1,0 +1,16 @@
+"""What tests of training share: one process that has imported everything, to fork runs from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.train.runs import Parent
+
+
+@pytest.fixture(scope="session")
+def parent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parent]:
+    made = Parent(tmp_path_factory.mktemp("parent") / "log")
+    yield made
+    made.close()

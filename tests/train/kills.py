@@ -1,0 +1,51 @@
+"""A whole run killed and started again until it is done, at random moments; shared by the suite and `make torture`."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import time
+from pathlib import Path
+
+from tests.train.runs import Parent, artefacts, config
+
+
+def killed_run(parent: Parent, folder: Path, name: str, kills: int, seed: int, usual_s: float) -> int:
+    """Start the run again and again, each time killed at a random moment, at least `kills` times, then let it end.
+
+    It begins anew, caches included, whenever it had reached its end before all kills were spent. How many starts.
+    """
+    rng, file, done, starts = random.Random(seed), config(folder, name), 0, 0
+    while done < kills:
+        starts += 1
+        # Half of the kills come early, where datasets are staged, samples encoded and checkpoints read.
+        longest = rng.choice((usual_s * 0.3, usual_s * 1.1))
+        code = parent.kill_after(file, rng.uniform(0, longest))
+        assert code in (0, -9), f"the run failed by itself with exit code {code}"
+        done += code == -9
+        if code == 0 and done < kills:
+            check_same(folder, name)
+            forget(folder, name)
+    assert parent.train(file) == 0
+    return starts
+
+
+def check_same(folder: Path, name: str) -> None:
+    """The run's files are those of the run that nobody killed."""
+    expected, found = artefacts(folder / "runs" / "whole"), artefacts(folder / "runs" / name)
+    assert sorted(found) == sorted(expected)
+    different = [file for file in expected if found[file] != expected[file]]
+    assert different == [], f"differ after kills: {different}"
+
+
+def forget(folder: Path, name: str) -> None:
+    """Take the run's folder and its caches away: the next start begins at the beginning."""
+    shutil.rmtree(folder / "runs" / name)
+    shutil.rmtree(folder / f"cache-{name}", ignore_errors=True)
+
+
+def usual_seconds(parent: Parent, folder: Path) -> float:
+    """How long the run takes that nobody kills; the run `whole` is left to compare with."""
+    begun = time.perf_counter()
+    assert parent.train(config(folder, "whole")) == 0
+    return time.perf_counter() - begun

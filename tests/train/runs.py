@@ -1,0 +1,174 @@
+"""Small real training runs for tests, in processes forked from one that has imported everything.
+
+Importing costs seconds; a fork costs milliseconds. The parent of the forks computes nothing itself and has one thread,
+so its children are whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from PIL import Image, ImageDraw
+
+ROOT = Path(__file__).resolve().parents[2]
+COLOURS = ("red", "green", "blue", "white", "orange", "purple", "yellow", "cyan")
+
+
+def pictures(folder: Path, count: int, first: int = 0) -> Path:
+    """Captioned pictures of 32×32: a coloured square each."""
+    folder.mkdir(parents=True)
+    for number in range(first, first + count):
+        image = Image.new("RGB", (32, 32), (number * 7 % 256, 40, 60))
+        corner = 4 + number % 8
+        colour = COLOURS[number % len(COLOURS)]
+        ImageDraw.Draw(image).rectangle((corner, corner, corner + 14, corner + 14), fill=colour)
+        image.save(folder / f"{number:03d}.png")
+        (folder / f"{number:03d}.txt").write_text(f"a {colour} square")
+    return folder
+
+
+def config(folder: Path, name: str, **changed: Any) -> Path:
+    """A run of two experts through a ramp, with everything on; `changed` replaces or extends blocks."""
+    data = folder / "data"
+    if not data.exists():
+        pictures(data / "train", 6)
+        pictures(data / "held_out", 2, first=6)
+    common = {"resolution": 32, "bucket_step": 16}
+    tree: dict[str, Any] = {
+        "run": {"name": name, "output_dir": str(folder / "runs"), "seed": 7},
+        "model": {"family": "wan2.2", "path": "tiny", "switch_boundary_every": 2},
+        "adapter": {"rank": 2, "dropout": 0.1},
+        "arena": {"home": str(folder / "arenas"), "disk_home": str(folder / "disk-arenas")},
+        "datasets": [
+            {"id": "squares", "instance_data_dir": str(data / "train"), **common},
+            {"id": "others", "instance_data_dir": str(data / "held_out"), "held_out": True, **common},
+        ],
+        "cache_config": {"persistent_cache": True, "cache_dir": str(folder / f"cache-{name}")},
+        "train": {"batch_size": 2, "max_steps": 12, "mixed_precision": "fp32", "ema_decay": 0.9, "max_grad_norm": 1.0},
+        "gh200_optimizations": {
+            "enable_batch_size_rampup": True,
+            "initial_effective_batch_size": 1,
+            "target_effective_batch_size": 4,
+            "batch_rampup_steps": 8,
+        },
+        "optimizer": {"learning_rate": 0.001, "lr_scheduler": "cosine", "lr_warmup_steps": 2},
+        "checkpoints": {"every_steps": 2, "keep": 2},
+        "validation": {"at_start": True, "every_steps": 6, "inference_steps": 2, "prompts": ["a red square"]},
+    }
+    for block, values in changed.items():
+        tree[block] = {**tree.get(block, {}), **values} if isinstance(values, dict) else values
+    file = folder / f"{name}.json"
+    file.write_text(json.dumps(tree, indent=1))
+    return file
+
+
+class Parent:
+    """A process that has imported everything; each `start` forks a training run from it."""
+
+    def __init__(self, log: Path) -> None:
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-W", "ignore", "-m", "tests.train.runs"]
+        self._log = log.open("ab")
+        self._process = subprocess.Popen(
+            command, cwd=ROOT, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log
+        )
+        assert self._line() == "ready"
+
+    def start(self, config: Path, *arguments: str) -> int:
+        """Begin `supertuner train CONFIG arguments…`; its process id."""
+        return int(self._ask(json.dumps(["train", str(config), *arguments])))
+
+    def wait(self, pid: int) -> int:
+        """The exit code of a run; negative if a signal ended it."""
+        return int(self._ask(json.dumps(["wait", str(pid)])))
+
+    def train(self, config: Path, *arguments: str) -> int:
+        return self.wait(self.start(config, *arguments))
+
+    def kill_after(self, config: Path, seconds: float) -> int:
+        """Start a run and kill it after so long; its exit code, 0 if it had ended before."""
+        pid = self.start(config)
+        time.sleep(seconds)
+        os.kill(pid, signal.SIGKILL)  # not reaped before `wait`: the number cannot be somebody else's
+        return self.wait(pid)
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+        self._log.close()
+
+    def _ask(self, line: str) -> str:
+        assert self._process.stdin is not None
+        self._process.stdin.write(line.encode() + b"\n")
+        self._process.stdin.flush()
+        return self._line()
+
+    def _line(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().decode().strip()
+
+
+def artefacts(run: Path) -> dict[str, bytes]:
+    """Every file of a run that must not depend on how often it was killed, by its name."""
+    kept = ["losses.jsonl", "validation.jsonl"]
+    found = [run / name for name in kept]
+    for folder in ("exports", "samples", "checkpoints"):
+        found += [path for path in (run / folder).rglob("*") if path.is_file()]
+    return {path.relative_to(run).as_posix().replace(run.name, "RUN"): path.read_bytes() for path in found}
+
+
+def _serve() -> None:
+    """The parent's side: read commands, fork, wait."""
+    import diffusers  # noqa: F401
+    import peft  # noqa: F401
+    import torch
+    import transformers  # noqa: F401
+
+    import supertuner.models.wan22
+    import supertuner.tools.curve
+    import supertuner.train.export
+    import supertuner.train.loop
+    import supertuner.train.setup  # noqa: F401
+
+    torch.set_num_threads(1)
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    answers.write("ready\n")
+    for line in sys.stdin:
+        verb, first, *rest = json.loads(line)
+        if verb == "train":
+            answers.write(f"{_fork([first, *rest])}\n")
+        else:
+            answers.write(f"{os.waitstatus_to_exitcode(os.waitpid(int(first), 0)[1])}\n")
+
+
+def _fork(arguments: list[str]) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    os.close(0)
+    code = 70
+    try:
+        from supertuner.cli import main
+
+        sys.argv = ["supertuner", "train", *arguments]
+        main()
+        code = 0
+    except SystemExit as ending:
+        code = ending.code if isinstance(ending.code, int) else 0 if ending.code is None else 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    _serve()
