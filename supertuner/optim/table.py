@@ -123,7 +123,7 @@ def _adamw8bit(parameters: list[nn.Parameter], rate: float, decay: float) -> Mad
 
 
 def _adafactor(parameters: list[nn.Parameter], rate: float, decay: float) -> Made:
-    return torch.optim.Adafactor(parameters, lr=rate, weight_decay=decay, foreach=True)
+    return torch.optim.Adafactor(parameters, lr=rate, weight_decay=decay)  # one by one: little memory is its point
 
 
 def _prodigy(parameters: list[nn.Parameter], rate: float, decay: float) -> Made:

@@ -1,0 +1,76 @@
+"""The figures on the page about the ramp are those of the functions that the trainer uses."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from supertuner.config.tree import RunConfig
+from supertuner.optim.schedule import (
+    Course,
+    Ramp,
+    accumulation,
+    change_text,
+    course_of,
+    ramp_text,
+    window_samples,
+    windows,
+)
+
+PAGE = (Path(__file__).parents[2] / "docs" / "ramp.md").read_text()
+
+
+def tables() -> list[list[list[int]]]:
+    """Every table of the page whose rows are whole numbers only."""
+    blocks = re.findall(r"(?:^\|.*\|\n)+", PAGE, re.MULTILINE)
+    found = [[re.findall(r"[^|]+", row) for row in block.splitlines()[2:]] for block in blocks]
+    return [
+        [[int(cell) for cell in row] for row in rows]
+        for rows in found
+        if all(cell.strip().isdigit() for row in rows for cell in row)
+    ]
+
+
+def example() -> RunConfig:
+    block = re.search(r"```json\n(.*?)```", PAGE, re.DOTALL)
+    assert block is not None
+    return RunConfig.model_validate(json.loads("{" + block[1] + "}"))
+
+
+def second_example() -> RunConfig:
+    ramp = {"enable_batch_size_rampup": True, "initial_effective_batch_size": 4}
+    return RunConfig.model_validate({"train": {"batch_size": 32}, "gh200_optimizations": ramp})
+
+
+def check_rows(rows: list[list[int]], course: Course, batch_size: int) -> None:
+    for step, consumed, size, micro_batches in rows:
+        assert course.window_of(step).start == consumed
+        assert window_samples(consumed, course.ramp) == size
+        assert accumulation(size, batch_size, processes=1) == micro_batches
+
+
+def test_the_tables_of_windows_are_true() -> None:
+    first, second, _ = tables()
+    course = course_of(example(), lambda epochs: 100_000 * epochs, processes=1)
+    check_rows(first, course, batch_size=1)
+    last = course.stretches[-1]
+    assert (last.step, last.begin) == (first[-1][0], first[-1][1])
+    assert f"The ramp is over after {last.step} steps and {last.begin} samples" in PAGE
+    wide = course_of(second_example(), lambda epochs: 100_000 * epochs, processes=1)
+    check_rows(second, wide, batch_size=32)
+    assert f"{wide.ramp.samples:,} samples long" in PAGE
+
+
+def test_the_table_of_steps_is_true() -> None:
+    *_, steps = tables()
+    assert len(steps) == 4
+    for samples, with_ramp, without in steps:
+        assert sum(1 for _ in windows(samples, Ramp(4, 32, 400))) == with_ramp
+        assert sum(1 for _ in windows(samples, Ramp(32, 32))) == without
+
+
+def test_the_lines_of_the_log_are_true() -> None:
+    course = course_of(example(), lambda epochs: 100_000 * epochs, processes=1)
+    assert ramp_text(course.ramp, batch_size=1, processes=1) in PAGE
+    assert change_text(course.stretches[1].size, batch_size=1, processes=1) in PAGE
