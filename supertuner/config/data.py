@@ -192,14 +192,7 @@ class Dataset(Block):
                 if getattr(self.augment, key):
                     yield Remark(f"augment.{key}", "has no meaning for sound; remove it", ("dataset_type",))
 
-    @property
-    def varies(self) -> bool:
-        """Whether a sample is another one at each turn, captions aside."""
-        changes = (getattr(self.augment, name) for name in type(self.augment).model_fields)
-        return self.crop == "random" or any(changes)
-
     def doubts(self) -> Iterator[Remark]:
-        yield from self._cache_doubts()
         uneven = [side for side in self.resolution if side % self.bucket_step]
         if uneven and self.dataset_type is not MediaKind.AUDIO:
             message = (
@@ -213,17 +206,12 @@ class Dataset(Block):
             )
         if self.fps is not None and self.dataset_type is not MediaKind.VIDEO:
             yield Remark("fps", f'has no effect with dataset_type "{self.dataset_type}"')
-
-    def _cache_doubts(self) -> Iterator[Remark]:
-        mode = self.augmentations_cache_mode
-        if self.variations > 1 and mode not in (None, "static"):
-            yield Remark("variations", f'has no effect with augmentations_cache_mode "{mode}"')
-        elif self.variations > 1 and not self.varies:
-            message = f'{self.variations} variations are all the same: set augment, or crop: "random"'
+        varies = self.crop == "random" or self.captions.shuffle_tags or any(value for _, value in self.augment)
+        if self.variations > 1 and not varies:
+            message = (
+                f'{self.variations} variations are all the same: set augment, captions.shuffle_tags, or crop: "random"'
+            )
             yield Remark("variations", message)
-        if mode in ("refresh_each_epoch", "disable_cache") and not self.varies:
-            message = f'"{mode}" costs time and changes nothing: no augment is set, and crop is "center"'
-            yield Remark("augmentations_cache_mode", message)
 
 
 class LoaderSettings(Block):

@@ -64,7 +64,7 @@ class ModelSettings(Block):
         if self.revision is not None and self.path is not None and (self.path == "tiny" or self.path.startswith("/")):
             yield Remark("revision", "has an effect only for a model on the hub; path names a model on this machine")
         if self.attention.lower().lstrip("_").startswith("sage"):
-            yield Remark("attention", f'"{self.attention}" has no backward pass: what is before it does not learn')
+            yield Remark("attention", f'"{self.attention}" computes no gradient, and training refuses it; use "native"')
 
 
 class AdapterSettings(Block):

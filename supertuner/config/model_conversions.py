@@ -21,17 +21,29 @@ SIMPLETUNER_FAMILIES = _words(
     "sanavideo sd1x sd2x sd3 sdxl wan_s2v z_image"
 )
 """Families of SimpleTuner that are not trained here."""
-ARCHITECTURES = {"wan22_14b": "wan2.2", "wan22_14b_i2v": "wan2.2", "wan22_5b": "wan2.2", "flux": "flux"}
+ARCHITECTURES = {
+    "wan22_14b": "wan2.2",
+    "wan22_14b_i2v": "wan2.2",
+    "wan22_5b": "wan2.2",
+    "wan21": "wan2.2",  # its text-to-video is one expert of the same kind
+    "flux": "flux",
+}
 OTHER_ARCHITECTURES = _words(
     "auraflow chroma flex1 flex2 flux2 flux_kontext hidream hidream_e1 lumina2 omnigen2 pixart pixart_sigma "
-    "qwen_image qwen_image_edit qwen_image_edit_plus sd1 sd2 sd3 sdxl ssd vega wan21 wan21_i2v zimage"
+    "qwen_image qwen_image_edit qwen_image_edit_plus sd1 sd2 sd3 sdxl ssd vega wan21_i2v zimage"
 )
 """Architectures of ai-toolkit that are not trained here."""
 WAN_FLAVOURS = {
     "i2v-14b-2.2-high": ("Wan-AI/Wan2.2-I2V-A14B-Diffusers", "high_noise"),
     "i2v-14b-2.2-low": ("Wan-AI/Wan2.2-I2V-A14B-Diffusers", "low_noise"),
     "ti2v-5b-2.2": ("Wan-AI/Wan2.2-TI2V-5B-Diffusers", "all"),
+    "t2v-480p-1.3b-2.1": ("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", "all"),
+    "t2v-480p-14b-2.1": ("Wan-AI/Wan2.1-T2V-14B-Diffusers", "all"),
 }
+OTHER_FLAVOURS = ("i2v-14b-2.1", "i2v-480p", "i2v-720p", "flf2v", "vace", "kontext")
+"""How flavours begin that are not trained here."""
+UNSAID = {"wan": "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", "flux": "black-forest-labs/FLUX.1-dev"}
+"""What SimpleTuner trains of a family when neither flavour nor path is given."""
 FLUX_FLAVOURS = {
     "dev": "black-forest-labs/FLUX.1-dev",
     "schnell": "black-forest-labs/FLUX.1-schnell",
@@ -61,20 +73,19 @@ def family(value: JSON, block: Mapping[str, JSON]) -> Sequence[Outcome]:
         return [No(f'{shown(value)} is not a family that is known here; trained are "flux" and "wan"')]
     name = simpletuner_family(block)
     if name is None:
-        return [Said(f"this version of {shown(value)} {LATER}: trained are Wan 2.2 and FLUX.1")]
-    return [Put("model.family", name)]
+        return [Said(f"this flavour of {shown(value)} {LATER}")]
+    if beside(block, "model_flavour") or beside(block, "pretrained_model_name_or_path"):
+        return [Put("model.family", name)]
+    said = Said(f"no model is named; {UNSAID[str(value)]} is what SimpleTuner trains then")
+    return [Put("model.family", name), Put("model.path", UNSAID[str(value)], weak=True), said]
 
 
 def simpletuner_family(block: Mapping[str, JSON]) -> str | None:
-    """Our family of a SimpleTuner file; None if it is not trained here. Its `wan` is Wan 2.1 unless it says 2.2."""
-    name, flavour = beside(block, "model_family"), str(beside(block, "model_flavour") or "").lower()
-    path = str(beside(block, "pretrained_model_name_or_path") or "").lower()
-    if name == "flux":
-        return None if "kontext" in flavour + path else "flux"
-    if name == "wan":
-        old = "2.1" in flavour or (not flavour and (not path or "2.1" in path))
-        return None if old else "wan2.2"
-    return None
+    """Our family of a SimpleTuner file; None if it is not trained here."""
+    flavour = str(beside(block, "model_flavour") or "").lower()
+    if flavour.startswith(OTHER_FLAVOURS):
+        return None
+    return {"flux": "flux", "wan": "wan2.2"}.get(str(beside(block, "model_family")))
 
 
 def path(value: JSON, block: Mapping[str, JSON]) -> Sequence[Outcome]:

@@ -21,7 +21,7 @@ NO_CURVE = "has no effect: it belongs to a schedule that is not available"
 NO_OPTIONS = "has no effect: an optimizer's further options are not settings here"
 NOT_UPLOADED = "has no effect: nothing is uploaded, and no other service is told"
 NO_LIBRARY = "has no effect: write the prompts into validation.prompts"
-ONE_EXPORT = "has no effect: what is exported is said in docs/training.md"
+ONE_EXPORT = "has no effect: what was trained is exported in the layout that diffusers loads"
 
 SIMPLETUNER_ROWS = (
     *rows(

@@ -73,17 +73,13 @@ class RunConfig(Block):
         if self.train.ema_decay is not None and self.optimizer.name == "schedule_free":
             message = "averages what schedule_free averages already; the two together follow slowly"
             yield Remark("train.ema_decay", message)
+        caches = self.cache_config
         for index, dataset in enumerate(self.datasets):
-            where, mode = f"datasets[{index}].augmentations_cache_mode", dataset.augmentations_cache_mode
-            if self.cache_config.vae_cache_type == "none":
-                if mode is not None or dataset.variations > 1:
-                    yield Remark(where, 'has no effect with cache_config.vae_cache_type "none"')
-            elif self.model.family is not None and dataset.varies and mode is None:
-                message = (
-                    f'is not set, and "static" is used: {dataset.variations} of the changes that crop and augment make '
-                    f"of a sample are cached and used in turn; set it, or variations, to choose"
-                )
-                yield Remark(where, message)
+            if (
+                caches.vae_cache_type == caches.text_cache_type == "none"
+                and dataset.augmentations_cache_mode is not None
+            ):
+                yield Remark(f"datasets[{index}].augmentations_cache_mode", "has no effect: cache_config has no cache")
 
     def _ramp(self) -> Iterator[Remark]:
         ramp = self.gh200_optimizations

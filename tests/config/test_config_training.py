@@ -53,7 +53,7 @@ def test_what_cannot_be_trained_is_refused_with_place_value_and_remedy(refuse, t
         ),
         ({"model": {**FLUX, "switch_boundary_every": 10}}, "model.switch_boundary_every", "one expert is trained"),
         ({"model": {**WAN, "revision": "main"}}, "model.revision", "only for a model on the hub"),
-        ({"model": {**WAN, "attention": "sage"}}, "model.attention", "no backward pass"),
+        ({"model": {**WAN, "attention": "sage"}}, "model.attention", "computes no gradient"),
         ({"adapter": {"type": "full", "rank": 4}}, "adapter.rank", 'only with type: "lora"'),
         ({"objective": {"timesteps": "uniform", "logit_std": 2}}, "objective.logit_std", "only with timesteps"),
         (
@@ -75,27 +75,12 @@ def test_what_cannot_be_trained_is_refused_with_place_value_and_remedy(refuse, t
         ({"validation": {"prompts": ["a"]}}, "validation", "no effect without a model"),
         ({"datasets": [{"variations": 4}]}, "datasets[0].variations", "4 variations are all the same"),
         (
-            {"datasets": [{"variations": 4, "crop": "random", "augmentations_cache_mode": "disable_cache"}]},
-            "datasets[0].variations",
-            'no effect with augmentations_cache_mode "disable_cache"',
-        ),
-        (
-            {"datasets": [{"augmentations_cache_mode": "refresh_each_epoch"}]},
-            "datasets[0].augmentations_cache_mode",
-            "costs time and changes nothing",
-        ),
-        (
             {
                 "datasets": [{"crop": "random", "augmentations_cache_mode": "static"}],
-                "cache_config": {"vae_cache_type": "none"},
+                "cache_config": {"vae_cache_type": "none", "text_cache_type": "none"},
             },
             "datasets[0].augmentations_cache_mode",
-            'no effect with cache_config.vae_cache_type "none"',
-        ),
-        (
-            {"model": WAN, "datasets": [{"augment": {"flip": 0.5}}]},
-            "datasets[0].augmentations_cache_mode",
-            'is not set, and "static" is used: 1 of the changes',
+            "no effect: cache_config has no cache",
         ),
     ],
 )

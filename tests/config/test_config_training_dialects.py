@@ -98,7 +98,14 @@ WAN22 = {"model_family": "wan", "model_flavour": "i2v-14b-2.2-high"}
             {"model_family": "flux", "model_flavour": "schnell"},
             {"model.family": "flux", "model.path": "black-forest-labs/FLUX.1-schnell"},
         ),
-        ({"model_family": "flux", "model_type": "full"}, {"model.family": "flux", "adapter.type": "full"}),
+        (
+            {"model_family": "wan", "model_type": "full"},
+            {
+                "model.family": "wan2.2",
+                "model.path": "Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
+                "adapter.type": "full",
+            },
+        ),
         ({"flow_schedule_shift": 0}, {"objective.shift": 1.0}),
         ({"flow_schedule_shift": 3, "flow_schedule_auto_shift": True}, {"objective.shift": "auto"}),
         ({"flow_use_uniform_schedule": True}, {"objective.timesteps": "uniform"}),
@@ -134,7 +141,8 @@ def test_one_wish_in_simpletuners_words(load_text, tree, expected):
     ("tree", "place", "says"),
     [
         ({"model_family": "sdxl"}, "model_family", '"sdxl" is not trained here yet'),
-        ({"model_family": "wan"}, "model_family", "trained are Wan 2.2 and FLUX.1"),
+        ({"model_family": "wan", "model_flavour": "vace-14b-2.1"}, "model_family", "is not trained here yet"),
+        ({"model_family": "flux"}, "model_family", "no model is named; black-forest-labs/FLUX.1-dev is what"),
         ({"model_family": "flux", "model_flavour": "kontext"}, "model_flavour", "is not trained here yet"),
         ({"ema_decay": 0.9}, "ema_decay", "use_ema is not true"),
         ({"report_to": "comet_ml"}, "report_to", "comet_ml is not available"),
@@ -322,7 +330,7 @@ def test_two_experts_of_which_none_is_trained_are_refused(refuse):
     assert all("there is nothing to train" in problem for problem in problems)
 
 
-@pytest.mark.parametrize("arch", ["qwen_image", "wan21:14b", "flux_kontext"])
+@pytest.mark.parametrize("arch", ["qwen_image", "wan21_i2v:14b", "flux_kontext"])
 def test_an_architecture_that_is_not_trained_here_is_said_and_not_loaded(load_text, arch):
     loaded = load_text({"model": {"arch": arch, "name_or_path": "a/b"}})
     assert (loaded.config.model.family, loaded.config.model.path) == (None, None)
