@@ -84,7 +84,7 @@ def lay_out(prompts: int, seeds: int, width: int, height: int, frames: int, boun
     factor = min(across / strip, down / height, max(1.0, wanted))
     if factor >= 1:
         factor = float(floor(factor))
-    return Layout(prompts, seeds, *(max(SMALLEST_SIDE, round(side * factor)) for side in (strip, height)))
+    return Layout(prompts, seeds, *(max(SMALLEST_SIDE, floor(side * factor)) for side in (strip, height)))
 
 
 class Grid:

@@ -14,8 +14,8 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,9 +29,11 @@ from supertuner.core.durable import write_bytes
 from supertuner.core.errors import TrainError
 from supertuner.core.events import Measured, Progress
 from supertuner.core.types import JSON
+from supertuner.models.adapters import Trained, applied
 from supertuner.models.spec import Sampler, SampleRequest
 from supertuner.sinks.drawing import png_bytes
 from supertuner.sinks.training import sampled
+from supertuner.step.window import Trainee, evaluation_weights
 from supertuner.train.film import first_middle_last, mp4_bytes
 from supertuner.train.grid import FilmGrid, Grid, Labels, strip
 from supertuner.train.new_folder import new_folder
@@ -49,6 +51,22 @@ class Weights:
     """For people: `EMA`, `schedule-free average`."""
     applied: Callable[[], AbstractContextManager[None]] = nullcontext
     """While it is open the modules hold them; afterwards their own, to the bit."""
+
+
+def evaluated(trainees: Sequence[Trainee], trained: Mapping[str, Trained]) -> Weights:
+    """The weights that a run is judged by: averages where there are any, else those in training."""
+    pairs = [(trained[one.expert.name], values) for one in trainees if (values := evaluation_weights(one)) is not None]
+    if not pairs:
+        return Weights()
+
+    @contextmanager
+    def lent() -> Iterator[None]:
+        with ExitStack() as stack:
+            for own, values in pairs:
+                stack.enter_context(applied(own, values))
+            yield
+
+    return Weights("EMA" if any(one.ema is not None for one in trainees) else "schedule-free average", lent)
 
 
 def folder_name(step: int) -> str:

@@ -1,0 +1,131 @@
+"""Grids and films: everything in its place, for one sample and for thousands, and the same bytes each time."""
+
+from __future__ import annotations
+
+import io
+
+import av
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from supertuner.data.decode.video import decode_video
+from supertuner.sinks.drawing import drawable, font, png_bytes, wrapped
+from supertuner.train.film import encoder, first_middle_last, mp4_bytes
+from supertuner.train.grid import FILM, MARGIN, PICTURE, Bounds, FilmGrid, Grid, Labels, lay_out, strip
+
+
+def flat(colour: tuple[int, int, int], height: int = 32, width: int = 48) -> NDArray[np.uint8]:
+    return np.full((height, width, 3), colour, np.uint8)
+
+
+RED, GREEN = (220, 20, 30), (10, 200, 40)
+
+
+def test_each_sample_is_in_the_row_of_its_prompt_and_the_column_of_its_seed() -> None:
+    labels = Labels("run, step 1", "note", ["a", "b"], [0, 1])
+    grid = Grid(labels, 48, 32, 1)
+    layout = lay_out(2, 2, 48, 32, 1, PICTURE)
+    colours = {(0, 0): RED, (0, 1): GREEN, (1, 0): (0, 0, 255), (1, 1): (255, 255, 0)}
+    for place, colour in colours.items():
+        grid.put(*place, [flat(colour)])
+    sheet = np.asarray(grid.picture())
+    assert sheet.shape == (layout.size[1], layout.size[0], 3)
+    for place, colour in colours.items():
+        left, top = layout.corner(*place)
+        cell = sheet[top : top + layout.cell_height, left : left + layout.cell_width]
+        assert (cell == colour).all()
+
+
+@given(
+    st.integers(1, 256), st.integers(1, 64), st.integers(16, 2048), st.integers(16, 2048), st.sampled_from([1, 2, 3]),
+    st.sampled_from([PICTURE, FILM]),
+)  # fmt: skip
+def test_no_grid_is_too_large_to_be_opened_and_no_cell_is_lost(
+    prompts: int, seeds: int, width: int, height: int, frames: int, bounds: Bounds
+) -> None:
+    layout = lay_out(prompts, seeds, width, height, frames, bounds)
+    right, bottom = layout.corner(prompts - 1, seeds - 1)
+    assert right + layout.cell_width + MARGIN <= layout.size[0] and bottom + layout.cell_height <= layout.size[1]
+    assert layout.size[0] <= max(bounds.width + 2, 24 * 2 + 240 + seeds * 16 + 2)
+    assert layout.size[0] % 2 == 0 and layout.size[1] % 2 == 0
+
+
+def test_small_samples_are_enlarged_by_whole_factors_and_large_ones_made_smaller() -> None:
+    small = lay_out(1, 1, 32, 32, 1, PICTURE)
+    assert (small.cell_width, small.cell_height) == (256, 256)
+    large = lay_out(2, 4, 1280, 720, 1, PICTURE)
+    assert large.size[0] <= PICTURE.width and large.cell_width / large.cell_height == pytest.approx(16 / 9, rel=0.01)
+
+
+def test_a_film_shows_all_clips_together_and_waits_for_the_longest() -> None:
+    labels = Labels("run", "note", ["a"], [0, 1])
+    film = FilmGrid(labels, 48, 32)
+    film.put(0, 0, [flat(RED)])
+    film.put(0, 1, [flat(RED), flat(GREEN), flat(GREEN)])
+    frames = list(film.frames())
+    layout = lay_out(1, 2, 48, 32, 1, FILM)
+    left, right = (layout.corner(0, seed) for seed in (0, 1))
+    assert [tuple(frame[left[1], left[0]]) for frame in frames] == [RED, RED, RED]
+    assert [tuple(frame[right[1], right[0]]) for frame in frames] == [RED, GREEN, GREEN]
+
+
+def test_the_first_middle_and_last_frame_stand_for_a_clip() -> None:
+    clip = np.arange(9, dtype=np.uint8).reshape(9, 1, 1, 1).repeat(3, axis=3)
+    for length, shown in ((9, [0, 4, 8]), (2, [0, 1]), (1, [0])):
+        assert [int(frame.max()) for frame in first_middle_last(clip[:length])] == shown
+    assert strip([flat(RED), flat(GREEN)]).shape == (32, 48 + 2 + 48, 3)
+
+
+def moving(frames: int, height: int, width: int) -> NDArray[np.uint8]:
+    clip = np.empty((frames, height, width, 3), np.uint8)
+    clip[:] = (200, 40, 30)
+    for number in range(frames):
+        clip[number, height // 4 : height // 2, number : number + width // 3] = (20, 220, 90)
+    return clip
+
+
+@pytest.mark.parametrize(("height", "width"), [(48, 64), (33, 63), (1, 1)])
+def test_a_film_is_h264_with_every_frame_in_its_colours_at_its_rate(height: int, width: int) -> None:
+    clip = moving(9, height, width)
+    film = mp4_bytes(iter(clip), 16.0)
+    with av.open(io.BytesIO(film)) as container:
+        stream = container.streams.video[0]
+        assert (stream.codec_context.name, stream.average_rate, stream.frames) == ("h264", 16, 9)
+        assert (stream.width % 2, stream.height % 2) == (0, 0)
+    seen = np.stack(list(decode_video(memoryview(film), 0, 9, None)))[:, :height, :width]
+    assert np.abs(seen.astype(int) - clip)[:, -4:].mean() < 4
+
+
+def test_the_same_frames_are_the_same_bytes() -> None:
+    clip = moving(9, 48, 64)
+    assert mp4_bytes(iter(clip), 23.976) == mp4_bytes(iter(clip), 23.976)
+    assert b"creation_time" not in mp4_bytes(iter(clip), 16) and encoder() == "libx264"
+
+
+# ── text ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@given(st.text(st.characters(codec=None)), st.integers(1, 300), st.integers(1, 5))
+def test_any_text_can_be_drawn_and_fits(text: str, width: int, most: int) -> None:
+    lines = wrapped(text, width, most)
+    assert 1 <= len(lines) <= most
+    assert all(font(13).getlength(line) <= max(width, font(13).getlength("…")) for line in lines)
+    grid = Grid(Labels(text, text, [text], [2**62]), 16, 16, 1)
+    grid.put(0, 0, [flat(RED, 16, 16)])
+    assert png_bytes(grid.picture()) == png_bytes(grid.picture())
+
+
+def test_accents_are_dropped_and_letters_without_a_shape_are_boxes() -> None:
+    assert drawable("Déjà vu — 3×4, naïve ﬁne\n“quote”") == "Deja vu - 3 x 4, naive fine “quote”"
+    assert drawable("漢字") == "□□" and drawable("e\u0301") == "e" and drawable("a\u200bb") == "ab"
+
+
+def test_the_font_has_the_signs_that_are_kept() -> None:
+    from supertuner.sinks.drawing import KEPT
+
+    box = bytes(font(40).getmask("漢"))
+    assert all(bytes(font(40).getmask(sign)) != box for sign in KEPT)
+    assert all(bytes(font(40).getmask(chr(code))) != box for code in range(33, 127))

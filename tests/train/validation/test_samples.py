@@ -1,0 +1,238 @@
+"""Samples of a real tiny Wan2.2 in training: what is written, that it is repeatable, that training never notices."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+from supertuner.core.errors import TrainError
+from supertuner.core.events import Measured, Silence
+from supertuner.data.decode.video import decode_video
+from supertuner.models.spec import SampleRequest, Source
+from supertuner.models.table import family
+from supertuner.train.sample_plan import SamplePlan
+from supertuner.train.validate import Weights, evaluated, make_samples, undisturbed
+from tests.train.validation.making import CPU, Training, a_plan, training
+
+
+def samples(run: Training, folder: Path, plan: SamplePlan, step: int = 40, weights: Weights | None = None) -> Measured:
+    modules = [trainee.module for trainee in run.trainees]
+    return make_samples(
+        plan, run.sampler, run="a run", step=step, modules=modules, folder=folder, progress=Silence(), weights=weights
+    )
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
+
+
+def test_pictures_are_written_with_a_grid_and_their_facts(tiny_wan: Source, tmp_path: Path) -> None:
+    event = samples(training(tiny_wan), tmp_path, a_plan("a red circle", "漢字 \udcff 😀", seeds=(0, 7)))
+    folder = tmp_path / "step-00000040"
+    assert event.figures["path"] == str(folder) and event.figures["film"] is None
+    names = [f"prompt-{row:02d}-seed-{seed}.png" for row in (0, 1) for seed in (0, 7)]
+    assert sorted(contents(folder)) == sorted(["grid.png", "samples.json", *names])
+    facts = json.loads((folder / "samples.json").read_bytes())
+    assert [one["files"] for one in facts["samples"]] == [[name] for name in names]
+    assert facts["samples"][1]["seed"] == 7 and facts["samples"][1]["width"] == 32
+    assert (facts["run"], facts["step"], facts["weights"]) == ("a run", 40, "weights in training")
+    for name, digest in facts["sha256"].items():
+        assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest
+    pictures = [np.asarray(Image.open(folder / name)) for name in names]
+    assert pictures[0].shape == (32, 32, 3) and (pictures[0] != pictures[1]).any()
+
+
+def test_videos_are_films_with_frames_to_look_at(tiny_wan: Source, tmp_path: Path) -> None:
+    event = samples(training(tiny_wan), tmp_path, a_plan(frames=5))
+    folder = tmp_path / "step-00000040"
+    assert sorted(contents(folder)) == [
+        "grid.mp4", "grid.png", "prompt-00-seed-0.frames.png", "prompt-00-seed-0.mp4", "samples.json",
+    ]  # fmt: skip
+    assert event.figures["film"] == str(folder / "grid.mp4")
+    film = memoryview((folder / "prompt-00-seed-0.mp4").read_bytes())
+    frames = np.stack(list(decode_video(film, 0, 5, None)))
+    strip = np.asarray(Image.open(folder / "prompt-00-seed-0.frames.png"))
+    assert frames.shape == (5, 32, 32, 3) and strip.shape == (32, 3 * 32 + 2 * 2, 3)
+    assert np.abs(frames[2].astype(int) - strip[:, 34:66]).mean() < 40  # noise, in colours of half the resolution
+    assert json.loads((folder / "samples.json").read_bytes())["samples"][0]["frames"] == 5
+
+
+def test_the_same_weights_give_the_same_bytes_and_others_do_not(tiny_wan: Source, tmp_path: Path) -> None:
+    one, other = training(tiny_wan), training(tiny_wan)
+    plan = a_plan(frames=5, seeds=(3,))
+    torch.manual_seed(1)
+    samples(one, tmp_path / "one", plan)
+    torch.manual_seed(2)
+    samples(other, tmp_path / "other", plan)
+    assert contents(tmp_path / "one" / "step-00000040") == contents(tmp_path / "other" / "step-00000040")
+    for number in range(6):
+        one.window(number)
+    samples(one, tmp_path / "one", plan)
+    assert contents(tmp_path / "one" / "step-00000040") != contents(tmp_path / "other" / "step-00000040")
+
+
+@pytest.mark.parametrize(("optimizer", "ema"), [("adamw", 0.5), ("schedule_free", None), ("adamw", None)])
+def test_training_goes_on_to_the_bit_as_if_nobody_had_looked(
+    tiny_wan: Source, tmp_path: Path, optimizer: str, ema: float | None
+) -> None:
+    ends = []
+    for looks in (False, True):
+        run = training(tiny_wan, optimizer=optimizer, ema=ema)
+        torch.manual_seed(5)
+        losses = []
+        for number in range(6):
+            losses.append(run.window(number))
+            if looks and number in (1, 2, 4):
+                samples(run, tmp_path, a_plan(), number, evaluated(run.trainees, run.trained))
+        ends.append((losses, run.weights()))
+    (losses, weights), (same_losses, same_weights) = ends
+    assert losses == same_losses
+    assert all(torch.equal(weights[name], same_weights[name]) for name in weights)
+
+
+def test_random_states_modes_and_gradients_are_left_as_they_were() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5).eval(), nn.Linear(2, 2))
+    module(torch.ones(1, 2)).sum().backward()
+    gradients = [parameter.grad for parameter in module.parameters()]
+    before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+    with pytest.raises(ValueError), undisturbed([module]):
+        torch.manual_seed(99)
+        np.random.seed(99)
+        random.seed(99)
+        module.eval()
+        assert not module(torch.ones(1, 2)).requires_grad
+        raise ValueError
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert np.random.get_state()[1].tolist() == before[1] and random.getstate() == before[2]
+    assert [part.training for part in module.modules()] == [True, True, False, True]
+    assert all(now.grad is then for now, then in zip(module.parameters(), gradients, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "ema", "label"), [("adamw", 0.9, "EMA"), ("schedule_free", None, "schedule-free average")]
+)
+def test_samples_are_made_of_the_averages_where_there_are_any(
+    tiny_wan: Source, tmp_path: Path, optimizer: str, ema: float | None, label: str
+) -> None:
+    run = training(tiny_wan, optimizer=optimizer, ema=ema, dropout=0.0)
+    for number in range(8):
+        run.window(number)
+    weights = evaluated(run.trainees, run.trained)
+    assert weights.label == label
+    samples(run, tmp_path / "averaged", a_plan(), weights=weights)
+    samples(run, tmp_path / "trained", a_plan())
+    pictures = [(tmp_path / n / "step-00000040" / "prompt-00-seed-0.png").read_bytes() for n in ("averaged", "trained")]
+    assert pictures[0] != pictures[1]
+    assert json.loads((tmp_path / "averaged/step-00000040/samples.json").read_bytes())["weights"] == label
+
+
+def test_without_averages_the_weights_in_training_are_used(tiny_wan: Source) -> None:
+    run = training(tiny_wan)
+    assert evaluated(run.trainees, run.trained).label == "weights in training"
+
+
+class Drawn:
+    """A sampler that draws what it was asked for: its seed as a grey."""
+
+    def __init__(self, shade: int = 0, fail_at: int | None = None) -> None:
+        self.shade, self.fail_at, self.asked = shade, fail_at, list[SampleRequest]()
+
+    def sample(self, request: SampleRequest) -> np.ndarray:
+        self.asked.append(request)
+        if len(self.asked) == self.fail_at:
+            raise ValueError("the sampler broke")
+        return np.full((request.frames, request.height, request.width, 3), request.seed + self.shade, np.uint8)
+
+
+def drawn(sampler: Drawn, folder: Path, plan: SamplePlan, modules: Sequence[nn.Module] = ()) -> Measured:
+    return make_samples(plan, sampler, run="r", step=1, modules=modules, folder=folder, progress=Silence())
+
+
+def test_a_folder_that_is_the_same_stays_and_one_that_differs_is_replaced(tmp_path: Path) -> None:
+    folder = tmp_path / "step-00000001"
+    drawn(Drawn(), tmp_path, a_plan())
+    first = folder.stat().st_ino
+    drawn(Drawn(), tmp_path, a_plan())
+    assert folder.stat().st_ino == first
+    (folder / "prompt-00-seed-0.png").write_bytes(b"spoilt")
+    drawn(Drawn(), tmp_path, a_plan())
+    assert folder.stat().st_ino != first
+    assert np.asarray(Image.open(folder / "prompt-00-seed-0.png")).max() == 0
+    drawn(Drawn(shade=9), tmp_path, a_plan())
+    assert np.asarray(Image.open(folder / "prompt-00-seed-0.png")).max() == 9
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_a_sampler_that_fails_leaves_what_was_there_and_nothing_else(tmp_path: Path) -> None:
+    drawn(Drawn(shade=3), tmp_path, a_plan())
+    before = contents(tmp_path / "step-00000001")
+    with pytest.raises(ValueError, match="the sampler broke"):
+        drawn(Drawn(fail_at=2), tmp_path, a_plan(seeds=(0, 1)))
+    assert contents(tmp_path / "step-00000001") == before
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_what_a_kill_left_is_finished_off_by_the_next_samples(tmp_path: Path) -> None:
+    drawn(Drawn(shade=3), tmp_path, a_plan())
+    before = contents(tmp_path / "step-00000001")
+    (tmp_path / "step-00000001").rename(tmp_path / ".replaced-step-00000001")  # killed between the two renames
+    (tmp_path / ".writing-step-00000009").mkdir()
+    (tmp_path / ".writing-step-00000009" / "half.png").write_bytes(b"half")
+    plan = a_plan()
+    make_samples(plan, Drawn(), run="r", step=2, modules=(), folder=tmp_path, progress=Silence())
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
+    assert contents(tmp_path / "step-00000001") == before
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_with_its_name(tmp_path: Path) -> None:
+    (tmp_path / "samples").write_text("a file is in the way")
+    with pytest.raises(TrainError, match=r"samples of step 1 cannot be written: .*/samples"):
+        drawn(Drawn(), tmp_path / "samples", a_plan())
+
+
+def test_weights_are_put_back_when_a_sampler_fails(tmp_path: Path) -> None:
+    said = []
+
+    @contextmanager
+    def lent():  # type: ignore[no-untyped-def]
+        said.append("lent")
+        try:
+            yield
+        finally:
+            said.append("back")
+
+    with pytest.raises(ValueError):
+        make_samples(
+            a_plan(),
+            Drawn(fail_at=1),
+            run="r",
+            step=1,
+            modules=(),
+            folder=tmp_path,
+            progress=Silence(),
+            weights=Weights("EMA", lent),
+        )
+    assert said == ["lent", "back"]
+
+
+def test_a_model_that_starts_from_a_picture_gets_one(tiny_wan_image_to_video: Source, tmp_path: Path) -> None:
+    wan = family("wan2.2")
+    model = wan.read(tiny_wan_image_to_video)
+    sampler = wan.sampler(model, {}, CPU, torch.float32)
+    first = np.full((32, 32, 3), 200, np.uint8)
+    plan = a_plan(frames=5)
+    with_image = SamplePlan(
+        plan.prompts, (first,), plan.seeds, plan.size, plan.fps, "", plan.inference_steps, plan.guidance_scale
+    )
+    make_samples(with_image, sampler, run="r", step=1, modules=(), folder=tmp_path, progress=Silence())
+    assert (tmp_path / "step-00000001" / "grid.mp4").is_file()
