@@ -30,8 +30,8 @@ def ask(run: Path, kind: Kind, *, wait: bool, timeout_s: float | None, tell: Tel
     if not wait:
         tell(f"asked {holder}; it answers after its window, in {run / FOLDER / ANSWERS / asked}.json")
         return None
-    tell(f"asked {holder}; it answers after its window (Ctrl-C takes the request back)")
     try:
+        tell(f"asked {holder}; it answers after its window (Ctrl-C takes the request back)")
         return wait_for(run, asked, timeout_s, tell)
     finally:
         for left in (run / FOLDER / f"{asked}.json", run / FOLDER / ANSWERS / f"{asked}.json"):

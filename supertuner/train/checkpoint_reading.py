@@ -156,12 +156,13 @@ def opened_folder(path: Path) -> Iterator[int]:
 
 
 def _glance(path: Path, step: int) -> Found:
+    real = path.resolve()  # somebody may have moved it to another disk, and left a link
     try:
-        manifest = read_manifest(path)
-        with opened_folder(path) as folder_fd:
+        manifest = read_manifest(real)
+        with opened_folder(real) as folder_fd:
             for name, facts in manifest.files.items():
-                with _opened(folder_fd, path / name) as fd:
-                    _check_size(fd, path / name, facts)
+                with _opened(folder_fd, real / name) as fd:
+                    _check_size(fd, real / name, facts)
     except CheckpointError as error:
         return Found(path, step, 0, (), str(error))
     return Found(path, step, manifest.nbytes, manifest.parts, None)

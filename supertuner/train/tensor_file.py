@@ -75,11 +75,11 @@ class Layout:
                 yield content[begin : begin + CHUNK]
 
 
-def lay_out(tensors: Mapping[str, Tensor]) -> Layout:
+def lay_out(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> Layout:
     """Largest elements first, then by name: so each tensor begins at a multiple of its element's size."""
     codes = {name: _code(name, tensor) for name, tensor in tensors.items()}
     order = sorted(tensors, key=lambda name: (-CODES[codes[name]][1], name))
-    entries: dict[str, object] = {METADATA: {"format": "pt"}}
+    entries: dict[str, object] = {METADATA: {"format": "pt", **(metadata or {})}}
     end = 0
     for name in order:
         begin, end = end, end + tensors[name].numel() * CODES[codes[name]][1]
@@ -97,7 +97,10 @@ def read_tensors(fd: int, nbytes: int, seen: Callable[[memoryview], object]) -> 
     seen(memoryview(header))
     found = {}
     for entry in entries:
-        tensor = torch.empty(entry.shape, dtype=getattr(torch, CODES[entry.code][0]))
+        try:
+            tensor = torch.empty(entry.shape, dtype=getattr(torch, CODES[entry.code][0]))
+        except RuntimeError as error:  # torch's word for it
+            raise MemoryError(f"{entry.end - entry.begin} bytes for {entry.name}") from error
         content = _bytes_of(tensor)
         for begin in range(0, len(content), CHUNK):
             chunk = content[begin : begin + CHUNK]
@@ -148,6 +151,8 @@ def _entry(name: str, facts: object) -> Entry:
         raise Malformed(f"{name!r} has dtype {code!r}; known are {', '.join(CODES)}")
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
         raise Malformed(f"{name!r} has shape {shape!r} and data_offsets {offsets!r}")
+    if math.prod(max(1, size) for size in shape) >= 1 << 60:  # more than torch can count, even where one size is 0
+        raise Malformed(f"{name!r} has shape {shape}, which no tensor has")
     if offsets[1] - offsets[0] != math.prod(shape) * CODES[code][1]:
         raise Malformed(f"{name!r}: {code} of shape {shape} does not take bytes {offsets[0]} to {offsets[1]}")
     return Entry(name, code, tuple(shape), offsets[0], offsets[1])

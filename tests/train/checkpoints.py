@@ -21,7 +21,7 @@ def parts_at(step: int, seed: int = 0) -> dict[str, dict[str, torch.Tensor]]:
         parts[f"adapter.{expert}"] = {"blocks.0.lora_A": normal(4, 7), "blocks.0.lora_B": normal(7, 4)}
         parts[f"optimizer.{expert}"] = {"0.exp_avg": normal(4, 7), "0.step": torch.tensor(float(step))}
         parts[f"ema.{expert}"] = {"blocks.0.lora_A": normal(4, 7).bfloat16()}
-    parts["random"] = {"cpu": torch.arange(16, dtype=torch.uint8)}
+    parts["random"] = {"cpu": torch.randint(0, 256, (16,), dtype=torch.uint8, generator=drawn)}
     return parts
 
 

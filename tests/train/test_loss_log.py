@@ -1,0 +1,189 @@
+"""The loss log of a run that was killed and resumed is, bit for bit, the one of a run that was not."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import resource
+import signal
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from supertuner.core.errors import CheckpointError
+from supertuner.train.loss_log import BEGINNING, LossLog, LossRecord, adopt, line_of, read
+
+floats = st.floats(allow_nan=False, allow_infinity=False)
+
+
+def record(step: int) -> LossRecord:
+    drawn = random.Random(step)
+    expert = ("high_noise", "low_noise")[step // 5 % 2]
+    return LossRecord(step, 4 * step, 4, expert, drawn.random(), drawn.random(), 1e-4 / step)
+
+
+def run(path: Path, first: int, last: int) -> None:
+    with LossLog(path) as log:
+        for step in range(first, last + 1):
+            log.append(record(step))
+
+
+def test_what_is_logged_is_read_back(tmp_path: Path) -> None:
+    run(tmp_path / "losses.jsonl", 1, 12)
+    assert read(tmp_path / "losses.jsonl") == [record(step) for step in range(1, 13)]
+    assert read(tmp_path / "nothing") == []
+
+
+@given(floats, floats, st.none() | floats)
+def test_numbers_come_back_to_the_last_bit(loss: float, rate: float, grad_norm: float | None) -> None:
+    line = line_of(LossRecord(1, 4, 4, "model", loss, grad_norm, rate))
+    fields = json.loads(line)
+    assert (fields["loss"], fields["rate"], fields["grad_norm"]) == (loss, rate, grad_norm)
+    assert math.copysign(1, fields["loss"]) == math.copysign(1, loss) and "not_finite" not in fields
+
+
+def test_what_is_no_number_is_null_and_named(tmp_path: Path) -> None:
+    path = tmp_path / "losses.jsonl"
+    with LossLog(path) as log:
+        log.append(LossRecord(1, 4, 4, "model", math.nan, math.inf, 1e-4))
+        log.append(LossRecord(2, 8, 4, "model", -math.inf, None, 1e-4))
+    first, second = path.read_text().splitlines()
+    assert '"loss": null' in first and '"not_finite": {"loss": "nan", "grad_norm": "inf"}' in first
+    assert '"not_finite": {"loss": "-inf"}' in second and '"grad_norm": null' in second
+    one, two = read(path)
+    assert math.isnan(one.loss) and one.grad_norm == math.inf and two.loss == -math.inf and two.grad_norm is None
+
+
+def test_a_log_cut_at_any_checkpoint_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
+    whole = tmp_path / "whole.jsonl"
+    run(whole, 1, 30)
+    for saved in (0, 1, 7, 29, 30):
+        path = tmp_path / f"{saved}.jsonl"
+        with LossLog(path) as log:
+            for step in range(1, saved + 1):
+                log.append(record(step))
+            position = log.position()
+            for step in range(saved + 1, 26):
+                log.append(record(step))
+        with path.open("ab") as torn:
+            torn.write(b'{"step": 26, "sam')
+        with LossLog(path) as log:
+            log.cut(*position)
+            assert log.position() == position
+            for step in range(saved + 1, 31):
+                log.append(record(step))
+        assert path.read_bytes() == whole.read_bytes()
+
+
+def test_a_resumed_log_says_the_same_positions(tmp_path: Path) -> None:
+    with LossLog(tmp_path / "a") as log:
+        log.append(record(1))
+        early = log.position()
+        log.append(record(2))
+        late = log.position()
+    with LossLog(tmp_path / "a") as log:
+        log.cut(*early)
+        log.append(record(2))
+        assert log.position() == late and late.nbytes == (tmp_path / "a").stat().st_size
+
+
+def test_a_log_that_is_shorter_than_the_checkpoint_saw_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "losses.jsonl"
+    with LossLog(path) as log:
+        log.append(record(1))
+        position = log.position()
+    os.truncate(path, position.nbytes - 1)
+    with (
+        LossLog(path) as log,
+        pytest.raises(CheckpointError, match=r"losses\.jsonl: it has \d+ bytes, .* saw \d+; put"),
+    ):
+        log.cut(*position)
+    assert path.stat().st_size == position.nbytes - 1, "and left as it is"
+
+
+def test_a_log_with_another_past_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "losses.jsonl"
+    with LossLog(path) as log:
+        log.append(record(1))
+        position = log.position()
+        log.append(record(2))
+    content = bytearray(path.read_bytes())
+    content[12] ^= 1
+    path.write_bytes(content)
+    with (
+        LossLog(path) as log,
+        pytest.raises(CheckpointError, match="are not those that the checkpoint saw; put the file"),
+    ):
+        log.cut(*position)
+    assert path.read_bytes() == content
+
+
+def test_lines_of_before_must_be_cut_before_new_ones_come(tmp_path: Path) -> None:
+    run(tmp_path / "a", 1, 3)
+    with LossLog(tmp_path / "a") as log:
+        with pytest.raises(AssertionError, match="cut it"):
+            log.append(record(4))
+        log.begin()
+        assert log.position() == BEGINNING and (tmp_path / "a").stat().st_size == 0
+        log.append(record(1))
+
+
+def test_a_new_run_takes_over_the_lines_that_its_checkpoint_saw(tmp_path: Path) -> None:
+    with LossLog(tmp_path / "old") as log:
+        log.append(record(1))
+        position = log.position()
+        log.append(record(2))
+    assert adopt(tmp_path / "new", tmp_path / "old", *position)
+    with LossLog(tmp_path / "new") as log:
+        log.cut(*position)
+    assert read(tmp_path / "new") == [record(1)]
+    assert not adopt(tmp_path / "other", tmp_path / "gone", *position)
+    (tmp_path / "old").write_bytes(b"x" * 500)
+    assert not adopt(tmp_path / "other", tmp_path / "old", *position) and not (tmp_path / "other").exists()
+
+
+def test_a_torn_last_line_is_not_read_and_a_wrong_line_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "losses.jsonl"
+    run(path, 1, 2)
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"step": 3')
+    assert len(read(path)) == 2
+    for wrong in (
+        b"nonsense",
+        b"[]",
+        b'{"step": 3}',
+        b'{"not_finite": 3}',
+        whole.split(b"\n")[0].replace(b"1", b'"a"', 1),
+    ):
+        path.write_bytes(whole + wrong + b"\n")
+        with pytest.raises(CheckpointError, match=r"losses\.jsonl, line 3 is not a line"):
+            read(path)
+
+
+def test_a_log_that_is_a_link_is_refused(tmp_path: Path) -> None:
+    os.symlink(tmp_path / "elsewhere", tmp_path / "losses.jsonl")
+    with pytest.raises(CheckpointError, match="plain file"):
+        LossLog(tmp_path / "losses.jsonl")
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_full_disk_is_an_error_and_the_line_is_not_counted(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    with LossLog(tmp_path / "a") as log:
+        log.append(record(1))
+        position = log.position()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (position.nbytes + 10, before[1]))
+        try:
+            with pytest.raises(CheckpointError, match="cannot be written"):
+                log.append(record(2))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+            signal.signal(signal.SIGXFSZ, ignored)
+        assert log.position() == position
+        log.append(record(2))
+    assert read(tmp_path / "a") == [record(1), record(2)]

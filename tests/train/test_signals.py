@@ -1,0 +1,100 @@
+"""Signals ask the loop to stop or to validate; afterwards they are whose they were."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+
+from supertuner.train.signals import Signals
+
+OURS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+def send(number: signal.Signals) -> None:
+    signal.raise_signal(number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_asks_to_save_and_stop_and_says_so(
+    number: signal.Signals, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with Signals() as signals:
+        assert signals.stop is None
+        send(number)
+        assert signals.stop == number.name and not signals.take_validate()
+    assert "saving and stopping after this window" in capfd.readouterr().err
+
+
+def test_a_second_ctrl_c_stops_at_once() -> None:
+    with Signals() as signals:
+        send(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            send(signal.SIGINT)
+        assert signals.stop == "SIGINT"
+
+
+def test_a_second_sigterm_changes_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    with Signals() as signals:
+        send(signal.SIGTERM)
+        send(signal.SIGTERM)
+        send(signal.SIGINT)  # the first of its kind: patience is still possible
+        assert signals.stop == "SIGTERM"
+    assert capfd.readouterr().err.count("saving and stopping") == 1
+
+
+def test_sigusr1_asks_for_one_validation() -> None:
+    with Signals() as signals:
+        assert not signals.take_validate()
+        send(signal.SIGUSR1)
+        send(signal.SIGUSR1)
+        assert signals.take_validate() and not signals.take_validate()
+        assert signals.stop is None
+
+
+def test_handlers_are_given_back() -> None:
+    before = [signal.getsignal(number) for number in OURS]
+    with pytest.raises(RuntimeError), Signals():
+        assert [signal.getsignal(number) for number in OURS] != before
+        raise RuntimeError
+    assert [signal.getsignal(number) for number in OURS] == before
+
+
+def test_what_was_ignored_stays_ignored() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with Signals() as signals:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert signals.stop is None
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_closed_standard_error_does_not_matter() -> None:
+    kept = os.dup(2)
+    os.close(2)
+    try:
+        with Signals() as signals:
+            send(signal.SIGTERM)
+            assert signals.stop == "SIGTERM"
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
+def test_only_the_main_thread_may() -> None:
+    caught: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            Signals().__enter__()
+        except AssertionError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert len(caught) == 1
