@@ -52,11 +52,12 @@ def train(run: Run) -> Ending:
             last = run.step == run.course.total_steps
             if _due(run.step, settings.every_steps) or (last and settings.at_end):
                 validate(run)
-            if _due(run.step, run.config.checkpoints.every_steps) or last or signals.stop:
+            stop = signals.stop  # looked at once: a signal that comes from here on stops after the next window's save
+            if _due(run.step, run.config.checkpoints.every_steps) or last or stop:
                 save(run)
             _serve(run, requests, signals)
-            if signals.stop and not last:
-                return _ended(run, begun, signals.stop)
+            if stop and not last:
+                return _ended(run, begun, stop)
     return _ended(run, begun, None)
 
 

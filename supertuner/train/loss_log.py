@@ -108,8 +108,8 @@ class LossLog:
 
     def _another(self, what: str) -> CheckpointError:
         return CheckpointError(
-            f"{self.path}: {what}; put the file back as it was, or resume from another checkpoint "
-            "(`supertuner checkpoint ls RUN` lists them)"
+            f"{self.path}: {what}; put the file back as it was, resume from another checkpoint (`supertuner checkpoint "
+            "ls RUN` lists them), or resume from this one in a run with another run.name"
         )
 
     def close(self) -> None:
@@ -125,18 +125,6 @@ class LossLog:
 
 
 BEGINNING = Position(0, xxhash.xxh3_128_hexdigest(b""))
-
-
-def adopt(path: Path, other: Path, nbytes: int, digest: str) -> bool:
-    """Begin a new run's log with the lines that another run's checkpoint saw; False if they are not there any more."""
-    try:
-        content = other.read_bytes()[:nbytes]
-    except OSError:
-        return False  # the checkpoint came alone, which is allowed: then the new log begins where it does
-    if len(content) != nbytes or xxhash.xxh3_128_hexdigest(content) != digest:
-        return False
-    durable.write_bytes(path, content)
-    return True
 
 
 def line_of(record: LossRecord) -> bytes:

@@ -64,9 +64,10 @@ def restore(run: Run, loaded: Loaded) -> None:
     run.step, run.nonfinite = step, nonfinite
     _set_random_states(loaded.part("random"), run.device)
     if loaded.path.parent.parent == run.folder.resolve():
+        # First of all: a kill between the two would leave later checkpoints beside logs that are too short for them.
+        checkpoint.turn_back(run.folder / checkpoint.FOLDER, step, run.sink)
         run.losses.cut(*_position(loaded, "losses"))
         run.validations.cut(*_position(loaded, "validations"))
-        checkpoint.turn_back(run.folder / checkpoint.FOLDER, step, run.sink)
     else:
         run.losses.begin()
         run.validations.begin()

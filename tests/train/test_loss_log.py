@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from supertuner.core.errors import CheckpointError
-from supertuner.train.loss_log import BEGINNING, LossLog, LossRecord, adopt, line_of, read
+from supertuner.train.loss_log import BEGINNING, LossLog, LossRecord, line_of, read
 
 floats = st.floats(allow_nan=False, allow_infinity=False)
 
@@ -130,20 +130,6 @@ def test_lines_of_before_must_be_cut_before_new_ones_come(tmp_path: Path) -> Non
         log.begin()
         assert log.position() == BEGINNING and (tmp_path / "a").stat().st_size == 0
         log.append(record(1))
-
-
-def test_a_new_run_takes_over_the_lines_that_its_checkpoint_saw(tmp_path: Path) -> None:
-    with LossLog(tmp_path / "old") as log:
-        log.append(record(1))
-        position = log.position()
-        log.append(record(2))
-    assert adopt(tmp_path / "new", tmp_path / "old", *position)
-    with LossLog(tmp_path / "new") as log:
-        log.cut(*position)
-    assert read(tmp_path / "new") == [record(1)]
-    assert not adopt(tmp_path / "other", tmp_path / "gone", *position)
-    (tmp_path / "old").write_bytes(b"x" * 500)
-    assert not adopt(tmp_path / "other", tmp_path / "old", *position) and not (tmp_path / "other").exists()
 
 
 def test_a_torn_last_line_is_not_read_and_a_wrong_line_is_named(tmp_path: Path) -> None:
