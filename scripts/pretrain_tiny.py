@@ -80,8 +80,8 @@ def main() -> None:
     ask.add_argument("--threads", type=int, default=1)
     ask.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="those to train; others are as they are")
     ask.add_argument("--vae-steps", type=int, default=4000)
-    ask.add_argument("--high-steps", type=int, default=4000)
-    ask.add_argument("--low-steps", type=int, default=8000)
+    ask.add_argument("--high-steps", type=int, default=2500)
+    ask.add_argument("--low-steps", type=int, default=5000)
     given = ask.parse_args()
     torch.set_num_threads(given.threads)
     torch.manual_seed(given.seed)
@@ -90,10 +90,10 @@ def main() -> None:
         with flat_convolutions():
             train_vae(pipeline.vae, given.vae_steps, given.seed)
         save(pipeline, given.out, pipeline.components)
-    else:
-        pipeline.register_modules(vae=AutoencoderKLWan.from_pretrained(given.out, subfolder="vae").float())
-    drawn = shapes.drawings(shapes.chalk_pairs(), shapes.BOARD, 400, Random(given.seed))
-    latents = encode(pipeline.vae, drawn)
+    pipeline.register_modules(vae=AutoencoderKLWan.from_pretrained(given.out, subfolder="vae").float())  # as stored
+    drawn = shapes.drawings(shapes.chalk_pairs(), shapes.BOARD, 200, Random(given.seed))
+    with flat_convolutions():
+        latents = encode(pipeline.vae, drawn)
     captions = encode_captions(pipeline)
     levels = {"transformer": (BOUNDARY, 1.0), "transformer_2": (0.0, BOUNDARY)}
     steps = {"transformer": given.high_steps, "transformer_2": given.low_steps}
@@ -228,7 +228,7 @@ def train_expert(
     levels: tuple[float, float],
     steps: int,
     seed: int,
-    batch: int = 64,
+    batch: int = 32,
 ) -> WanTransformer3DModel:
     """Flow matching on the levels of one expert. What is returned has the average of the weights."""
     chance = torch.Generator().manual_seed(seed)

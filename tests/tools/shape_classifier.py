@@ -12,7 +12,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from supertuner.tools.shapes import BOARD, COLOURS, PAPER, SHAPES, Drawing, draw
+from supertuner.tools.shapes import COLOURS, PAPER, SHAPES, Drawing, draw
 
 Pixels = NDArray[np.uint8]
 Mask = NDArray[np.float64]
@@ -127,8 +127,7 @@ def _templates() -> dict[str, Mask]:
 
 @lru_cache
 def _known_colours() -> dict[str, NDArray[np.float64]]:
-    grounds = {"dark ground": BOARD, "light ground": PAPER}
-    return {name: _lab(np.array([[rgb]], np.uint8))[0, 0] for name, rgb in (COLOURS | grounds).items()}
+    return {name: _lab(np.array([[rgb]], np.uint8))[0, 0] for name, rgb in COLOURS.items()}
 
 
 def _lab(picture: Pixels) -> NDArray[np.float64]:
