@@ -1,0 +1,52 @@
+"""The blocks of a model, compiled in place by torch.compile; tried on a small function first, with a clear refusal."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from supertuner.core.errors import ModelError
+from supertuner.core.events import Decided
+
+
+def compile_blocks(module: nn.Module, device: torch.device) -> Decided:
+    """Compile each repeated block of `module`, after adapters are on it. Names and parameters stay as they are.
+
+    Block by block: they are alike, so the first one's code serves all of them, and the wait is that of one block.
+    """
+    blocks = repeated_blocks(module)
+    if not blocks:
+        raise ModelError(f"model.compile is true, but {type(module).__name__} has no repeated blocks; set it to false")
+    try_compiler(device)
+    for block in blocks:
+        block.compile()
+    kinds = sorted({type(block).__name__ for block in blocks})
+    return Decided("model.compile", True, f"{', '.join(kinds)} × {len(blocks)}, compiled when first used")
+
+
+def repeated_blocks(module: nn.Module) -> list[nn.Module]:
+    """The blocks that the model's class names, as diffusers' regional compilation does, or else those in its lists."""
+    named = getattr(module, "_repeated_blocks", None)
+    if named:
+        return [block for block in module.modules() if type(block).__name__ in named]
+    return [block for part in module.children() if isinstance(part, nn.ModuleList) for block in part]
+
+
+def try_compiler(device: torch.device) -> None:
+    """Compile and run one small function on `device`; an error says what is missing."""
+    given = torch.ones(64, device=device)
+    try:
+        found = torch.compile(_small, fullgraph=True)(given)
+    except Exception as error:
+        cause = getattr(error, "inner_exception", error)  # dynamo's own error only says that the backend raised one
+        reason = (str(cause).strip() or type(cause).__name__).splitlines()[0]
+        raise ModelError(
+            f"model.compile is true, and torch.compile does not work on {device.type} here: {reason}; install a C++ "
+            "compiler (g++; for a GPU also triton), or set model.compile: false"
+        ) from error
+    if not torch.equal(found, _small(given)):
+        raise ModelError(f"model.compile is true, and compiled code on {device.type} computes wrongly; set it to false")
+
+
+def _small(x: torch.Tensor) -> torch.Tensor:
+    return x * 2 + 1
