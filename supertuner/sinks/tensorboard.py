@@ -25,12 +25,11 @@ if TYPE_CHECKING:
     from tensorboard.compat.proto.summary_pb2 import Summary
 
 SCALARS = ("grad_norm", "rate", "samples_in_window", "samples_per_s", "waited_s")
-FLUSH_SECONDS = 5.0
 PREFIX = "events.out.tfevents."
 
 
 class TensorBoard:
-    """A sink. Call `flush` before what was reported must survive a kill; `close` at the end."""
+    """A sink. What was emitted is in the file at once: a kill takes nothing that a checkpoint counts as done."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
         self._folder = folder
@@ -46,10 +45,6 @@ class TensorBoard:
             self._write("held_out", event.figures, _held_out_summary(event.figures))
         elif event.what == SAMPLES:
             self._write("samples", event.figures, _grid_summary(event.figures))
-
-    def flush(self) -> None:
-        for file in self._files.values():
-            file.flush()
 
     def close(self) -> None:
         for file in self._files.values():
@@ -79,7 +74,6 @@ class EventFile:
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._clock = clock
-        self._flushed_at = clock()
         try:
             folder.mkdir(parents=True, exist_ok=True)
             # Readers go through the files of a folder in the order of their names.
@@ -99,12 +93,6 @@ class EventFile:
             self._append(step=step, session_log=SessionLog(status=SessionLog.START))
         self._last = step
         self._append(step=step, summary=summary)
-        if self._clock() - self._flushed_at >= FLUSH_SECONDS:
-            self.flush()
-
-    def flush(self) -> None:
-        self._flushed_at = self._clock()
-        self._guarded(self._records.flush)
 
     def close(self) -> None:
         self._guarded(self._records.close)
@@ -114,6 +102,7 @@ class EventFile:
 
         record = Record(wall_time=self._clock(), **fields).SerializeToString()
         self._guarded(lambda: self._records.write(record))
+        self._guarded(self._records.flush)
 
     def _guarded(self, act: Callable[[], None]) -> None:
         try:

@@ -61,10 +61,10 @@ def train_in(work: Session, *, resume: str | None = None) -> Trained:
 
 def _with_reports(work: Session, opened: ExitStack) -> Sink:
     """The session's sink, and the reports that the configuration asks for."""
-    from supertuner.sinks.training import Thinned
+    from supertuner.sinks.training import Thinned, WithoutSteps
 
     settings = work.config.report
-    sinks: list[Sink] = [work.sink]
+    sinks: list[Sink] = [work.console, WithoutSteps(work.folder)]  # losses.jsonl has the steps
     if settings.tensorboard:
         from supertuner.sinks.tensorboard import TensorBoard
 

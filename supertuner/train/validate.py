@@ -48,7 +48,7 @@ class Weights:
     """The weights that samples are made with."""
 
     label: str = "weights in training"
-    """For people: `EMA`, `schedule-free average`."""
+    """For people: `moving average`, `schedule-free average`."""
     applied: Callable[[], AbstractContextManager[None]] = nullcontext
     """While it is open the modules hold them; afterwards their own, to the bit."""
 
@@ -66,7 +66,7 @@ def evaluated(trainees: Sequence[Trainee], trained: Mapping[str, Trained]) -> We
                 stack.enter_context(applied(own, values))
             yield
 
-    return Weights("EMA" if any(one.ema is not None for one in trainees) else "schedule-free average", lent)
+    return Weights("moving average" if any(one.ema is not None for one in trainees) else "schedule-free average", lent)
 
 
 def folder_name(step: int) -> str:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from supertuner.config.tree import RunConfig
@@ -16,15 +13,13 @@ from supertuner.core.events import Sink
 from supertuner.data.batching.batches import Decoders
 from supertuner.data.batching.render import caption_of
 from supertuner.data.corpus import Corpus
-from supertuner.data.ordering.windows import micro_batches
-from supertuner.models.adapters import applied
+from supertuner.data.ordering.windows import MicroBatch, micro_batches
 from supertuner.models.spec import Model
 from supertuner.sinks.training import HeldOut, measured_held_out
-from supertuner.step.window import evaluation_weights
 from supertuner.train import held_out
 from supertuner.train.run import SAMPLES, Run
 from supertuner.train.sample_plan import LOOKED_AT, Captioned, SamplePlan, largest, plan_samples
-from supertuner.train.validate import Weights, folder_name, make_samples, undisturbed
+from supertuner.train.validate import Weights, evaluated, folder_name, make_samples, undisturbed
 
 ASKED = "asked"
 """Below `samples`, what somebody asked for while the run went on: no part of its result."""
@@ -32,7 +27,7 @@ ASKED = "asked"
 
 def validate(run: Run, *, asked: bool = False) -> Path:
     """Measure the held-out loss, make samples; the folder of the samples."""
-    weights = Weights(_label(run), lambda: _lent(run))
+    weights = evaluated(run.trainees, run.trained)
     rows = _held_out(run, weights)
     if rows:
         run.sink.emit(measured_held_out(run.step, rows))
@@ -70,24 +65,19 @@ def plan(config: RunConfig, model: Model, corpus: Corpus, other: Corpus | None, 
 
 
 def _captioned(corpus: Corpus, with_frame: bool) -> Iterator[Captioned]:
-    """Samples in the order of the data, with their captions, and their first frames if those are needed."""
-    for part in corpus.parts:
-        numbers = np.sort(np.concatenate([part.members.of(place) for place in range(len(part.members.buckets))]))
-        for number in islice(numbers.tolist(), LOOKED_AT):
-            caption = caption_of(corpus.seed, part, number, 0)
-            yield Captioned(caption, _first_frame(corpus, number) if with_frame else None)
-
-
-def _first_frame(corpus: Corpus, number: int) -> NDArray[np.uint8]:
-    """The first frame of the first use of a sample."""
+    """The first samples in the order of training, with their captions, and their first frames if those are needed."""
     order = corpus.order
-    for micro in micro_batches(order, range(order.epoch_length(0)), 1):
-        if int(micro.draws.sample[0]) == number:
-            with Decoders(corpus, 1) as decoders:
-                media = decoders.make(micro).media[0]
-            frame_CHW = media[:, 0] if media.ndim == 4 else media
-            return np.ascontiguousarray(frame_CHW.permute(1, 2, 0).numpy())
-    raise AssertionError(f"sample {number} is in no bucket")
+    for micro in micro_batches(order, range(min(LOOKED_AT, order.epoch_length(0))), 1):
+        part = corpus.parts[order.groups[int(micro.draws.group[0])].dataset]
+        caption = caption_of(corpus.seed, part, int(micro.draws.sample[0]), int(micro.draws.cycle[0]))
+        yield Captioned(caption, _first_frame(corpus, micro) if with_frame else None)
+
+
+def _first_frame(corpus: Corpus, micro: MicroBatch) -> NDArray[np.uint8]:
+    with Decoders(corpus, 1) as decoders:
+        media = decoders.make(micro).media[0]
+    frame_CHW = media[:, 0] if media.ndim == 4 else media
+    return np.ascontiguousarray(frame_CHW.permute(1, 2, 0).numpy())
 
 
 def _held_out(run: Run, weights: Weights) -> list[HeldOut]:
@@ -110,20 +100,3 @@ def _held_out(run: Run, weights: Weights) -> list[HeldOut]:
             rows += held_out.measure(trainee, probes, own, seed=run.config.run.seed, rules=run.rules)
             phase.advance(1)
     return held_out.with_means(rows)
-
-
-@contextmanager
-def _lent(run: Run) -> Iterator[None]:
-    """Every expert with the weights that would be exported."""
-    with ExitStack() as opened, torch.no_grad():
-        for trainee in run.trainees:
-            values = evaluation_weights(trainee)
-            if values is not None:
-                opened.enter_context(applied(run.trained[trainee.expert.name], values))
-        yield
-
-
-def _label(run: Run) -> str:
-    if run.config.train.ema_decay is not None:
-        return "moving average"
-    return "schedule-free average" if run.config.optimizer.name == "schedule_free" else "weights in training"

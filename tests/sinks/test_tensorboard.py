@@ -72,7 +72,6 @@ def test_what_a_kill_tore_off_costs_that_point_only(tmp_path: Path) -> None:
     board = TensorBoard(tmp_path)
     for step in (1, 2, 3):
         board.emit(step_event(step))
-    board.flush()
     [file] = (tmp_path / "train").iterdir()
     os.truncate(file, file.stat().st_size - 7)
     with TensorBoard(tmp_path) as again:
@@ -82,10 +81,9 @@ def test_what_a_kill_tore_off_costs_that_point_only(tmp_path: Path) -> None:
     assert points(tmp_path / "train", "loss/high_noise") == [(1, 0.5), (2, 0.5), (3, 0.125), (4, 0.125)]
 
 
-def test_flushed_points_are_in_the_file_though_the_process_never_closed_it(tmp_path: Path) -> None:
+def test_points_are_in_the_file_at_once_though_the_process_never_closed_it(tmp_path: Path) -> None:
     board = TensorBoard(tmp_path)
     board.emit(step_event(1))
-    board.flush()
     assert points(tmp_path / "train", "loss/high_noise") == [(1, 0.5)]
     board.close()
 
@@ -123,7 +121,7 @@ def test_a_file_that_cannot_grow_is_an_error_with_its_name(tmp_path: Path) -> No
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))
         with pytest.raises(RunFolderError, match=r"tfevents\.0000000001 cannot be written: File too large"):
-            board.flush()
+            board.emit(step_event(2))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     board.close()

@@ -119,7 +119,7 @@ def test_random_states_modes_and_gradients_are_left_as_they_were() -> None:
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "ema", "label"), [("adamw", 0.9, "EMA"), ("schedule_free", None, "schedule-free average")]
+    ("optimizer", "ema", "label"), [("adamw", 0.9, "moving average"), ("schedule_free", None, "schedule-free average")]
 )
 def test_samples_are_made_of_the_averages_where_there_are_any(
     tiny_wan: Source, tmp_path: Path, optimizer: str, ema: float | None, label: str
