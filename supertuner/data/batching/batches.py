@@ -67,6 +67,7 @@ class Decoders:
 
     def __init__(self, corpus: Corpus, threads: int) -> None:
         self._corpus = corpus
+        self.threads = threads
         self._pool = pinned_pool(threads)
 
     def start(self, micro: MicroBatch) -> Pending:

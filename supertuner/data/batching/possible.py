@@ -16,11 +16,12 @@ DROPPED = -1
 """In the place of a caption's number: the caption is empty in this turn."""
 
 
-def possible_captions(captions: Sequence[str], rules: Captions, chance: Chance) -> tuple[str, ...]:
-    """Every caption that a sample can have beside a dropped one; tags are shuffled as in the turn of `chance`."""
+def possible_captions(captions: Sequence[str], rules: Captions, chance: Chance | None = None) -> tuple[str, ...]:
+    """Every caption that a sample can have beside a dropped one. Shuffled tags need the `chance` of a turn."""
     usable = captions if rules.choose == "random" else captions[:1]
     texts = [text.strip() for text in usable] or [""]
     if rules.shuffle_tags:
+        assert chance is not None, "shuffled tags depend on the turn"
         texts = [shuffled_tags(text, rules.tag_separator, rules.keep_tags, chance) for text in texts]
     return tuple(triggered(text, rules.trigger_word, rules.tag_separator) for text in texts)
 

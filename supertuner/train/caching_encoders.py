@@ -1,0 +1,172 @@
+"""The family's encoders at work: made when something must be encoded, on a thread of their own, dropped afterwards.
+
+Samples are encoded one by one and on one thread: the bits of an entry follow from its sample alone, not from what was
+encoded beside it, before a kill or after, ahead or at use.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from supertuner.cache.entries import Tensors
+from supertuner.cache.filling import Make, Places
+from supertuner.core.errors import BrokenMedia, CacheError
+from supertuner.data.batching.batches import Decoders
+from supertuner.data.batching.prefetch import Prefetcher
+from supertuner.data.corpus import Corpus
+from supertuner.data.ordering.order import Draws
+from supertuner.data.ordering.windows import MicroBatch
+from supertuner.models.spec import Family, MediaEncoder, Model, TextEncoder
+
+T = TypeVar("T")
+
+AHEAD = 4
+"""Samples decoded ahead of the one that is being encoded, for each thread that decodes."""
+
+
+def stored_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Latents of runs in 16 bits are kept in bf16: fp16 has no room for large ones."""
+    return torch.float32 if dtype == torch.float32 else torch.bfloat16
+
+
+@dataclass(frozen=True, slots=True)
+class Identities:
+    """Fingerprints of the files that decide what the encoders compute."""
+
+    media: str
+    text: str
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Encoding:
+    """By what, where and in which precision samples are encoded."""
+
+    family: Family
+    model: Model
+    identities: Identities
+    device: torch.device
+    dtype: torch.dtype
+    """What the forward pass computes in. Captions are encoded in it; latents are kept in it, or in bf16 for fp16."""
+
+
+class Encoders:
+    """Usable from any thread. Close it, or drop what is not needed any more."""
+
+    def __init__(self, encoding: Encoding) -> None:
+        self._encoding = encoding
+        self._media: MediaEncoder | None = None
+        self._text: TextEncoder | None = None
+        threads = torch.get_num_threads()
+        self._pool = ThreadPoolExecutor(
+            1, thread_name_prefix="encode", initializer=torch.set_num_threads, initargs=(threads,)
+        )
+
+    def media(self, sample: torch.Tensor) -> Tensors:
+        """The entry of one sample (no batch dimension)."""
+        return self._alone(lambda: self._encode_media(sample))
+
+    def text(self, caption: str) -> Tensors:
+        return self._alone(lambda: self._encode_text(caption))
+
+    def drop_media(self) -> None:
+        """Free the media encoder; it is made again if it is needed again."""
+        self._media = None
+        _free(self._encoding.device)
+
+    def drop_text(self) -> None:
+        self._text = None
+        _free(self._encoding.device)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._media, self._text = None, None
+        _free(self._encoding.device)
+
+    def _alone(self, work: Callable[[], T]) -> T:
+        return self._pool.submit(work).result()
+
+    def _encode_media(self, sample: torch.Tensor) -> Tensors:
+        if self._media is None:
+            self._media = self._encoding.family.media_encoder(self._encoding.model, self._encoding.device)
+        dtype = stored_dtype(self._encoding.dtype)
+        with torch.no_grad():
+            fields = self._media.encode(sample[None])
+        return {name: _kept(one[0].to(dtype) if one.is_floating_point() else one[0]) for name, one in fields.items()}
+
+    def _encode_text(self, caption: str) -> Tensors:
+        of = self._encoding
+        if self._text is None:
+            self._text = of.family.text_encoder(of.model, of.device, of.dtype)
+        with torch.no_grad():
+            fields = self._text.encode([caption])[0]
+        return {name: _kept(one) for name, one in fields.items()}
+
+
+class LazyDecoders:
+    """Threads that decode, started when first asked for."""
+
+    def __init__(self, corpus: Corpus, threads: int) -> None:
+        self._corpus, self._threads = corpus, threads
+        self._made: Decoders | None = None
+
+    def __call__(self) -> Decoders:
+        if self._made is None:
+            self._made = Decoders(self._corpus, self._threads)
+        return self._made
+
+    def close(self) -> None:
+        """End the threads; asking again starts new ones."""
+        if self._made is not None:
+            self._made.close()
+            self._made = None
+
+
+def media_maker(corpus: Corpus, jobs: Draws, decoders: LazyDecoders, encoders: Encoders) -> Make:
+    """Makes entries of `jobs`: threads decode ahead, the encoder encodes."""
+
+    def make(places: Places) -> Generator[tuple[int, Tensors], None, None]:
+        groups = corpus.order.groups
+        plan = (MicroBatch(groups[int(jobs.group[p])].bucket, jobs.take(slice(p, p + 1))) for p in places.tolist())
+        crew = decoders()
+        with Prefetcher(crew, plan, AHEAD * crew.threads) as batches:
+            for place in places.tolist():
+                with broken_at_caching():
+                    batch = next(batches)
+                yield place, encoders.media(batch.media[0])
+
+    return make
+
+
+def text_maker(texts: list[str] | tuple[str, ...], encoders: Encoders) -> Make:
+    def make(places: Places) -> Generator[tuple[int, Tensors], None, None]:
+        for place in places.tolist():
+            yield place, encoders.text(texts[place])
+
+    return make
+
+
+@contextmanager
+def broken_at_caching() -> Generator[None, None, None]:
+    """A file that passed staging and does not decode: the remedy is to let staging look deeper."""
+    try:
+        yield
+    except BrokenMedia as error:
+        remedy = 'set check: "decode" for that dataset, and staging sets such files aside; or remove the file'
+        raise CacheError(f"{error}; {remedy}") from error
+
+
+def _kept(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu").contiguous()
+
+
+def _free(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -1,0 +1,86 @@
+"""What a corpus needs of a model's caches: spaces, keys, and how entries are made. Nothing is opened or encoded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from supertuner.cache.filling import Wanted
+from supertuner.cache.keys import Keys, Space
+from supertuner.config.tree import RunConfig
+from supertuner.core.errors import ModelError
+from supertuner.data.corpus import Corpus
+from supertuner.models.spec import Family, Model
+from supertuner.train.caching_encoders import Encoders, Identities, LazyDecoders, media_maker, stored_dtype, text_maker
+from supertuner.train.caching_media import NO_KEY, MediaPlan, job_sizes, media_plan
+from supertuner.train.caching_text import TextPlan, text_plan
+from supertuner.train.caching_treatment import How, Treatment, treatment
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Needs:
+    corpus: Corpus
+    treatments: tuple[Treatment, ...]
+    """For each dataset of the corpus."""
+    media_space: Space
+    text_space: Space
+    media: MediaPlan
+    text: TextPlan
+    text_keys: Keys
+
+    def media_wanted(self, decoders: LazyDecoders, encoders: Encoders) -> Wanted:
+        needed = np.flatnonzero(self.media.keys != NO_KEY)
+        jobs = self.media.jobs.take(needed)
+        make = media_maker(self.corpus, jobs, decoders, encoders)
+        return Wanted(self.media.keys[needed], make, job_sizes(self.corpus, jobs), "encoding samples")
+
+    def text_wanted(self, encoders: Encoders) -> Wanted:
+        return Wanted(self.text_keys, text_maker(self.text.texts, encoders), title="encoding captions")
+
+    def media_is(self, how: How) -> bool:
+        """Whether any dataset's media are treated so."""
+        return any(one.media is how for one in self.treatments)
+
+    def text_is(self, how: How) -> bool:
+        return any(one.text is how for one in self.treatments)
+
+
+def needs_of(
+    config: RunConfig, corpus: Corpus, identities: Identities, dtype: torch.dtype, until: int | None = None
+) -> Needs:
+    """`until` is the position at which the run ends: samples that it never draws are not needed."""
+    treatments = tuple(treatment(part.settings, config.cache_config) for part in corpus.parts)
+    media_space = Space("latents", identities.media, _name(stored_dtype(dtype)))
+    text_space = Space("text", identities.text, _name(dtype))
+    text = text_plan(corpus, treatments, until)
+    return Needs(
+        corpus=corpus,
+        treatments=treatments,
+        media_space=media_space,
+        text_space=text_space,
+        media=media_plan(corpus, treatments, media_space, until),
+        text=text,
+        text_keys=text_space.keys(one.encode() for one in text.texts),
+    )
+
+
+def require_buckets(corpus: Corpus, family: Family, model: Model) -> None:
+    """ModelError, naming dataset, bucket, reason and remedy, for the first bucket that the model cannot take."""
+    for group in corpus.order.groups:
+        bucket = group.bucket
+        place = f"datasets[{group.dataset_id}], bucket {bucket.label} ({len(group.members)} samples)"
+        if bucket.kind not in model.kinds:
+            kinds = " and ".join(sorted(model.kinds))
+            raise ModelError(f"{place}: {model.title} is trained on {kinds}, not on {bucket.kind}; remove that dataset")
+        reason = family.why_not(model, bucket.shape)
+        if reason is not None:
+            raise ModelError(f"{place}: {reason}; change bucket_step, resolution or frames of that dataset")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

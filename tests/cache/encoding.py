@@ -1,0 +1,169 @@
+"""What tests of encoded data share: small real datasets, tiny models, and encoders that count their work."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from supertuner.config.tree import RunConfig
+from supertuner.core.events import Silence
+from supertuner.core.host import Host
+from supertuner.data.corpus import Corpus
+from supertuner.data.opened import open_corpus
+from supertuner.data.ordering.windows import MicroBatch, single
+from supertuner.models.fingerprint import fingerprint
+from supertuner.models.spec import Family, Model, Source
+from supertuner.models.table import family as family_of
+from supertuner.train.caches import Encoded, open_encoded
+from supertuner.train.caching_encoders import Encoding, Identities
+from tests.data.media_files import picture, sound, video, write
+
+CPU = torch.device("cpu")
+
+
+@dataclasses.dataclass
+class Counted:
+    """How often encoders were made and used."""
+
+    made: list[str] = dataclasses.field(default_factory=list)
+    samples: int = 0
+    captions: list[str] = dataclasses.field(default_factory=list)
+
+
+def counted(family: Family) -> tuple[Family, Counted]:
+    """The family, with its encoders counted."""
+    count = Counted()
+
+    class Media:
+        def __init__(self, *of) -> None:
+            count.made.append("media")
+            self.inner = family.media_encoder(*of)
+
+        def encode(self, media):
+            count.samples += len(media)
+            return self.inner.encode(media)
+
+    class Text:
+        def __init__(self, *of) -> None:
+            count.made.append("text")
+            self.inner = family.text_encoder(*of)
+
+        def encode(self, captions):
+            count.captions += captions
+            return self.inner.encode(captions)
+
+    return dataclasses.replace(family, media_encoder=Media, text_encoder=Text), count
+
+
+def tiny(name: str, folder: Path) -> tuple[Family, Model]:
+    family = family_of(name)
+    if not folder.exists():
+        family.tiny(folder, 0)
+    return family, family.read(Source(str(folder), offline=True))
+
+
+def encoding_of(family: Family, model: Model, dtype: torch.dtype = torch.bfloat16) -> Encoding:
+    files = (family.media_files(model), family.text_files(model))
+    return Encoding(family, model, Identities(*(fingerprint(one, None) for one in files)), CPU, dtype)
+
+
+class SoundEncoder:
+    """Stands in for a family of sound, which does not exist yet: means of short frames, and a condition."""
+
+    def encode(self, media: torch.Tensor) -> dict[str, torch.Tensor]:
+        assert media.dtype == torch.float32 and media.ndim == 3
+        return {"latents": media.unfold(-1, 400, 400).mean(-1), "loudness": media.abs().mean((1, 2))}
+
+
+def pictures(folder: Path, count: int = 8, size: tuple[int, int] = (56, 40), captions: bool = True) -> Path:
+    files: dict[str, bytes | str] = {}
+    for number in range(count):
+        files[f"p{number}.jpg"] = picture(size=size, seed=number)
+        if captions:
+            files[f"p{number}.txt"] = f"red, round, number {number}"
+    return write(folder, files)
+
+
+def videos(folder: Path, count: int = 2) -> Path:
+    return write(folder, {f"v{number}.mp4": video(frames=9 + 4 * number) for number in range(count)})
+
+
+def sounds(folder: Path, count: int = 3) -> Path:
+    return write(folder, {f"s{number}.wav": sound(seconds=0.5 + 0.25 * number) for number in range(count)})
+
+
+def config_of(tmp: Path, *datasets: dict, cache: dict | None = None, **more) -> RunConfig:
+    """A run below `tmp`; datasets are small and have an id each."""
+    given = [{"id": f"set{number}", "resolution": 32, "bucket_step": 16, **one} for number, one in enumerate(datasets)]
+    return RunConfig.model_validate(
+        {
+            "run": {"output_dir": tmp / "runs", "seed": 5},
+            "arena": {"home": tmp / "ram"},
+            "train": {"batch_size": 3},
+            "loader": {"num_workers": 2},
+            "cache_config": cache or {},
+            "datasets": given,
+            **more,
+        }
+    )
+
+
+@contextmanager
+def opened(config: RunConfig, encoding: Encoding, sink=None, **more) -> Iterator[tuple[Corpus, Encoded]]:
+    sink, host = sink or Silence(), Host()
+    with (
+        open_corpus(config, host=host, sink=Silence(), progress=Silence()) as corpus,
+        open_encoded(
+            config,
+            corpus,
+            encoding,
+            run_folder=config.run.output_dir / "run",
+            host=host,
+            sink=sink,
+            progress=sink if hasattr(sink, "phase") else Silence(),
+            **more,
+        ) as encoded,
+    ):
+        yield corpus, encoded
+
+
+def batches(corpus: Corpus, epochs: int = 2) -> list[MicroBatch]:
+    order = corpus.order
+    return [single(order, draws) for draws in order.batches(0, order.epoch_begin(epochs))]
+
+
+def served(corpus: Corpus, encoded: Encoded, epochs: int = 2) -> dict[int, tuple[dict, dict]]:
+    """Latents and text by position."""
+    found = {}
+    for micro in batches(corpus, epochs):
+        latents, texts = encoded.latents(micro), encoded.texts(micro)
+        assert all(one.is_contiguous() and one.device == CPU and len(one) == len(micro) for one in latents.values())
+        for row, position in enumerate(micro.draws.position.tolist()):
+            found[position] = (
+                {name: one[row].clone() for name, one in latents.items()},
+                {name: one.clone() for name, one in texts[row].items()},
+            )
+    return found
+
+
+def equal(left: dict, right: dict) -> bool:
+    """Whether two runs were served the same bits at every position."""
+    return left.keys() == right.keys() and all(
+        one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+        for position in left
+        for one, other in zip(left[position], right[position], strict=True)
+    )
+
+
+def arenas(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("*") if path.is_dir()) if folder.exists() else []
+
+
+def at_use(config: RunConfig) -> RunConfig:
+    """The same run with nothing cached: the law that caches are held to."""
+    none = config.cache_config.model_copy(update={"vae_cache_type": "none", "text_cache_type": "none"})
+    return config.model_copy(update={"cache_config": none})
