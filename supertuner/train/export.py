@@ -7,12 +7,11 @@ import shutil
 from contextlib import nullcontext
 from pathlib import Path
 
-from safetensors.torch import save as to_bytes
-
 from supertuner.core.durable import sync_folder, write_bytes
 from supertuner.models import adapters
 from supertuner.step.window import evaluation_weights
 from supertuner.train.run import EXPORTS, Run
+from supertuner.train.tensor_file import lay_out
 
 
 def export(run: Run) -> list[Path]:
@@ -43,5 +42,5 @@ def _export_expert(run: Run, number: int, folder: Path) -> str:
             return expert.part
         name = f"{run.name}.safetensors" if len(run.model.experts) == 1 else f"{run.name}_{expert.name}.safetensors"
         tensors, metadata = adapters.exported(trained, run.family.export_prefix[expert.part], run.config.adapter)
-        write_bytes(folder / name, to_bytes(tensors, metadata))
+        write_bytes(folder / name, b"".join(lay_out(tensors, metadata).chunks()))
         return name

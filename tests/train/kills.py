@@ -32,7 +32,7 @@ def killed_run(parent: Parent, folder: Path, name: str, kills: int, seed: int, u
 
 def check_same(folder: Path, name: str) -> None:
     """The run's files are those of the run that nobody killed."""
-    expected, found = artefacts(folder / "runs" / "whole"), artefacts(folder / "runs" / name)
+    expected, found = artefacts(folder / "whole" / "run"), artefacts(folder / name / "run")
     assert sorted(found) == sorted(expected)
     different = [file for file in expected if found[file] != expected[file]]
     assert different == [], f"differ after kills: {different}"
@@ -40,7 +40,7 @@ def check_same(folder: Path, name: str) -> None:
 
 def forget(folder: Path, name: str) -> None:
     """Take the run's folder and its caches away: the next start begins at the beginning."""
-    shutil.rmtree(folder / "runs" / name)
+    shutil.rmtree(folder / name)
     shutil.rmtree(folder / f"cache-{name}", ignore_errors=True)
 
 

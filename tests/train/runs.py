@@ -35,14 +35,17 @@ def pictures(folder: Path, count: int, first: int = 0) -> Path:
 
 
 def config(folder: Path, name: str, **changed: Any) -> Path:
-    """A run of two experts through a ramp, with everything on; `changed` replaces or extends blocks."""
+    """A run of two experts through a ramp, with everything on; `changed` replaces or extends blocks.
+
+    Its folder is `folder / name / "run"`: files that hold the run's name can be compared.
+    """
     data = folder / "data"
     if not data.exists():
         pictures(data / "train", 6)
         pictures(data / "held_out", 2, first=6)
     common = {"resolution": 32, "bucket_step": 16}
     tree: dict[str, Any] = {
-        "run": {"name": name, "output_dir": str(folder / "runs"), "seed": 7},
+        "run": {"name": "run", "output_dir": str(folder / name), "seed": 7},
         "model": {"family": "wan2.2", "path": "tiny", "switch_boundary_every": 2},
         "adapter": {"rank": 2, "dropout": 0.1},
         "arena": {"home": str(folder / "arenas"), "disk_home": str(folder / "disk-arenas")},
@@ -100,9 +103,10 @@ class Parent:
         return self.wait(pid)
 
     def close(self) -> None:
-        assert self._process.stdin is not None
+        assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
         self._process.wait()
+        self._process.stdout.close()
         self._log.close()
 
     def _ask(self, line: str) -> str:
@@ -122,7 +126,7 @@ def artefacts(run: Path) -> dict[str, bytes]:
     found = [run / name for name in kept]
     for folder in ("exports", "samples", "checkpoints"):
         found += [path for path in (run / folder).rglob("*") if path.is_file()]
-    return {path.relative_to(run).as_posix().replace(run.name, "RUN"): path.read_bytes() for path in found}
+    return {path.relative_to(run).as_posix(): path.read_bytes() for path in found}
 
 
 def _serve() -> None:
