@@ -29,16 +29,18 @@ def module(model: Model, part: str, dtype: torch.dtype) -> nn.Module:
     """
     kind = _class_of(model, part)
     folder = folder_of(model.source, (part,))
+    single = model.source.single_files.get(part)
     for file in weights_of(model.source, folder, part):
         _check_whole(file)
     with _quietly(), torch.random.fork_rng(devices=[]):
         try:
-            if part in model.source.single_files:
-                loaded = _from_single_file(kind, model.source.single_files[part], folder, part, dtype)
+            if single is not None:
+                loaded = _from_single_file(kind, single, folder, part, dtype)
             else:
                 loaded = _from_folder(kind, model, folder, part, dtype)
         except (OSError, ValueError, RuntimeError, KeyError) as error:
-            raise ModelError(f"{folder / part} cannot be loaded as {kind.__name__}: {_first_line(error)}") from error
+            where = single or folder / part
+            raise ModelError(f"{where} cannot be loaded as {kind.__name__}: {_first_line(error)}") from error
     align(loaded)
     return loaded.eval().requires_grad_(False)
 
@@ -94,9 +96,13 @@ def _from_single_file(kind: Any, file: Path, folder: Path, part: str, dtype: tor
     """Weights in diffusers' names or in those of the model's authors; the config is the pipeline's."""
     if not hasattr(kind, "from_single_file"):
         raise ModelError(f"{file}: diffusers cannot read a {kind.__name__} from a single file; use a folder")
-    loaded = kind.from_single_file(str(file), config=str(folder), subfolder=part, local_files_only=True)
+    try:
+        loaded = kind.from_single_file(str(file), config=str(folder), subfolder=part, local_files_only=True)
+    except (
+        NotImplementedError
+    ) as error:  # diffusers moves the module at the end, and what was not in the file cannot be
+        raise ModelError(f"{file} lacks tensors that {folder / part} asks for; it is not of this model") from error
     assert isinstance(loaded, nn.Module)
-    _require_complete(f"{file}", [name for name, tensor in loaded.state_dict().items() if tensor.is_meta])
     kept = tuple(getattr(kind, "_keep_in_fp32_modules", None) or ())
     for name, tensor in (*loaded.named_parameters(), *loaded.named_buffers()):
         if tensor.is_floating_point():

@@ -128,7 +128,7 @@ def test_a_bf16_module_denoises_under_autocast(written: Written) -> None:
         with torch.autocast("cpu", torch.bfloat16):
             rough = written.family.denoise(written.model, module, latents, levels, text, conditions)
         fine = written.family.denoise(written.model, exact, latents, levels, text, conditions)
-    # Flux rounds its timestep to bf16 too, in steps of 4 of 1000: that is how its pipeline samples, and so it must train.
+    # Flux rounds its timestep to bf16 too, in steps of 4 of 1000: so its pipeline samples, and so it must train.
     assert (rough.float() - fine).norm() < 0.1 * fine.norm()
 
 

@@ -1,0 +1,93 @@
+"""Attention backends: the right one is used, and one that cannot train here is refused by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from diffusers.models import attention_dispatch
+
+from supertuner.core.errors import ModelError
+from supertuner.models.attention import ALIASES, require_backend, use_backend
+from supertuner.models.spec import Source
+from supertuner.models.table import family
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", ["native", "_native_math", "NATIVE", "sdpa", "math"])
+def test_what_torch_has_itself_can_train_here(name: str) -> None:
+    require_backend(name, CPU)
+
+
+@pytest.mark.parametrize(
+    ("name", "package"),
+    [
+        ("flash", "flash-attn"),
+        ("flash_attn_2", "flash-attn"),
+        ("flash_attn_3", "Flash Attention 3"),
+        ("_flash_3", "Flash Attention 3"),
+        ("sage", "sageattention"),
+        ("xformers", "xformers"),
+        ("flash-hub", "kernels"),
+    ],
+)
+def test_a_backend_that_is_not_installed_is_refused_with_what_it_needs(name: str, package: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        require_backend(name, CPU)
+    assert (
+        repr(name) in str(caught.value) and package in str(caught.value) and '"native" always can' in str(caught.value)
+    )
+
+
+@pytest.mark.parametrize("name", ["flex", "_native_cudnn"])
+def test_a_backend_that_cannot_train_on_this_device_is_refused(name: str) -> None:
+    with pytest.raises(ModelError, match="cannot train on this machine"):
+        require_backend(name, CPU)
+
+
+def test_a_backend_without_a_gradient_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as sage, which only computes forwards: here torch's own with its gradient cut off takes that place."""
+    backends = attention_dispatch._AttentionBackendRegistry._backends
+    native = backends[attention_dispatch.AttentionBackendName.NATIVE]
+
+    def forward_only(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: object) -> torch.Tensor:
+        detached: torch.Tensor = native(query, key, value, **options).detach()
+        return detached
+
+    monkeypatch.setitem(backends, attention_dispatch.AttentionBackendName.NATIVE, forward_only)
+    with pytest.raises(ModelError, match="computes no gradient"):
+        require_backend("native", CPU)
+
+
+@pytest.mark.parametrize(("name", "guess"), [("nativ", "native"), ("flash_atn_3", "flash_attn_3"), ("sgae", "sage")])
+def test_a_misspelt_backend_gets_a_suggestion(name: str, guess: str) -> None:
+    with pytest.raises(ModelError, match=f"did you mean '{guess}'"):
+        require_backend(name, CPU)
+
+
+def test_an_unknown_backend_gets_the_list() -> None:
+    with pytest.raises(ModelError, match=r"there are .*native"):
+        require_backend("something_else_entirely", CPU)
+
+
+def test_every_alias_leads_to_a_backend_of_diffusers() -> None:
+    assert set(ALIASES.values()) <= {backend.value for backend in attention_dispatch.AttentionBackendName}
+
+
+@pytest.mark.parametrize("which", ["wan2.2", "flux"])
+def test_a_module_computes_with_the_backend_it_was_given_and_others_keep_theirs(
+    which: str, tiny_wan: Source, tiny_flux: Source
+) -> None:
+    one = family(which)
+    model = one.read(tiny_wan if which == "wan2.2" else tiny_flux)
+    chosen, other = (one.denoiser(model, model.experts[0], torch.float32) for _ in range(2))
+    active = attention_dispatch._AttentionBackendRegistry._active_backend
+    use_backend(chosen, "math")
+
+    def backends(module: torch.nn.Module) -> set[object]:
+        processors = [getattr(part, "processor", None) for part in module.modules()]
+        return {getattr(processor, "_attention_backend", None) for processor in processors if processor is not None}
+
+    assert backends(chosen) == {attention_dispatch.AttentionBackendName._NATIVE_MATH}
+    assert backends(other) == {None}
+    assert attention_dispatch._AttentionBackendRegistry._active_backend == active

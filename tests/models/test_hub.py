@@ -1,0 +1,135 @@
+"""Models by their name on the hub: fetched sparingly, pinned, and every refusal in words a person can act on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import torch
+
+from supertuner.core.errors import ModelError
+from supertuner.models.spec import Source
+from supertuner.models.table import family
+from tests.models.hub_server import COMMIT, GATED, Hub, serving
+
+WAN = "wan2.2"
+SECRET = "hf_thisIsASecretThatNobodyMaySee"
+
+
+@pytest.fixture
+def hub(tiny_wan: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    with serving(Path(tiny_wan.path)) as hub:
+        files = "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.address)
+        monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.address + files)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setenv("HF_TOKEN", SECRET)
+        yield hub
+
+
+def refusal(source: Source) -> str:
+    with pytest.raises(ModelError) as caught:
+        family(WAN).read(source)
+    assert SECRET not in str(caught.value)
+    return str(caught.value)
+
+
+def test_reading_a_model_fetches_its_configs_and_no_weights(hub: Hub) -> None:
+    model = family(WAN).read(Source("somebody/model"))
+    assert [expert.name for expert in model.experts] == ["high_noise", "low_noise"]
+    assert not [asked for asked in hub.asked if asked.endswith(".safetensors")]
+
+
+def test_a_model_is_pinned_to_the_commit_that_was_read(hub: Hub) -> None:
+    model = family(WAN).read(Source("somebody/model", revision="v1"))
+    assert model.source.revision == COMMIT
+
+
+def test_a_part_is_fetched_when_it_is_needed_and_only_once(hub: Hub) -> None:
+    wan = family(WAN)
+    model = wan.read(Source("somebody/model"))
+    wan.media_encoder(model, torch.device("cpu"))
+    fetched = [asked for asked in hub.asked if asked.startswith("GET") and asked.endswith(".safetensors")]
+    assert fetched == [f"GET /somebody/model/resolve/{COMMIT}/vae/diffusion_pytorch_model.safetensors"]
+    hub.asked.clear()
+    wan.media_encoder(model, torch.device("cpu"))
+    assert not hub.asked
+
+
+def test_what_was_fetched_gives_the_same_bits_as_the_folder(hub: Hub, tiny_wan: Source) -> None:
+    wan = family(WAN)
+    pixels = torch.arange(3 * 32 * 32, dtype=torch.uint8).reshape(1, 3, 32, 32)
+    here, there = (
+        wan.media_encoder(wan.read(source), torch.device("cpu")).encode(pixels)["latents"]
+        for source in (tiny_wan, Source("somebody/model"))
+    )
+    assert torch.equal(here, there)
+
+
+def test_offline_a_fetched_model_is_read_and_loaded_without_asking_anybody(hub: Hub) -> None:
+    wan = family(WAN)
+    wan.text_encoder(wan.read(Source("somebody/model")), torch.device("cpu"), torch.float32)
+    hub.asked.clear()
+    wan.text_encoder(wan.read(Source("somebody/model", offline=True)), torch.device("cpu"), torch.float32)
+    assert not hub.asked
+
+
+def test_offline_a_part_that_was_not_fetched_is_missed_by_name(hub: Hub) -> None:
+    wan = family(WAN)
+    wan.read(Source("somebody/model"))
+    model = wan.read(Source("somebody/model", offline=True))
+    with pytest.raises(ModelError, match=r"somebody/model .*not whole in the hub's cache, and model.offline is true"):
+        wan.media_encoder(model, torch.device("cpu"))
+
+
+def test_offline_a_model_that_was_never_fetched_is_refused(hub: Hub) -> None:
+    assert "model.offline is true" in refusal(Source("somebody/model", offline=True))
+    assert not hub.asked
+
+
+def test_a_gated_model_says_to_accept_the_licence_and_set_a_token(hub: Hub) -> None:
+    message = refusal(Source(GATED))
+    assert GATED in message and "licence" in message and "HF_TOKEN" in message
+
+
+@pytest.mark.parametrize("name", ["nobody/nothing", "somebody/private"])
+def test_an_unknown_model_may_be_a_folder_or_a_private_one(hub: Hub, name: str) -> None:
+    message = refusal(Source(name))
+    assert name in message and "no such folder" in message and "private" in message
+
+
+def test_an_unknown_revision_is_named(hub: Hub) -> None:
+    assert "model.revision is 'v9'" in refusal(Source("somebody/model", revision="v9"))
+
+
+def test_a_server_in_trouble_is_told_with_its_status(hub: Hub) -> None:
+    assert "the hub answered 500" in refusal(Source("somebody/broken"))
+
+
+def test_without_a_network_it_is_said_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    begin = time.monotonic()
+    message = refusal(Source("somebody/model"))
+    assert "cannot be reached" in message and "somebody/model" in message
+    assert time.monotonic() - begin < 10
+
+
+def test_a_cache_that_cannot_be_written_is_told_as_such(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "file" / "cache"))
+    assert "somebody/model could not be fetched into the hub's cache: Not a directory" in refusal(
+        Source("somebody/model")
+    )
+
+
+@pytest.mark.parametrize("name", ["not a name", "-x/y", "x/y-"])
+def test_what_is_neither_a_folder_nor_a_name_is_refused_without_asking(hub: Hub, name: str) -> None:
+    message = refusal(Source(name))
+    assert name in message and "no such folder" in message
+    assert not hub.asked

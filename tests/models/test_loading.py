@@ -1,0 +1,262 @@
+"""Pipelines in folders that are not what they should be, and weights from single files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from supertuner.core.errors import ModelError
+from supertuner.models import loading
+from supertuner.models.spec import Model, Source
+from supertuner.models.table import family
+
+CPU = torch.device("cpu")
+WAN = family("wan2.2")
+HIGH = "transformer/diffusion_pytorch_model.safetensors"
+
+
+@pytest.fixture
+def folder(tiny_wan: Source, tmp_path: Path) -> Path:
+    """A pipeline that a test may damage."""
+    return Path(shutil.copytree(tiny_wan.path, tmp_path / "pipeline"))
+
+
+def refusal(act: Callable[[], object]) -> str:
+    with pytest.raises(ModelError) as caught:
+        act()
+    return str(caught.value)
+
+
+def read(path: Path | str) -> Model:
+    return WAN.read(Source(str(path)))
+
+
+def high(model: Model, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    return WAN.denoiser(model, model.experts[0], dtype)
+
+
+def edit(file: Path, **changed: object) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | changed))
+
+
+@pytest.mark.parametrize("path", ["/no/such/folder", "./missing", "~/missing-model", "a/b/c"])
+def test_a_folder_that_is_not_there_is_named(path: str) -> None:
+    assert refusal(lambda: read(path)) == f"model.path is {path!r}: there is no such folder"
+
+
+def test_a_file_as_the_path_is_told_where_it_belongs(folder: Path) -> None:
+    assert "model.single_file" in refusal(lambda: read(folder / HIGH))
+
+
+def test_a_folder_without_an_index_says_what_it_is(folder: Path, tmp_path: Path) -> None:
+    assert "not the folder of a diffusers pipeline" in refusal(lambda: read(tmp_path))
+    assert "give the folder above" in refusal(lambda: read(folder / "vae"))
+    (tmp_path / "high_noise_model").mkdir()
+    assert "-Diffusers" in refusal(lambda: read(tmp_path))
+
+
+def test_a_pipeline_of_another_family_says_which_family_it_is(folder: Path, tiny_flux: Source) -> None:
+    message = refusal(lambda: WAN.read(tiny_flux))
+    assert "is a FluxPipeline" in message and 'set model.family to "flux"' in message
+    assert 'set model.family to "wan2.2"' in refusal(lambda: family("flux").read(Source(str(folder))))
+
+
+def test_a_pipeline_that_no_family_trains_says_which_are(folder: Path) -> None:
+    edit(folder / "model_index.json", _class_name="StableDiffusionPipeline")
+    message = refusal(lambda: read(folder))
+    assert "is a StableDiffusionPipeline" in message and "wan2.2 takes WanImageToVideoPipeline, WanPipeline" in message
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff\xfe"])
+def test_an_index_that_is_no_json_object_is_refused(folder: Path, content: bytes) -> None:
+    (folder / "model_index.json").write_bytes(content)
+    assert "model_index.json" in refusal(lambda: read(folder))
+
+
+def test_a_missing_part_is_named(folder: Path) -> None:
+    shutil.rmtree(folder / "transformer_2")
+    assert f"{folder / 'transformer_2'} is missing" in refusal(lambda: read(folder))
+    edit(folder / "model_index.json", transformer_2=[None, None])
+    assert "names no transformer_2" in refusal(lambda: read(folder))
+
+
+def test_code_from_elsewhere_is_not_imported(folder: Path) -> None:
+    edit(folder / "model_index.json", transformer=["antigravity", "Fly"])
+    assert "code of its own (antigravity)" in refusal(lambda: high(read(folder)))
+    edit(folder / "model_index.json", transformer=["diffusers", "NoSuchThing"])
+    assert "does not have" in refusal(lambda: high(read(folder)))
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, 0.5, -1])
+def test_weights_that_were_cut_off_are_called_damaged(folder: Path, keep: float) -> None:
+    content = (folder / HIGH).read_bytes()
+    count = int(len(content) * keep) if isinstance(keep, float) else keep % len(content)
+    (folder / HIGH).write_bytes(content[:count])
+    message = refusal(lambda: high(read(folder)))
+    assert str(folder / HIGH) in message and "is damaged" in message and "fetch it again" in message
+
+
+def test_weights_that_lack_a_tensor_are_refused_instead_of_made_up(folder: Path) -> None:
+    tensors = load_file(folder / HIGH)
+    del tensors["blocks.1.attn1.to_q.weight"]
+    save_file(tensors, folder / HIGH, {"format": "pt"})
+    assert "lacks 1 tensors that its config asks for (blocks.1.attn1.to_q.weight)" in refusal(
+        lambda: high(read(folder))
+    )
+
+
+def test_weights_of_another_size_than_the_config_says_are_refused(folder: Path) -> None:
+    edit(folder / "transformer" / "config.json", ffn_dim=64)
+    assert "cannot be loaded as WanTransformer3DModel" in refusal(lambda: high(read(folder)))
+
+
+def test_a_text_encoder_that_lacks_a_tensor_is_refused(folder: Path) -> None:
+    file = folder / "text_encoder" / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["encoder.block.0.layer.0.SelfAttention.q.weight"]
+    save_file(tensors, file, {"format": "pt"})
+    assert "lacks 1 tensors" in refusal(lambda: WAN.text_encoder(read(folder), CPU, torch.float32))
+
+
+def test_weights_that_can_run_code_are_not_opened(folder: Path) -> None:
+    (folder / HIGH).rename((folder / HIGH).with_suffix(".bin"))
+    message = refusal(lambda: high(read(folder)))
+    assert "diffusion_pytorch_model.bin" in message and "only .safetensors" in message
+
+
+def test_missing_weights_are_named(folder: Path) -> None:
+    (folder / HIGH).unlink()
+    assert "no .safetensors file" in refusal(lambda: high(read(folder)))
+
+
+def test_a_broken_tokenizer_is_told_without_a_traceback(folder: Path) -> None:
+    (folder / "tokenizer" / "tokenizer.json").write_text("{}")
+    assert str(folder / "tokenizer") in refusal(lambda: WAN.text_encoder(read(folder), CPU, torch.float32))
+
+
+def sharded(folder: Path) -> None:
+    module = high(read(folder))
+    shutil.rmtree(folder / "transformer")
+    module.save_pretrained(folder / "transformer", max_shard_size="40KB")  # type: ignore[operator]
+
+
+def test_weights_in_several_files_are_loaded_like_those_in_one(folder: Path) -> None:
+    whole = high(read(folder)).state_dict()
+    sharded(folder)
+    files = list((folder / "transformer").glob("*-of-*.safetensors"))
+    assert len(files) > 1
+    again = high(read(folder)).state_dict()
+    assert whole.keys() == again.keys() and all(torch.equal(whole[name], again[name]) for name in whole)
+
+
+def test_one_of_several_weight_files_missing_is_named(folder: Path) -> None:
+    sharded(folder)
+    lost = sorted((folder / "transformer").glob("*-of-*.safetensors"))[1]
+    lost.unlink()
+    message = refusal(lambda: high(read(folder)))
+    assert lost.name in message and "missing" in message
+
+
+def test_an_index_of_weights_cannot_point_outside_its_folder(folder: Path) -> None:
+    sharded(folder)
+    file = folder / "transformer" / "diffusion_pytorch_model.safetensors.index.json"
+    listed = json.loads(file.read_text())
+    listed["weight_map"] = dict.fromkeys(listed["weight_map"], "../../secret.safetensors")
+    file.write_text(json.dumps(listed))
+    assert "outside its folder" in refusal(lambda: high(read(folder)))
+
+
+def test_a_variant_is_read_from_its_own_files_and_missed_by_name(folder: Path) -> None:
+    high(read(folder)).save_pretrained(folder / "transformer", variant="fp16")  # type: ignore[operator]
+    model = WAN.read(Source(str(folder), variant="fp16"))
+    tensors = load_file(folder / HIGH)
+    save_file({name: one * 0 for name, one in tensors.items()}, folder / HIGH, {"format": "pt"})
+    assert high(model).get_parameter("proj_out.weight").any()
+    message = refusal(lambda: WAN.media_encoder(model, CPU))
+    assert "model.variant is 'fp16'" in message and "diffusion_pytorch_model.safetensors" in message
+
+
+def test_modules_that_wan_keeps_in_fp32_stay_so_in_bf16(folder: Path) -> None:
+    module = high(read(folder), torch.bfloat16)
+    assert module.get_parameter("blocks.0.attn1.to_q.weight").dtype == torch.bfloat16
+    assert module.get_parameter("scale_shift_table").dtype == torch.float32
+    assert module.get_parameter("condition_embedder.time_embedder.linear_1.weight").dtype == torch.float32
+
+
+ORIGINAL = {
+    "condition_embedder.time_embedder.linear_1": "time_embedding.0",
+    "condition_embedder.time_embedder.linear_2": "time_embedding.2",
+    "condition_embedder.text_embedder.linear_1": "text_embedding.0",
+    "condition_embedder.text_embedder.linear_2": "text_embedding.2",
+    "condition_embedder.time_proj": "time_projection.1",
+    "attn1": "self_attn",
+    "attn2": "cross_attn",
+    ".to_out.0.": ".o.",
+    ".to_q.": ".q.",
+    ".to_k.": ".k.",
+    ".to_v.": ".v.",
+    "proj_out": "head.head",
+    "ffn.net.0.proj": "ffn.0",
+    "ffn.net.2": "ffn.2",
+    "norm2": "norm3",
+}
+"""Names in diffusers → names in the files of Wan's authors."""
+
+
+def original_name(name: str) -> str:
+    if name == "scale_shift_table":
+        return "head.modulation"
+    for ours, theirs in ORIGINAL.items():
+        name = name.replace(ours, theirs)
+    return name.replace("scale_shift_table", "modulation")
+
+
+@pytest.mark.parametrize("prefix", [None, "", "model.diffusion_model."])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_single_file_gives_the_module_that_the_folder_gives(
+    folder: Path, tmp_path: Path, prefix: str | None, dtype: torch.dtype
+) -> None:
+    """In diffusers' names, and in those of Wan's authors, which other programs write with a prefix."""
+    tensors = load_file(folder / HIGH)
+    named = tensors if prefix is None else {prefix + original_name(name): one for name, one in tensors.items()}
+    file = tmp_path / "high.safetensors"
+    save_file(named, file)
+    expected = high(read(folder), dtype)
+    (folder / HIGH).unlink()
+    model = replace(read(folder), source=Source(str(folder), single_files={"transformer": file}))
+    found = high(model, dtype)
+    assert not found.training and not any(one.requires_grad for one in found.parameters())
+    wanted = expected.state_dict()
+    assert wanted.keys() == found.state_dict().keys()
+    for name, one in found.state_dict().items():
+        assert one.dtype == wanted[name].dtype and torch.equal(one, wanted[name]), name
+
+
+def test_a_single_file_that_lacks_tensors_or_is_of_another_model_is_refused(folder: Path, tmp_path: Path) -> None:
+    tensors = load_file(folder / HIGH)
+    file = tmp_path / "high.safetensors"
+    source = Source(str(folder), single_files={"transformer": file})
+    save_file({name: one for name, one in tensors.items() if "blocks.1." not in name}, file)
+    assert f"{file} lacks tensors" in refusal(lambda: high(WAN.read(source)))
+    save_file({"something.else": torch.zeros(3)}, file)
+    assert str(file) in refusal(lambda: high(WAN.read(source)))
+    save_file({name: torch.zeros(*one.shape, 2) for name, one in tensors.items()}, file)
+    assert f"{file} cannot be loaded" in refusal(lambda: high(WAN.read(source)))
+    file.write_bytes(b"rubbish")
+    assert f"{file} is damaged" in refusal(lambda: high(WAN.read(source)))
+    file.unlink()
+    assert f"{file}, the weights of transformer, is not a .safetensors file" in refusal(lambda: WAN.read(source))
+
+
+def test_aligning_keeps_tied_weights_tied(tiny_wan: Source) -> None:
+    encoder = loading.module(WAN.read(tiny_wan), "text_encoder", torch.float32)
+    shared = encoder.get_parameter("shared.weight")
+    assert encoder.get_submodule("encoder.embed_tokens").weight is shared
+    assert shared.data_ptr() % 64 == 0
