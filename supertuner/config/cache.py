@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from supertuner.config.block import Block
+from supertuner.config.block import Block, Remark
 
 
 class CacheConfig(Block):
@@ -17,3 +18,9 @@ class CacheConfig(Block):
     """Folder of persistent caches; unset: `cache` below `run.output_dir`."""
     persistent_cache: bool = False
     """Keep what was encoded in `cache_dir`, so that the next run need not encode it again."""
+
+    def doubts(self) -> Iterator[Remark]:
+        if self.persistent_cache and self.vae_cache_type == self.text_cache_type == "none":
+            yield Remark("persistent_cache", "has no effect: there is no cache to keep")
+        elif self.cache_dir is not None and not self.persistent_cache:
+            yield Remark("cache_dir", "has no effect while persistent_cache is false")

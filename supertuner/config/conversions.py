@@ -104,7 +104,8 @@ def cache_dir(value: JSON, block: Mapping[str, JSON]) -> Sequence[Outcome]:
         return [Said("names no folder, so it has no effect")]
     return [
         Put("^cache_config.cache_dir", value, weak=True),
-        Said("is read as cache_config.cache_dir; one folder holds all caches of a run"),
+        Put("^cache_config.persistent_cache", True, weak=True),
+        Said("is read as cache_config.cache_dir with persistent_cache; one folder holds all caches of a run"),
     ]
 
 

@@ -77,7 +77,8 @@ def test_a_simpletuner_job_is_read_whole(simpletuner, tmp_path):
     assert (train.mixed_precision, train.gradient_checkpointing) == ("fp32", True)
     assert (optimizer.name, optimizer.learning_rate, optimizer.lr_scheduler) == ("adamw8bit", 1e-4, "constant")
     assert (config.run.seed, config.run.output_dir) == (42, tmp_path / "output")
-    assert config.cache_config.cache_dir == tmp_path / "datasets/cache/vae"
+    cache = config.cache_config
+    assert (cache.cache_dir, cache.persistent_cache) == (tmp_path / "datasets/cache/vae", True)
 
 
 def test_its_dataset_file_is_found_beside_the_config_and_its_paths_beside_itself(simpletuner, tmp_path):

@@ -73,6 +73,12 @@ def test_what_cannot_be_trained_is_refused_with_place_value_and_remedy(refuse, t
             "averages what schedule_free averages already",
         ),
         ({"validation": {"prompts": ["a"]}}, "validation", "no effect without a model"),
+        ({"cache_config": {"cache_dir": "a"}}, "cache_config.cache_dir", "while persistent_cache is false"),
+        (
+            {"cache_config": {"vae_cache_type": "none", "text_cache_type": "none", "persistent_cache": True}},
+            "cache_config.persistent_cache",
+            "there is no cache to keep",
+        ),
         ({"datasets": [{"variations": 4}]}, "datasets[0].variations", "4 variations are all the same"),
         (
             {
