@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from supertuner.core.errors import ModelError
-from supertuner.models.spec import Source
+from supertuner.models.spec import Expert, Source
 from supertuner.models.table import family
 from tests.models.hub_server import COMMIT, GATED, Hub, serving
 
@@ -57,6 +58,20 @@ def test_a_part_is_fetched_when_it_is_needed_and_only_once(hub: Hub) -> None:
     hub.asked.clear()
     wan.media_encoder(model, torch.device("cpu"))
     assert not hub.asked
+
+
+def test_weights_in_several_files_are_fetched_by_their_index(hub: Hub, tmp_path: Path) -> None:
+    wan = family(WAN)
+    whole = wan.denoiser(wan.read(Source(str(hub.folder))), Expert("high_noise", "transformer"), torch.float32)
+    hub.folder = Path(shutil.copytree(hub.folder, tmp_path / "sharded"))
+    shutil.rmtree(hub.folder / "transformer")
+    whole.save_pretrained(hub.folder / "transformer", max_shard_size="40KB")  # type: ignore[operator]
+    (hub.folder / "transformer" / "diffusion_pytorch_model.fp16.safetensors").write_bytes(b"not asked for")
+    model = wan.read(Source("somebody/model"))
+    fetched = wan.denoiser(model, model.experts[0], torch.float32)
+    names = [asked for asked in hub.asked if asked.startswith("GET") and asked.endswith(".safetensors")]
+    assert len(names) > 1 and all("-of-" in name for name in names)
+    assert all(torch.equal(one, fetched.state_dict()[name]) for name, one in whole.state_dict().items())
 
 
 def test_what_was_fetched_gives_the_same_bits_as_the_folder(hub: Hub, tiny_wan: Source) -> None:

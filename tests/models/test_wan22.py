@@ -35,6 +35,13 @@ def test_the_5b_has_one_expert_for_all_levels(tiny_wan_5b: Source) -> None:
     assert WAN.tokens(model, (48, 2, 4, 6)) == 2 * 2 * 3
 
 
+def test_tokens_at_full_size_are_those_of_the_arithmetic(tiny_wan: Source) -> None:
+    """720p, 81 frames: 21×45×80."""
+    model = WAN.read(tiny_wan)
+    assert WAN.why_not(model, (3, 81, 720, 1280)) is None
+    assert WAN.tokens(model, (16, 21, 90, 160)) == 75_600
+
+
 def test_a_picture_is_a_video_of_one_frame(tiny_wan: Source) -> None:
     model = WAN.read(tiny_wan)
     encoder = WAN.media_encoder(model, CPU)
