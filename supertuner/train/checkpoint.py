@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -62,11 +62,15 @@ class _Plan:
     layouts: Mapping[str, tensor_file.Layout]
     """By file name, in order."""
 
-    def nbytes(self) -> int:
-        """What the folder will take, in whole blocks."""
-        empty = Manifest(self.step, dict.fromkeys([STATE, *self.layouts], FileFacts(10**18, "0" * 32)))
-        sizes = [len(self.state), len(manifest_bytes(empty)), *(one.nbytes for one in self.layouts.values())]
-        return sum(-(-size // BLOCK) * BLOCK for size in sizes) + BLOCK
+    def sizes(self) -> list[int]:
+        """Bytes of every file. A manifest's length does not depend on what its checksums are."""
+        sizes = {STATE: len(self.state), **{name: layout.nbytes for name, layout in self.layouts.items()}}
+        manifest = Manifest(self.step, {name: FileFacts(size, "0" * 32) for name, size in sizes.items()})
+        return [*sizes.values(), len(manifest_bytes(manifest))]
+
+    def room(self) -> int:
+        """What the folder will take on disk, in whole blocks."""
+        return sum(-(-size // BLOCK) * BLOCK for size in self.sizes()) + BLOCK
 
 
 def save(
@@ -171,7 +175,7 @@ def _still_there(folder: Path) -> str:
 
 
 def _refuse_without_room(folder: Path, plan: _Plan, host: Host) -> None:
-    needed, free = plan.nbytes(), host.free_bytes(folder)
+    needed, free = plan.room(), host.free_bytes(folder)
     if needed > free:
         raise CheckpointError(
             f"the checkpoint of step {plan.step} needs {bytes_text(needed)}, {bytes_text(free)} are free below "
@@ -191,8 +195,7 @@ def _write(folder: Path, plan: _Plan, progress: Progress) -> tuple[Path, Manifes
     new = folder / f"{SAVING}{folder_name(plan.step)}"
     new.mkdir()
     try:
-        total = sum(layout.nbytes for layout in plan.layouts.values())
-        with progress.phase(f"saving {folder_name(plan.step)}", nbytes=total) as phase:
+        with progress.phase(f"saving {folder_name(plan.step)}", nbytes=sum(plan.sizes())) as phase:
             files = {STATE: _write_file(new / STATE, [memoryview(plan.state)], phase)}
             for name, layout in plan.layouts.items():
                 files[name] = _write_file(new / name, layout.chunks(), phase)
@@ -237,10 +240,8 @@ def _put_in_place(folder: Path, new: Path, manifest: Manifest) -> Path:
 
 
 def _discard(new: Path) -> None:
-    try:
+    with suppress(OSError):  # then the next save removes it; what matters now is what the caller has to tell
         shutil.rmtree(new)
-    except OSError:
-        pass  # the next save removes it; what matters now is what the caller has to tell
 
 
 def _is_the_same(made: Path, manifest: Manifest) -> bool:

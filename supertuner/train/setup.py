@@ -165,9 +165,17 @@ def _checkpoint(folder: Path, resume: str, outside: Outside) -> Loaded | None:
         if checkpoint.find(checkpoints):
             raise CheckpointError(f'{checkpoints} holds checkpoints, and resume is "never"; give another run.name')
         return None
+    path = Path(resume).expanduser()
+    if resume != "latest" and path.resolve().parent == checkpoints.resolve():
+        return load(path, outside.progress)
+    found = checkpoint.latest(checkpoints, outside.sink, outside.progress)
     if resume == "latest":
-        return checkpoint.latest(checkpoints, outside.sink, outside.progress)
-    return load(Path(resume).expanduser(), outside.progress)
+        return found
+    if found is None:
+        return load(path, outside.progress)
+    why = f"this run has checkpoints of its own by now; {path} is where it began"
+    outside.sink.emit(Decided("checkpoints.resume", str(found.path), why))
+    return found
 
 
 def _opened_data(config: RunConfig, opened: ExitStack, outside: Outside) -> tuple[Corpus, Corpus | None]:
