@@ -35,12 +35,10 @@ from tests.cache.encoding import (
 from tests.data.media_files import png_claiming
 from tests.data.staging import Told
 
-AUGMENT = {"flip": 0.5, "brightness": 0.3}
-
 
 def mixed(tmp_path: Path, cache: dict | None = None, **more):
     """Pictures and videos, several captions, dropout, and two datasets that share a bucket."""
-    images = pictures(tmp_path / "images")
+    images = pictures(tmp_path / "images", 5)
     return config_of(
         tmp_path,
         {"instance_data_dir": images, "captions": {"dropout": 0.3, "trigger_word": "sks"}},
@@ -103,9 +101,9 @@ def test_a_second_run_encodes_nothing_and_makes_no_encoder_if_the_cache_is_persi
     config = mixed(tmp_path, {"persistent_cache": persistent})
     family, count = counted(wan[0])
     with opened(config, encoding_of(family, wan[1])) as (corpus, encoded):
-        assert count.made == ["media", "text"] and count.samples == 13
+        assert count.made == ["media", "text"] and count.samples == 10
         served(corpus, encoded)
-        assert count.samples == 13, "nothing is encoded while training"
+        assert count.samples == 10, "nothing is encoded while training"
         assert sorted(set(count.captions)) == sorted(count.captions), "each text once"
         assert "" in count.captions and "sks, red, round, number 3" in count.captions
     family, count = counted(wan[0])
@@ -140,10 +138,10 @@ def test_encoding_shows_its_progress_and_its_figures(tmp_path: Path, wan) -> Non
     told = Told()
     with opened(mixed(tmp_path), encoding_of(*wan), told):
         pass
-    assert ("encoding samples", 13, 0) in told.phases
+    assert ("encoding samples", 10, 0) in told.phases
     assert [title for title, _, _ in told.phases] == ["encoding samples", "encoding captions"]
     figures = {event.what: event.figures for event in told.events if isinstance(event, Measured)}
-    assert figures["cache.latents"]["made"] == 13
+    assert figures["cache.latents"]["made"] == 10
 
 
 def test_a_run_that_ends_within_an_epoch_encodes_only_what_it_draws(tmp_path: Path, wan) -> None:

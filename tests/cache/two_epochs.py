@@ -1,0 +1,46 @@
+"""A process of its own: opens caches, then makes two epochs of batches between two marks that strace can see."""
+
+from __future__ import annotations
+
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from tests.cache.encoding import batches, config_of, encoding_of, opened, tiny
+
+BEGIN, END = "/mark-of-the-beginning", "/mark-of-the-end"
+
+
+def mark(name: str) -> None:
+    with suppress(FileNotFoundError):  # that it is asked for is the point
+        os.close(os.open(name, os.O_RDONLY))
+
+
+def main(tmp: Path, kind: str) -> None:
+    torch.set_num_threads(1)
+    changing = {"augment": {"flip": 0.5}, "augmentations_cache_mode": "static", "variations": 2}
+    rules = {"captions": {"dropout": 0.3, "trigger_word": "sks"}}
+    config = config_of(
+        tmp,
+        {"instance_data_dir": tmp / "images", **rules},
+        {"instance_data_dir": tmp / "changing", **changing},
+        cache={"vae_cache_type": kind, "text_cache_type": kind, "persistent_cache": True},
+    )
+    family, model = tiny("wan2.2", tmp / "model")
+    with opened(config, encoding_of(family, model)) as (corpus, encoded), ThreadPoolExecutor(1) as ahead:
+        mark(BEGIN)
+        seen = 0
+        for micro in batches(corpus, epochs=2):
+            made = ahead.submit(lambda micro=micro: (encoded.latents(micro), encoded.texts(micro)))
+            latents, texts = made.result()
+            seen += len(latents["latents"]) + len(texts)
+        mark(END)
+        assert seen == 2 * 2 * (4 + 3)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])
