@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from rich.text import Text
 
 from supertuner.core.events import Measured
+from supertuner.core.types import JSON
 from supertuner.sinks.training import BEGIN, END, HELD_OUT, SAMPLES, STEP, rows_of
 from supertuner.sinks.training_line import TrainingLine
 
@@ -60,7 +61,8 @@ class LiveTraining:
         elif event.what == END:
             self._close("")
         elif event.what in (HELD_OUT, SAMPLES):
-            self._screen.say(Text(held_out_text(event) if event.what == HELD_OUT else samples_text(event)))
+            text = held_out_text(event.figures) if event.what == HELD_OUT else samples_text(event.figures)
+            self._screen.say(Text(text))
 
     def stop(self) -> None:
         """End the display of a run that did not say that it ended."""
@@ -105,14 +107,14 @@ class LiveTraining:
             self._screen.say(Text(last))
 
 
-def held_out_text(event: Measured) -> str:
+def held_out_text(figures: Mapping[str, JSON]) -> str:
     """`held-out loss at step 40: 0.1234 (high_noise 0.1300, low_noise 0.1168)`."""
-    means = [row for row in rows_of(event.figures) if row.level is None]
+    means = [row for row in rows_of(figures) if row.level is None]
     whole = [f"{row.loss:.4f}" for row in means if row.expert is None]
     parts = ", ".join(f"{row.expert} {row.loss:.4f}" for row in means if row.expert is not None)
     shown = f"{whole[0]} ({parts})" if whole and parts else (whole[0] if whole else parts or "not finite")
-    return f"held-out loss at step {event.figures['step']}: {shown}"
+    return f"held-out loss at step {figures['step']}: {shown}"
 
 
-def samples_text(event: Measured) -> str:
-    return f"samples of step {event.figures['step']}: {event.figures['grid']}"
+def samples_text(figures: Mapping[str, JSON]) -> str:
+    return f"samples of step {figures['step']}: {figures['grid']}"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Final
 
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
@@ -17,9 +18,13 @@ from supertuner.core.types import JSON, bytes_text, on_screen
 from supertuner.sinks.console import value_text
 from supertuner.sinks.jsonlines import people_time, read_lines
 from supertuner.sinks.kept_config import leaves
+from supertuner.sinks.live import held_out_text, samples_text
 from supertuner.sinks.run_folder import DECISIONS, EVENTS, RESOLVED, RUN, SET_ASIDE, holder_of
+from supertuner.sinks.training import HELD_OUT, SAMPLES
 
 FILES_SHOWN = 10
+TOLD: Final[Mapping[str, Callable[[Mapping[str, JSON]], str]]] = {HELD_OUT: held_out_text, SAMPLES: samples_text}
+"""Figures that have words of their own."""
 WIDEST = 64
 """Characters that settings take at most before their origin."""
 
@@ -148,6 +153,9 @@ def _figures(view: RunView) -> RenderableType:
     """One line each; figures inside figures are left to `--json`."""
     lines = []
     for what, figures in view.figures.items():
+        if what in TOLD and isinstance(figures, Mapping):
+            lines.append(Text(TOLD[what](figures)))
+            continue
         plain = figures.items() if isinstance(figures, Mapping) else ()
         texts = [
             figure_text(name, value) for name, value in plain if value is not None and not isinstance(value, Mapping)

@@ -16,6 +16,7 @@ from supertuner.core.events import Decided, Measured, SetAside, Warned
 from supertuner.core.types import JSON
 from supertuner.sinks.kept_config import KeptConfig
 from supertuner.sinks.run_folder import RunFolder
+from supertuner.sinks.training import HeldOut, measured_held_out, sampled
 from supertuner.tools import run_show
 
 
@@ -103,3 +104,15 @@ def test_a_damaged_file_of_a_run_is_named_not_shown_as_empty(run: Path, file: st
     (run / file).write_text(content)
     with pytest.raises(RunFolderError, match=rf"{file} is not a JSON"):
         run_show.read_run(run)
+
+
+def test_results_of_training_have_words_of_their_own(tmp_path: Path) -> None:
+    rows = [HeldOut("model", 0.5, 0.25), HeldOut("model", None, 0.25), HeldOut(None, None, 0.25)]
+    with RunFolder(tmp_path / "run", "run", KeptConfig(b"{}", ".json", {}, {})) as folder:
+        folder.emit(measured_held_out(40, rows))
+        folder.emit(sampled(step=40, folder=tmp_path, grid=tmp_path / "grid.png", film=None, weights="as trained"))
+    out = io.StringIO()
+    run_show.show(run_show.read_run(tmp_path / "run"), Console(file=out, width=300))
+    lines = [line.strip() for line in out.getvalue().splitlines()]
+    assert "held-out loss at step 40: 0.2500 (model 0.2500)" in lines
+    assert f"samples of step 40: {tmp_path / 'grid.png'}" in lines
