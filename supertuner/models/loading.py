@@ -21,6 +21,9 @@ from supertuner.models.spec import Model
 LIBRARIES: Final = ("diffusers", "transformers")
 """Where classes of parts may come from: an index can name any module, and importing one runs its code."""
 
+SCALES: Final = (".scale_weight", ".weight_scale", ".scale_input", "scaled_fp8")
+"""Names of what other programs store beside weights that they scaled to fit 8 bits."""
+
 
 def module(model: Model, part: str, dtype: torch.dtype) -> nn.Module:
     """A part with weights: on the CPU, in eval mode, no gradient required.
@@ -38,7 +41,7 @@ def module(model: Model, part: str, dtype: torch.dtype) -> nn.Module:
                 loaded = _from_single_file(kind, single, folder, part, dtype)
             else:
                 loaded = _from_folder(kind, model, folder, part, dtype)
-        except (OSError, ValueError, RuntimeError, KeyError) as error:
+        except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
             where = single or folder / part
             raise ModelError(f"{where} cannot be loaded as {kind.__name__}: {_first_line(error)}") from error
     align(loaded)
@@ -78,14 +81,16 @@ def _class_of(model: Model, part: str) -> Any:
 
 
 def _from_folder(kind: Any, model: Model, folder: Path, part: str, dtype: torch.dtype) -> nn.Module:
+    # Each library has an older name for the other's argument, and takes an unknown one without a word.
+    precision = {"torch_dtype" if kind.__module__.startswith("diffusers.") else "dtype": dtype}
     loaded, report = kind.from_pretrained(
         str(folder),
         subfolder=part,
-        dtype=dtype,
         variant=model.source.variant,
         use_safetensors=True,
         local_files_only=True,
         output_loading_info=True,
+        **precision,
     )
     _require_complete(f"{folder / part}", sorted(report["missing_keys"]))
     assert isinstance(loaded, nn.Module)
@@ -119,10 +124,15 @@ def _require_complete(where: str, missing: list[str]) -> None:
 def _check_whole(file: Path) -> None:
     """A truncated or foreign file is found by its header, before the first weight is read."""
     try:
-        with safe_open(file, framework="pt"):
-            return
+        with safe_open(file, framework="pt") as opened:
+            names = list(opened.keys())
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{file} is damaged ({_first_line(error)}); fetch it again") from error
+    if scale := next((name for name in names if name.endswith(SCALES)), None):
+        raise ModelError(
+            f"{file} holds weights in 8 bits with scales beside them ({scale}), which are not applied when it is "
+            "loaded; use the file in bf16 or fp16, and model.base_weights to keep it in 8 bits"
+        )
 
 
 @contextmanager

@@ -16,6 +16,7 @@ REFUSALS = {
     "nobody/nothing": (404, "RepoNotFound"),
     "somebody/private": (401, "RepoNotFound"),
     "somebody/broken": (500, ""),
+    "somebody/token": (401, ""),
 }
 """Repositories that exist for nobody, and what the server says of them."""
 GATED = "somebody/gated"
@@ -81,7 +82,8 @@ def _reply(hub: Hub, path: str) -> tuple[int, dict[str, str], bytes]:
     repository = "/".join(parts[2:4] if api else parts[:2])
     if repository in REFUSALS:
         status, code = REFUSALS[repository]
-        return status, {"X-Error-Code": code} if code else {}, b"{}"
+        wrong_token = {"X-Error-Message": "Invalid credentials in Authorization header"} if status == 401 else {}
+        return status, {"X-Error-Code": code} if code else wrong_token, b"{}"
     if api and parts[4:5] == ["revision"]:
         if parts[5] not in ("main", "v1", COMMIT):
             return 404, {"X-Error-Code": "RevisionNotFound"}, b"{}"

@@ -85,9 +85,10 @@ def test_a_caption_is_encoded_to_the_same_bits_alone_and_beside_others(written: 
         assert tensor.device == CPU and not tensor.requires_grad
 
 
-def test_text_is_encoded_in_the_precision_that_is_asked_for(written: Written) -> None:
-    fields = written.family.text_encoder(written.model, CPU, torch.bfloat16).encode(["a star"])[0]
-    assert {tensor.dtype for tensor in fields.values()} == {torch.bfloat16}
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_text_is_encoded_in_the_precision_that_is_asked_for(written: Written, dtype: torch.dtype) -> None:
+    fields = written.family.text_encoder(written.model, CPU, dtype).encode(["a star"])[0]
+    assert {tensor.dtype for tensor in fields.values()} == {dtype}
 
 
 def test_the_prediction_has_the_shape_of_the_latents_and_its_gradient_reaches_every_block(written: Written) -> None:
@@ -178,7 +179,7 @@ def test_a_sample_is_made_with_the_modules_that_are_given(written: Written) -> N
     assert not np.array_equal(before, after)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_sampling_leaves_a_module_as_it_was(written: Written, dtype: torch.dtype) -> None:
     module = written.family.denoiser(written.model, written.model.experts[0], torch.float32)
     module.train()

@@ -120,6 +120,10 @@ def test_an_unknown_revision_is_named(hub: Hub) -> None:
     assert "model.revision is 'v9'" in refusal(Source("somebody/model", revision="v9"))
 
 
+def test_a_token_that_the_hub_refuses_is_to_be_corrected(hub: Hub) -> None:
+    assert "correct HF_TOKEN" in refusal(Source("somebody/token"))
+
+
 def test_a_server_in_trouble_is_told_with_its_status(hub: Hub) -> None:
     assert "the hub answered 500" in refusal(Source("somebody/broken"))
 

@@ -255,6 +255,22 @@ def test_a_single_file_that_lacks_tensors_or_is_of_another_model_is_refused(fold
     assert f"{file}, the weights of transformer, is not a .safetensors file" in refusal(lambda: WAN.read(source))
 
 
+def test_a_single_file_with_scaled_weights_is_refused_instead_of_loaded_without_its_scales(
+    folder: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "scaled.safetensors"
+    tensors = {name: one.to(torch.float8_e4m3fn) for name, one in load_file(folder / HIGH).items()}
+    save_file(tensors | {"blocks.0.ffn.net.2.scale_weight": torch.ones(1)}, file)
+    message = refusal(lambda: high(WAN.read(Source(str(folder), single_files={"transformer": file}))))
+    assert "8 bits with scales" in message and "scale_weight" in message and "bf16" in message
+
+
+def test_a_quantised_part_whose_library_is_missing_is_told_without_a_traceback(folder: Path) -> None:
+    quantised = {"quant_method": "bitsandbytes", "load_in_8bit": True, "_load_in_8bit": True}
+    edit(folder / "transformer" / "config.json", quantization_config=quantised)
+    assert str(folder / "transformer") in refusal(lambda: high(read(folder)))
+
+
 def test_aligning_keeps_tied_weights_tied(tiny_wan: Source) -> None:
     encoder = loading.module(WAN.read(tiny_wan), "text_encoder", torch.float32)
     shared = encoder.get_parameter("shared.weight")
