@@ -253,12 +253,12 @@ def _trained(
     module = family.denoiser(model, expert, dtype).to(precision.device)
     use_backend(module, config.model.attention)
     if config.model.base_weights != "as_computed":
-        quantise(module, config.model.base_weights, precision.device)
+        sink.emit(quantise(module, config.model.base_weights, precision.device))
     targets = adapters.targets_of(settings, family.targets)
     trained = adapters.attach(module, settings, targets, seed=config.run.seed, name=expert.name)
     prepare(module, config.train.gradient_checkpointing)
     if config.model.compile:
-        compile_blocks(module, precision.device)
+        sink.emit(compile_blocks(module, precision.device))
     count = sum(parameter.numel() for parameter in trained.parameters.values())
     sink.emit(Decided(f"trained.{expert.name}", count, f"parameters of {settings.type} on {expert.part}"))
     return trained
