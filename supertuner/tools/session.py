@@ -63,7 +63,7 @@ def session(loaded: Loaded) -> Iterator[Session]:
     if not config.datasets:
         raise SourceError(f"{loaded.source} names no dataset; add one under datasets")
     kept = kept_config(loaded)
-    name = config.run.name or f"{Path(loaded.source).stem}-{kept.digest[:8]}"
+    name = run_name(loaded, kept)
     with Console() as console, RunFolder(config.run.output_dir / name, name, kept) as folder:
         sink = Together(console, folder)
         folder.emit_all(loaded.notes)
@@ -74,6 +74,11 @@ def session(loaded: Loaded) -> Iterator[Session]:
         for dataset in config.datasets:
             folder.forget_set_aside(dataset.id)
         yield Session(config, folder, console, sink, Host())
+
+
+def run_name(loaded: Loaded, kept: KeptConfig) -> str:
+    """The run's name, and that of its folder."""
+    return loaded.config.run.name or f"{Path(loaded.source).stem}-{kept.digest[:8]}"
 
 
 def kept_config(loaded: Loaded) -> KeptConfig:
