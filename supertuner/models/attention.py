@@ -11,6 +11,7 @@ from torch import nn
 
 from supertuner.config.problems import nearest
 from supertuner.core.errors import ModelError
+from supertuner.models.quiet import quietly
 
 ALIASES: Final[Mapping[str, str]] = {
     "sdpa": "native",
@@ -60,7 +61,7 @@ def use_backend(module: nn.Module, name: str) -> None:
     backend = _backend(name)
     chosen: Any = module
     # set_attention_backend also changes the default of the whole process; the context puts that back.
-    with attention_backend(AttentionBackendName.NATIVE):
+    with quietly(), attention_backend(AttentionBackendName.NATIVE):
         chosen.set_attention_backend(backend.value)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
 
+from supertuner.models.quiet import quietly
 from supertuner.models.tiny_text import WORDS, byte_tokenizer, clip_encoder, t5_encoder, unigram_tokenizer
 
 
@@ -44,7 +45,8 @@ def build(sizes: TinyFlux, seed: int) -> FluxPipeline:
 
 def write(folder: Path, sizes: TinyFlux, seed: int) -> None:
     """`build`, as a folder like those on the hub."""
-    build(sizes, seed).save_pretrained(folder)
+    with quietly():
+        build(sizes, seed).save_pretrained(folder)
 
 
 def tiny(folder: Path, seed: int) -> None:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
-import diffusers
 import torch
-import transformers
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from supertuner.core.errors import ModelError
+from supertuner.models.quiet import quietly
 from supertuner.models.reading import folder_of, weights_of
 from supertuner.models.spec import Model
 
@@ -35,7 +32,7 @@ def module(model: Model, part: str, dtype: torch.dtype) -> nn.Module:
     single = model.source.single_files.get(part)
     for file in weights_of(model.source, folder, part):
         _check_whole(file)
-    with _quietly(), torch.random.fork_rng(devices=[]):
+    with quietly(), torch.random.fork_rng(devices=[]):
         try:
             if single is not None:
                 loaded = _from_single_file(kind, single, folder, part, dtype)
@@ -52,7 +49,7 @@ def plain(model: Model, part: str) -> Any:
     """A part without weights: a tokenizer or a scheduler."""
     kind = _class_of(model, part)
     folder = folder_of(model.source, (part,))
-    with _quietly():
+    with quietly():
         try:
             return kind.from_pretrained(str(folder), subfolder=part, local_files_only=True)
         except (OSError, ValueError, TypeError, KeyError) as error:
@@ -133,23 +130,6 @@ def _check_whole(file: Path) -> None:
             f"{file} holds weights in 8 bits with scales beside them ({scale}), which are not applied when it is "
             "loaded; use the file in bf16 or fp16, and model.base_weights to keep it in 8 bits"
         )
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Without the libraries' own bars and remarks: what matters of them is checked here, and told by us."""
-    before = diffusers.logging.get_verbosity(), transformers.logging.get_verbosity()
-    bars = transformers.logging.is_progress_bar_enabled()
-    diffusers.logging.set_verbosity_error()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        diffusers.logging.set_verbosity(before[0])
-        transformers.logging.set_verbosity(before[1])
-        if bars:
-            transformers.logging.enable_progress_bar()
 
 
 def _first_line(error: BaseException) -> str:

@@ -15,6 +15,7 @@ from diffusers import (
     WanTransformer3DModel,
 )
 
+from supertuner.models.quiet import quietly
 from supertuner.models.tiny_text import WORDS, umt5_encoder, unigram_tokenizer
 
 Kind = Literal["t2v", "i2v", "ti2v"]
@@ -81,7 +82,8 @@ def build(sizes: TinyWan, seed: int) -> WanPipeline | WanImageToVideoPipeline:
 
 def write(folder: Path, sizes: TinyWan, seed: int) -> None:
     """`build`, as a folder like those on the hub."""
-    build(sizes, seed).save_pretrained(folder)
+    with quietly():
+        build(sizes, seed).save_pretrained(folder)
 
 
 def tiny(folder: Path, seed: int) -> None:
