@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import find_spec
@@ -32,7 +33,7 @@ class Wandb:
         self._error: type[Exception] = self._wandb.Error
         try:
             self._run = self._wandb.init(
-                project=project, id=name, name=name, dir=str(folder), config=dict(config), resume="allow"
+                project=project, id=run_id(name), name=name, dir=str(folder), config=dict(config), resume="allow"
             )
         except self._error as error:
             raise SuperTunerError(
@@ -68,6 +69,11 @@ class Wandb:
         if figures["film"] is not None:
             found["film"] = self._wandb.Video(str(figures["film"]))
         return found
+
+
+def run_id(name: str) -> str:
+    """The run's name without the characters that an id there may not have."""
+    return re.sub(r"[/\\\\#?%:]", "-", name)[:128]
 
 
 def step_values(figures: Mapping[str, JSON]) -> dict[str, object]:

@@ -67,7 +67,11 @@ class Curve:
 def draw_curve(loss_log: Path, out: Path, held_out: Path | None = None) -> None:
     """Write the picture of `loss_log` to `out` as PNG; held-out losses are looked for beside the log."""
     curve = read_curve(loss_log, loss_log.with_name(HELD_OUT) if held_out is None else held_out)
-    write_bytes(out, png_bytes(draw(curve, loss_log.absolute().parent.name)))
+    picture = png_bytes(draw(curve, loss_log.absolute().parent.name))
+    try:
+        write_bytes(out, picture)
+    except OSError as error:
+        raise RunFolderError(f"{out} cannot be written: {error.strerror}") from error
 
 
 def read_curve(loss_log: Path, held_out: Path) -> Curve:
@@ -199,15 +203,16 @@ def _series(pen: ImageDraw, across: Axis, axis: Axis, series: Series, colour: st
 
 def _thin(pen: ImageDraw, across: Axis, axis: Axis, series: Series, colour: str) -> None:
     """Each step; where there are several in a column of pixels, their range. A triangle marks what lies above."""
-    columns: dict[int, list[float]] = {}
-    for step, loss in zip(series.steps.tolist(), series.losses.tolist(), strict=True):
-        columns.setdefault(round(across.at(step) / SCALE), []).append(loss)
+    width = (across.high_px - across.low_px) / (across.high - across.low)
+    columns = np.round((across.low_px + (series.steps - across.low) * width) / SCALE).astype(np.int64)
+    first = np.concatenate([[0], np.flatnonzero(np.diff(columns)) + 1])
+    lows, highs = np.minimum.reduceat(series.losses, first), np.maximum.reduceat(series.losses, first)
     path: list[tuple[float, float]] = []
-    for column, losses in columns.items():
+    for column, low, high in zip(columns[first].tolist(), lows.tolist(), highs.tolist(), strict=True):
         x = column * SCALE
-        ends = sorted((axis.clamped(max(losses)), axis.clamped(min(losses))), reverse=len(path) % 4 == 2)
+        ends = sorted((axis.clamped(high), axis.clamped(low)), reverse=len(path) % 4 == 2)
         path += [(x, y) for y in ends]
-        if axis.is_above(max(losses)):
+        if axis.is_above(high):
             y = axis.high_px
             pen.polygon([(x - 4 * SCALE, y), (x + 4 * SCALE, y), (x, y - 6 * SCALE)], fill=colour)
     for begin, end in pairwise(path):

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from supertuner.core.durable import sync_folder
+from supertuner.core.errors import TrainError
 
 WRITING, REPLACED = ".writing-", ".replaced-"
 
@@ -23,18 +24,29 @@ def new_folder(parent: Path, name: str, same: Callable[[Path, Path], bool]) -> I
 
     If filling fails, nothing is left behind, and what was there stays.
     """
-    parent.mkdir(parents=True, exist_ok=True)
-    sweep(parent)
     new, made = parent / f"{WRITING}{name}", parent / name
-    new.mkdir()
+    with writing(parent):
+        parent.mkdir(parents=True, exist_ok=True)
+        sweep(parent)
+        new.mkdir()
     try:
         yield new
-        sync_folder(new)
-        if made.is_dir() and same(made, new):
-            return
-        _put_in_place(parent, new, name)
+        with writing(parent):
+            sync_folder(new)
+            if not (made.is_dir() and same(made, new)):
+                _put_in_place(parent, new, name)
     finally:
         shutil.rmtree(new, ignore_errors=True)  # what cannot be removed now is removed by the next who writes
+
+
+@contextmanager
+def writing(place: Path) -> Iterator[None]:
+    """The system's refusal in our words."""
+    try:
+        yield
+    except OSError as error:
+        where = error.filename or place
+        raise TrainError(f"{where} cannot be written: {error.strerror}; make room, or see who owns it") from error
 
 
 def sweep(parent: Path) -> None:

@@ -26,7 +26,6 @@ from PIL import Image
 from torch import nn
 
 from supertuner.core.durable import write_bytes
-from supertuner.core.errors import TrainError
 from supertuner.core.events import Measured, Progress
 from supertuner.core.types import JSON
 from supertuner.models.adapters import Trained, applied
@@ -36,7 +35,7 @@ from supertuner.sinks.training import sampled
 from supertuner.step.window import Trainee, evaluation_weights
 from supertuner.train.film import first_middle_last, mp4_bytes
 from supertuner.train.grid import FilmGrid, Grid, Labels, strip
-from supertuner.train.new_folder import new_folder
+from supertuner.train.new_folder import new_folder, writing
 from supertuner.train.sample_plan import SamplePlan
 
 FORMAT = 1
@@ -86,21 +85,17 @@ def make_samples(
 ) -> Measured:
     """Write the samples of `step` below `folder`; `modules` are those in training. Returns `train/samples`."""
     weights = weights or Weights()
-    try:
-        with (
-            new_folder(folder, folder_name(step), _same) as new,
-            undisturbed(modules),
-            weights.applied(),
-            progress.phase(f"samples of step {step}", items=len(plan), noun="samples") as phase,
-        ):
-            sheet = SampleSheet(new, plan, run, step, weights.label)
-            for row, column, request in plan.requests():
-                sheet.add(row, column, request, sampler.sample(request))
-                phase.advance(1)
-            film = sheet.close()
-    except OSError as error:
-        where = error.filename or folder
-        raise TrainError(f"samples of step {step} cannot be written: {where}: {error.strerror}; make room") from error
+    with (
+        new_folder(folder, folder_name(step), _same) as new,
+        undisturbed(modules),
+        weights.applied(),
+        progress.phase(f"samples of step {step}", items=len(plan), noun="samples") as phase,
+    ):
+        sheet = SampleSheet(new, plan, run, step, weights.label)
+        for row, column, request in plan.requests():
+            sheet.add(row, column, request, sampler.sample(request))
+            phase.advance(1)
+        film = sheet.close()
     made = folder / folder_name(step)
     return sampled(step=step, folder=made, grid=made / GRID, film=made / FILM if film else None, weights=weights.label)
 
@@ -153,7 +148,8 @@ class SampleSheet:
             self._keep(FILM, mp4_bytes(self._film.frames(), self._plan.fps))
         facts = {**self._facts, "samples": self._samples, "sha256": self._hashes}
         text = json.dumps(facts, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-        write_bytes(self._folder / FACTS, text.encode(errors="backslashreplace"))
+        with writing(self._folder):
+            write_bytes(self._folder / FACTS, text.encode(errors="backslashreplace"))
         return self._film is not None
 
     def _begin(self, frames: NDArray[np.uint8], shown: int) -> None:
@@ -174,7 +170,8 @@ class SampleSheet:
         ]
 
     def _keep(self, name: str, content: bytes) -> str:
-        write_bytes(self._folder / name, content)
+        with writing(self._folder):
+            write_bytes(self._folder / name, content)
         self._hashes[name] = hashlib.sha256(content).hexdigest()
         return name
 

@@ -14,7 +14,7 @@ from supertuner.core.errors import RunFolderError, SuperTunerError
 from supertuner.core.events import Warned
 from supertuner.sinks.tensorboard import TensorBoard
 from supertuner.sinks.training import HeldOut, Thinned, measured_held_out, sampled
-from supertuner.sinks.wandb import Wandb, held_out_values, require_wandb, step_values
+from supertuner.sinks.wandb import Wandb, held_out_values, require_wandb, run_id, step_values
 from tests.sinks.test_training_display import step_event
 
 
@@ -135,6 +135,10 @@ def test_without_the_package_wandb_the_remedy_is_said(tmp_path: Path) -> None:
     for attempt in (require_wandb, lambda: Wandb("project", "run", tmp_path, {})):
         with pytest.raises(SuperTunerError, match=r"pip install 'supertuner\[wandb\]'"):
             attempt()
+
+
+def test_a_runs_name_becomes_an_id_that_wandb_takes() -> None:
+    assert run_id("cats: 50% #1/\\?") == "cats- 50- -1---" and len(run_id("x" * 200)) == 128
 
 
 def test_wandb_gets_figures_by_expert_and_level() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import resource
 from collections.abc import Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -196,8 +197,19 @@ def test_what_a_kill_left_is_finished_off_by_the_next_samples(tmp_path: Path) ->
 
 def test_a_folder_that_cannot_be_written_is_an_error_with_its_name(tmp_path: Path) -> None:
     (tmp_path / "samples").write_text("a file is in the way")
-    with pytest.raises(TrainError, match=r"samples of step 1 cannot be written: .*/samples"):
+    with pytest.raises(TrainError, match=r"/samples cannot be written: "):
         drawn(Drawn(), tmp_path / "samples", a_plan())
+
+
+def test_a_disk_that_is_full_is_an_error_with_the_files_name_and_leaves_nothing(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))
+        with pytest.raises(TrainError, match=r"\.writing-step-00000001.* cannot be written: File too large; make room"):
+            drawn(Drawn(), tmp_path, a_plan())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_weights_are_put_back_when_a_sampler_fails(tmp_path: Path) -> None:
