@@ -59,8 +59,10 @@ class Translation:
                 self._entry(value, where[1], places.show(where), "")
         elif all(isinstance(step, str) for step in where):
             return self.root(_nested(where, value))
+        elif isinstance(where[-1], int) and places.pattern(where[:-1]) in places.settings():
+            self._put(where, value, places.show(where), "")
         else:
-            self._problem(places.show(where), "not a setting; only datasets is a list")
+            self._problem(places.show(where), "not a setting")
         return self.layer
 
     def _inside_dataset(self, where: Place, value: JSON) -> None:

@@ -3,16 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from supertuner.config.block import Block, Remark
 from supertuner.config.data import Side
 
-Prompts = Annotated[tuple[str, ...], Field(max_length=256)]
-Seeds = Annotated[tuple[Annotated[int, Field(ge=0, lt=1 << 63)], ...], Field(min_length=1, max_length=64)]
-Levels = Annotated[tuple[Annotated[float, Field(gt=0, lt=1)], ...], Field(min_length=1, max_length=64)]
+
+def _one_or_several(value: Any) -> Any:
+    """`"a cat"` means `["a cat"]`. A list becomes a tuple here because the strict reader of tuples wants one."""
+    if isinstance(value, list):
+        return tuple(value)
+    return (value,) if isinstance(value, str | int | float) and not isinstance(value, bool) else value
+
+
+Seed = Annotated[int, Field(ge=0, lt=1 << 63)]
+Level = Annotated[float, Field(gt=0, lt=1)]
+Prompts = Annotated[
+    tuple[str, ...],
+    Field(max_length=256),
+    BeforeValidator(_one_or_several, json_schema_input_type=str | tuple[str, ...]),
+]
+Seeds = Annotated[
+    tuple[Seed, ...],
+    Field(min_length=1, max_length=64),
+    BeforeValidator(_one_or_several, json_schema_input_type=Seed | tuple[Seed, ...]),
+]
+Levels = Annotated[
+    tuple[Level, ...],
+    Field(min_length=1, max_length=64),
+    BeforeValidator(_one_or_several, json_schema_input_type=Level | tuple[Level, ...]),
+]
 
 
 class ValidationSettings(Block):

@@ -118,6 +118,24 @@ def test_settings_that_go_together_are_not_doubted(load_text, tmp_path):
     assert (loaded.config.train.max_steps, loaded.config.train.num_epochs) == (10, 2)
 
 
+def test_one_prompt_or_seed_is_a_list_of_one(load_text):
+    tree = {"model": WAN, "validation": {"prompts": "a cat", "seeds": 7, "held_out_levels": 0.5}}
+    validation = load_text(tree).config.validation
+    assert (validation.prompts, validation.seeds, validation.held_out_levels) == (("a cat",), (7,), (0.5,))
+
+
+def test_a_set_reaches_into_lists_of_the_trainer(load_text, refuse):
+    tree = {"model": WAN, "validation": {"prompts": "a cat"}, "adapter": {"targets": ["to_q"]}}
+    sets = ["validation.prompts[1]=7", "validation.seeds=[1, 2]", "adapter.targets[0]=to_k"]
+    config = load_text(tree, sets=sets).config
+    assert (config.validation.prompts, config.validation.seeds) == (("a cat", "7"), (1, 2))
+    assert config.adapter.targets == ("to_k",)
+    (problem,) = refuse(tree, sets=["train.batch_size[0]=1"])
+    assert problem.startswith("train.batch_size")
+    (problem,) = refuse(tree, sets=["train[0]=1"])
+    assert "not a setting" in problem
+
+
 @pytest.mark.parametrize("written", ["./model", "../here/model", "model"])
 def test_a_model_in_a_folder_is_found_beside_the_file(load_text, tmp_path, written):
     (tmp_path / "model").mkdir()
