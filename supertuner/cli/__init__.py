@@ -8,9 +8,11 @@ from typing import Annotated
 import typer
 
 from supertuner.cli.arena import app as arena
+from supertuner.cli.cache import app as cache
 from supertuner.cli.checkpoint import app as checkpoint
 from supertuner.cli.config import app as config
 from supertuner.cli.preview import register as register_preview
+from supertuner.cli.quickstart import register as register_quickstart
 from supertuner.cli.run import app as run
 from supertuner.cli.stage import register as register_stage
 from supertuner.cli.train import register as register_train
@@ -24,12 +26,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+register_quickstart(app)
 register_train(app)
 register_stage(app)
 register_preview(app)
 register_validate(app)
 app.add_typer(config, name="config")
 app.add_typer(arena, name="arena")
+app.add_typer(cache, name="cache")
 app.add_typer(run, name="run")
 app.add_typer(checkpoint, name="checkpoint")
 

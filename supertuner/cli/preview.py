@@ -1,9 +1,7 @@
-"""`supertuner preview`, `sample-data`, `quickstart`: see what the model will see, and something to see it with."""
+"""`supertuner preview` and `sample-data`: see what the model will see, and something to see it with."""
 
 from __future__ import annotations
 
-import shutil
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -15,7 +13,6 @@ from supertuner.cli.stage import Config, Sets
 def register(app: typer.Typer) -> None:
     app.command("preview")(preview)
     app.command("sample-data")(sample_data)
-    app.command("quickstart")(quickstart)
 
 
 def preview(
@@ -50,32 +47,3 @@ def sample_data(
 
     made = make_sample_data(folder, images=images, videos=videos, sounds=sounds, seed=seed)
     typer.echo(f"{made.config}: {made.images} images, {made.videos} videos, {made.sounds} sounds")
-
-
-def quickstart(
-    folder: Annotated[Path, typer.Option("--dir", help="Where everything goes.")] = Path("quickstart"),
-) -> None:
-    """Make a small captioned dataset of every kind, stage it, and draw one batch of every bucket."""
-    from supertuner.tools.quickstart import quickstart as run
-    from supertuner.tools.staging import summary
-
-    made = run(folder)
-    typer.echo("")
-    for result in made.staged:
-        typer.echo(summary(result))
-    supertuner = "supertuner" if shutil.which("supertuner") else sys.argv[0]
-    typer.echo(
-        f"""
-one batch of each of {made.buckets} buckets, drawn: {made.sheet}
-the pictures, clips and tones:        {made.config.parent}
-their configuration:                  {made.config}
-the run, with its decisions:          {made.run}
-
-next:
-  {supertuner} run show {made.run}
-  {supertuner} config show {made.config} --origins
-  {supertuner} arena ls
-with your own data: let instance_data_dir in {made.config} name your folder, then
-  {supertuner} config validate {made.config}
-  {supertuner} preview {made.config} --out sheet.png"""
-    )

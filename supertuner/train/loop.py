@@ -13,7 +13,7 @@ from supertuner.core.errors import NotFinite, SuperTunerError
 from supertuner.core.events import Noted, Warned
 from supertuner.memory.hints import optimize_batch_for_gh200
 from supertuner.models.objective import noise_seed
-from supertuner.optim.schedule import change_text
+from supertuner.optim.schedule import change_text, window_samples
 from supertuner.sinks import training
 from supertuner.step.batch import StepBatch
 from supertuner.step.window import WindowResult, train_window
@@ -65,7 +65,8 @@ def _train(run: Run, window: Window) -> None:
     """One optimizer step, logged and reported."""
     plan, trainee, begun = window.plan, run.trainees[window.plan.expert], time.perf_counter()
     if run.course.changes_at(plan.step):
-        text = change_text(len(plan.positions), run.config.train.batch_size, run.parallel.ranks)
+        size = window_samples(plan.positions.start, run.course.ramp)  # the last window may be shorter than that
+        text = change_text(size, run.config.train.batch_size, run.parallel.ranks)
         run.sink.emit(Noted("ramp", text))
     rate = trainee.optimizer.base_rate * run.factor(plan.step)
     result = train_window(

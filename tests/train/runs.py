@@ -102,6 +102,10 @@ class Parent:
         os.kill(pid, signal.SIGKILL)  # not reaped before `wait`: the number cannot be somebody else's
         return self.wait(pid)
 
+    def said(self) -> str:
+        """The end of what the runs wrote on their screens."""
+        return Path(self._log.name).read_text(errors="replace")[-3000:]
+
     def close(self) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
