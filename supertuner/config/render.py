@@ -24,7 +24,7 @@ _YAML_WORDS = frozenset(["y", "n", "yes", "no", "on", "off", "true", "false", "n
 
 def canonical(values: Mapping[Place, Given], folder: Path) -> dict[str, JSON]:
     """What files and --set gave, in our names and order, as a file in `folder` would say it."""
-    kept = {w: _path_from(one, folder) for w, one in values.items() if not one.source.name.startswith("environment")}
+    kept = {w: _path_from(w, one, folder) for w, one in values.items() if not one.source.name.startswith("environment")}
     tree, gaps = assemble(kept)
     assert not gaps, gaps
     ordered = _ordered(tree, "")
@@ -37,9 +37,14 @@ def rendered(tree: Mapping[str, JSON], language: Language) -> str:
     return writers[language](tree)
 
 
-def _path_from(given: Given, folder: Path) -> Given:
+def _path_from(where: Place, given: Given, folder: Path) -> Given:
     """A path that was relative where it was written is relative where it will be written."""
-    return replace(given, value=os.path.relpath(str(given.value), folder)) if given.was_relative else given
+    if not given.was_relative:
+        return given
+    path = os.path.relpath(str(given.value), folder)
+    key = places.key_at(where)
+    may_be_name = key is not None and not key.is_path and not path.startswith("..")
+    return replace(given, value=f"./{path}" if may_be_name else path)
 
 
 def _ordered(node: JSON, block: str) -> JSON:

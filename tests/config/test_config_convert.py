@@ -114,6 +114,21 @@ DIALECTS = [
         "datasets": [{"folder_path": "/data/x", "resolution": [512, 768], "num_repeats": 2, "caption_ext": "caption"}],
         "trigger_word": "on",
     },
+    {
+        "--model_family": "wan",
+        "--pretrained_model_name_or_path": "./tiny",
+        "--resume_from_checkpoint": "../latest",
+        "--lora_rank": "8",
+        "--validation_resolution": "832x480",
+        "--validation_seed": 3,
+        "--report_to": "none",
+    },
+    {
+        "model": {"name_or_path": "a/b", "arch": "flux", "quantize": True},
+        "network": {"type": "lora", "linear": 8},
+        "sample": {"sample_every": 10, "prompts": ["no", "a: b"], "seed": 1},
+        "train": {"timestep_type": "sigmoid", "skip_first_sample": True},
+    },
 ]
 
 
@@ -128,6 +143,12 @@ def test_a_dialect_converts_to_our_names_with_the_same_meaning(load_text, tmp_pa
     assert second.config == first.config
     assert not any("(" in origin for path, origin in second.origins.items() if "memory" not in path)
     assert set(parse_bytes(text.encode(), out.name)) <= set(RunConfig.model_fields)
+
+
+def test_a_folder_with_the_name_of_a_word_stays_a_folder_beside_the_converted_file(load_text, tmp_path):
+    first = load_text({"model": {"family": "flux", "path": "./tiny"}})
+    assert canonical(first.values, tmp_path)["model"]["path"] == "./tiny"
+    assert canonical(first.values, tmp_path / "sub")["model"]["path"] == "../tiny"
 
 
 def test_the_environment_is_not_written_into_the_converted_file(load_text, tmp_path):
