@@ -1,0 +1,68 @@
+"""Which checkpoint a run goes on from: its own newest, the one that was named, or that of the run it began from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from supertuner.core.errors import CheckpointError
+from supertuner.core.events import Decided, Event, Silence
+from supertuner.core.host import Host
+from supertuner.train.checkpoint import FOLDER, save
+from supertuner.train.setup import Outside, _checkpoint
+from tests.train.checkpoints import parts_at, state_at
+
+
+class Heard:
+    """A sink that remembers."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def emit(self, event: Event, /) -> None:
+        self.events.append(event)
+
+
+def put(run: Path, *steps: int) -> None:
+    for step in steps:
+        save(run / FOLDER, step, parts_at(step), state_at(step), keep=9, host=Host())
+
+
+def chosen(run: Path, resume: str, heard: Heard | None = None) -> Path | None:
+    found = _checkpoint(run, resume, Outside(heard or Heard(), Silence(), Host()))
+    return None if found is None else found.path
+
+
+def test_latest_is_the_newest_of_its_own_and_nothing_for_a_new_run(tmp_path: Path) -> None:
+    assert chosen(tmp_path / "a", "latest") is None
+    put(tmp_path / "a", 20, 40)
+    assert chosen(tmp_path / "a", "latest") == tmp_path / "a" / FOLDER / "step-00000040"
+
+
+def test_never_wants_a_new_run(tmp_path: Path) -> None:
+    assert chosen(tmp_path / "a", "never") is None
+    put(tmp_path / "a", 20)
+    with pytest.raises(CheckpointError, match="never"):
+        chosen(tmp_path / "a", "never")
+
+
+def test_one_of_its_own_is_taken_when_it_is_named(tmp_path: Path) -> None:
+    put(tmp_path / "a", 20, 40)
+    wanted = tmp_path / "a" / FOLDER / "step-00000020"
+    assert chosen(tmp_path / "a", str(wanted)) == wanted
+
+
+def test_a_run_that_began_from_another_goes_on_from_its_own_once_it_has_some(tmp_path: Path) -> None:
+    put(tmp_path / "other", 40)
+    origin, heard = tmp_path / "other" / FOLDER / "step-00000040", Heard()
+    assert chosen(tmp_path / "a", str(origin), heard) == origin and heard.events == []
+    put(tmp_path / "a", 60)
+    assert chosen(tmp_path / "a", str(origin), heard) == tmp_path / "a" / FOLDER / "step-00000060"
+    (decided,) = heard.events
+    assert isinstance(decided, Decided) and str(origin) in decided.reason
+
+
+def test_a_named_one_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="is not a checkpoint's folder"):
+        chosen(tmp_path / "a", str(tmp_path / "nothing"))
