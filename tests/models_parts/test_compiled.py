@@ -16,7 +16,7 @@ from torch import nn
 from supertuner.config.model import AdapterSettings
 from supertuner.core.errors import ModelError
 from supertuner.core.events import Decided
-from supertuner.models.adapters import Trained, attach, load_state, state
+from supertuner.models.adapters import Trained, applied, attach, load_state, state
 from supertuner.models.compiled import compile_blocks, repeated_blocks
 from supertuner.models.quantise import quantise
 from tests.models_parts.modules import drawn, flux, stable_audio, wan, wan_output
@@ -67,6 +67,12 @@ def test_compiled_blocks_give_the_output_and_the_gradients_of_plain_ones() -> No
     decided = compile_and_compare(trained, lambda module: module(drawn(4, 16)))
     assert [name for name, _ in trained.module.named_parameters()] == names
     assert decided.value is True and "Sequential × 2" in decided.reason
+    with torch.no_grad():
+        now = trained.module(drawn(4, 16))
+        with applied(trained, {name: torch.zeros_like(tensor) for name, tensor in state(trained).items()}):
+            bare = trained.module(drawn(4, 16))
+        assert not torch.allclose(bare, now), "compiled code sees the values that are applied"
+        assert torch.equal(trained.module(drawn(4, 16)), now)
 
 
 @needs_compiler
