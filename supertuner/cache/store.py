@@ -35,6 +35,8 @@ class Store:
         self.entries = Entries(remedy=place.remedy)
         self._numbers: dict[int, bool] = {}
         """Arenas that were looked at: whether they are shown, or are damaged."""
+        self.made = 0
+        """Entries that were made here since it was opened."""
         place.home.sweep()
         self.refresh()
 
@@ -54,7 +56,7 @@ class Store:
         return absent
 
     def fill(self, wanted: Wanted, *, host: Host, progress: Progress, stop: Callable[[], bool] = never) -> int:
-        """Make what is missing; how many entries this process made.
+        """Make what is missing; how many entries were made here.
 
         Ends with all of them there, with CacheError where they cannot be, or with Stopped. What was committed before an
         error, a kill or a stop is never made again.
@@ -67,6 +69,7 @@ class Store:
             with build:
                 self.refresh()  # others may have sealed something while we came here
                 made += self._make(build, wanted, host, progress, stop)
+        self.made += made
         return made
 
     def remove_unfinished(self) -> None:

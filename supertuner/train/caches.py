@@ -162,12 +162,12 @@ def open_encoded(
                 config, corpus, encoding, run_folder=run_folder, host=host, sink=sink, progress=progress, until=until
             )
         )
-        stores = [caching.media(), caching.text()]
+        stores = [caching.open("latents"), caching.open("text")]
         for store in stores:
             if store is not None:
                 opened.callback(store.close)
         media, text = (Entries() if store is None else store.entries for store in stores)
-        if caching.needs.media_is(How.EACH_EPOCH) or caching.needs.media_is(How.AT_USE):
+        if any(caching.needs.any_is("latents", how) for how in (How.EACH_EPOCH, How.AT_USE)):
             caching.decoders()  # its threads are started by this one, not in the middle of a batch
         epochs = caching.epochs(begin, until)
         if epochs is not None:

@@ -75,13 +75,12 @@ class Encoders:
     def text(self, caption: str) -> Tensors:
         return self._alone(lambda: self._encode_text(caption))
 
-    def drop_media(self) -> None:
-        """Free the media encoder; it is made again if it is needed again."""
-        self._media = None
-        _free(self._encoding.device)
-
-    def drop_text(self) -> None:
-        self._text = None
+    def drop(self, what: str) -> None:
+        """Free the encoder of latents or text; it is made again if it is needed again."""
+        if what == "latents":
+            self._media = None
+        else:
+            self._text = None
         _free(self._encoding.device)
 
     def close(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 
@@ -20,6 +20,10 @@ from supertuner.train.caching_treatment import How, Treatment, treatment
 
 if TYPE_CHECKING:
     import torch
+
+
+What: TypeAlias = Literal["latents", "text"]
+KINDS: tuple[What, ...] = ("latents", "text")
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -42,12 +46,16 @@ class Needs:
     def text_wanted(self, encoders: Encoders) -> Wanted:
         return Wanted(self.text_keys, text_maker(self.text.texts, encoders), title="encoding captions")
 
-    def media_is(self, how: How) -> bool:
-        """Whether any dataset's media are treated so."""
-        return any(one.media is how for one in self.treatments)
+    def space(self, what: What) -> Space:
+        return self.media_space if what == "latents" else self.text_space
 
-    def text_is(self, how: How) -> bool:
-        return any(one.text is how for one in self.treatments)
+    def keys(self, what: What) -> Keys:
+        """Keys of all entries of a kind that are cached once."""
+        return self.media.keys[self.media.keys != NO_KEY] if what == "latents" else self.text_keys
+
+    def any_is(self, what: What, how: How) -> bool:
+        """Whether any dataset's entries of a kind are treated so."""
+        return any((one.media if what == "latents" else one.text) is how for one in self.treatments)
 
 
 def needs_of(

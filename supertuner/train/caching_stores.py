@@ -21,7 +21,7 @@ from supertuner.core.host import Host
 from supertuner.data.corpus import Corpus
 from supertuner.train.caching_encoders import Encoders, Encoding, LazyDecoders
 from supertuner.train.caching_epochs import Epoch, EpochMaker
-from supertuner.train.caching_needs import Needs, needs_of, require_buckets
+from supertuner.train.caching_needs import KINDS, Needs, What, needs_of, require_buckets
 from supertuner.train.caching_places import Places, places
 from supertuner.train.caching_treatment import How, doubts
 
@@ -40,40 +40,40 @@ class Caching:
     sink: Sink
     progress: Progress
 
-    def media_places(self) -> Places | None:
-        kind = self.config.cache_config.vae_cache_type
+    def places(self, what: What) -> Places | None:
+        """Where entries of a kind live; None if they are not cached."""
+        cache = self.config.cache_config
+        kind = cache.vae_cache_type if what == "latents" else cache.text_cache_type
         return None if kind == "none" else places(kind, self.config, self.run_folder, self.life)
 
-    def text_places(self) -> Places | None:
-        kind = self.config.cache_config.text_cache_type
-        return None if kind == "none" else places(kind, self.config, self.run_folder, self.life)
+    def open(self, what: What, *, check: bool = False, load: bool = True) -> Store | None:
+        """The store of all entries of a kind that are cached once, everything in it; None if the kind is not cached.
 
-    def media(self, *, check: bool = False, load: bool = True) -> Store | None:
-        """The store of all latents that are cached once, everything in it; the encoder is dropped if it is done."""
-        wanted = self.needs.media_wanted(self.decoders, self.encoders)
-        store = self._open(self.media_places(), self.needs.media_space, wanted, check, load)
-        if not self.needs.media_is(How.EACH_EPOCH) and not self.needs.media_is(How.AT_USE):
-            self.encoders.drop_media()
-            self.decoders.close()
+        The encoder is dropped afterwards, unless it is needed on the way. With `check`, entries that are there are
+        checked too; without `load` they are left where they are kept.
+        """
+        wanted = self._wanted(what)
+        store = self._open(self.places(what), self.needs.space(what), wanted, check, load)
+        if not self.needs.any_is(what, How.EACH_EPOCH) and not self.needs.any_is(what, How.AT_USE):
+            self.encoders.drop(what)
+            if what == "latents":
+                self.decoders.close()
         return store
 
-    def text(self, *, check: bool = False, load: bool = True) -> Store | None:
-        wanted = self.needs.text_wanted(self.encoders)
-        store = self._open(self.text_places(), self.needs.text_space, wanted, check, load)
-        if not self.needs.text_is(How.EACH_EPOCH) and not self.needs.text_is(How.AT_USE):
-            self.encoders.drop_text()
-        return store
+    def _wanted(self, what: What) -> Wanted:
+        if what == "latents":
+            return self.needs.media_wanted(self.decoders, self.encoders)
+        return self.needs.text_wanted(self.encoders)
 
     def epochs(self, begin: int, until: int | None) -> Rotation[Epoch] | None:
         """The entries of `refresh_each_epoch`, those of the first epoch made; None if no dataset asks for it."""
-        if not self.needs.media_is(How.EACH_EPOCH) and not self.needs.text_is(How.EACH_EPOCH):
+        if not any(self.needs.any_is(what, How.EACH_EPOCH) for what in KINDS):
             return None
         order = self.needs.corpus.order
-        media, text = self.media_places(), self.text_places()
         maker = EpochMaker(
             needs=self.needs,
-            media_place=_for_epochs(media),
-            text_place=_for_epochs(text),
+            media_place=_for_epochs(self.places("latents")),
+            text_place=_for_epochs(self.places("text")),
             decoders=self.decoders,
             encoders=self.encoders,
             begin=begin,
@@ -100,10 +100,11 @@ class Caching:
         self.sink.emit(Decided(f"cache.{space.what}", str(where.kept.home.path), where.why))
         kept = Store(where.kept, space, self.sink)
         with _closed_on_error(kept):
-            mended = mend(kept, wanted, host=self.host, progress=self.progress, sink=self.sink) if check else 0
-            made = mended + kept.fill(wanted, host=self.host, progress=self.progress)
+            if check:
+                mend(kept, wanted, host=self.host, progress=self.progress, sink=self.sink)
+            kept.fill(wanted, host=self.host, progress=self.progress)
             store = self._loaded(kept, where, wanted) if load else kept
-        figures = {"entries": len(wanted.keys), "made": made, "seconds": round(time.monotonic() - began, 3)}
+        figures = {"entries": len(wanted.keys), "made": kept.made, "seconds": round(time.monotonic() - began, 3)}
         self.sink.emit(Measured(f"cache.{space.what}", figures))
         return store
 

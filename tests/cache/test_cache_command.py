@@ -1,0 +1,112 @@
+"""`supertuner cache build|verify|ls|prune`, as typed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from supertuner.cli import app
+from supertuner.core.errors import SuperTunerError
+from tests.cache.encoding import arenas, pictures
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    file = tmp_path / "run.json"
+    settings = {
+        "run": {"name": "first", "output_dir": str(tmp_path / "runs")},
+        "model": {"family": "wan2.2", "path": "tiny"},
+        "arena": {"home": str(tmp_path / "ram")},
+        "train": {"device": "cpu"},
+        "cache_config": {"persistent_cache": True},
+        "datasets": [
+            {"id": "a", "instance_data_dir": str(pictures(tmp_path / "a", 4)), "resolution": 32, "bucket_step": 16},
+            {
+                "id": "b",
+                "instance_data_dir": str(pictures(tmp_path / "b", 5)),
+                "resolution": 32,
+                "bucket_step": 16,
+                "held_out": True,
+            },
+        ],
+    }
+    file.write_text(json.dumps(settings))
+    return file
+
+
+def call(*arguments: object, fails: int = 0) -> str:
+    """What a command printed on standard output."""
+    result = CliRunner().invoke(app, ["cache", *map(str, arguments)])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == fails, result.output
+    return result.output if fails else result.stdout
+
+
+def test_build_encodes_once_and_says_what_it_did(run_file: Path, tmp_path: Path) -> None:
+    first = json.loads(call("build", run_file, "--json"))
+    assert [(one["what"], one["data"], one["entries"], one["made"]) for one in first] == [
+        ("latents", "training", 4, 4),
+        ("text", "training", 4, 4),
+        ("latents", "held-out", 5, 1),
+        ("text", "held-out", 5, 1),
+    ]
+    assert len([name for name in arenas(tmp_path / "runs" / "cache")]) == 4
+    again = call("build", run_file)
+    assert again.count("nothing to encode") == 4 and "until it is removed" in again
+
+
+def test_ls_tells_what_is_used_and_what_is_missing(run_file: Path) -> None:
+    call("build", run_file)
+    listed = json.loads(call("ls", run_file, "--json"))
+    assert [arena["verdict"] for arena in listed["arenas"]] == ["used"] * 4
+    assert listed["missing"] == {"latents": 0, "text": 0}
+    assert all(arena["identity"] and arena["entries"] == arena["used"] for arena in listed["arenas"])
+    other = call("ls", run_file, "--set", "train.mixed_precision=fp32")
+    assert "stale" in other and "5 entries of latents are missing" in other
+    smaller = json.loads(call("ls", run_file, "--json", "--set", "datasets[0].limit=2", "--set", "datasets[1].limit=2"))
+    assert {arena["verdict"] for arena in smaller["arenas"]} == {"partly used", "unused"}
+
+
+def test_verify_finds_damage_and_a_checked_build_mends_it(run_file: Path, tmp_path: Path) -> None:
+    call("build", run_file)
+    assert call("verify", run_file).count("whole") == 4
+    data = next((tmp_path / "runs" / "cache").glob("latents-*-0/0000.data"))
+    content = bytearray(data.read_bytes())
+    content[4096 + 5] ^= 1
+    data.write_bytes(content)
+    output = call("verify", run_file, fails=1)
+    assert "0000.data" in output and "cache build --check" in output
+    built = json.loads(call("build", run_file, "--check", "--json"))
+    assert built[0]["made"] == 1
+
+
+def test_prune_lists_first_and_removes_only_when_told_to(run_file: Path, tmp_path: Path) -> None:
+    call("build", run_file)
+    folder = tmp_path / "runs" / "cache"
+    before = arenas(folder)
+    assert call("prune", run_file) == "nothing to prune\n"
+    fp32 = ("--set", "train.mixed_precision=fp32")
+    listed = call("prune", run_file, *fp32)
+    assert "nothing was removed" in listed and listed.count("stale") == 4 and arenas(folder) == before
+    assert call("prune", run_file, *fp32, "--yes").count("removed latents") == 2
+    assert arenas(folder) == []
+
+
+def test_what_is_not_persistent_is_built_into_memory_to_stay_for_the_run_that_follows(
+    run_file: Path, tmp_path: Path
+) -> None:
+    plain = ("--set", "cache_config.persistent_cache=false")
+    call("build", run_file, *plain, "--set", "run.name=second")
+    kept = [name for name in arenas(tmp_path / "ram") if name.startswith(("latents", "text"))]
+    assert len(kept) == 4
+    again = call("build", run_file, *plain, "--set", "run.name=third")
+    assert again.count("nothing to encode") == 4
+
+
+def test_looking_at_a_run_that_was_never_begun_says_so(run_file: Path) -> None:
+    with pytest.raises(SuperTunerError, match="never begun"):
+        call("ls", run_file)
