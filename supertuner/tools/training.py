@@ -46,7 +46,7 @@ def train_in(work: Session, *, resume: str | None = None) -> Trained:
         from supertuner.train.setup import Outside, open_run
     config, folder = work.config, work.folder.path
     with ExitStack() as opened:
-        sink = _with_reports(work, opened)
+        sink = with_reports(work, opened)
         run = opened.enter_context(
             open_run(config, folder.name, folder, Outside(sink, work.console, work.host), resume=resume)
         )
@@ -59,7 +59,7 @@ def train_in(work: Session, *, resume: str | None = None) -> Trained:
         return Trained(folder, run.step, run.samples, ending.seconds, ending.stopped_by, exports, curve, hints)
 
 
-def _with_reports(work: Session, opened: ExitStack) -> Sink:
+def with_reports(work: Session, opened: ExitStack) -> Sink:
     """The session's sink, and the reports that the configuration asks for."""
     from supertuner.sinks.training import Thinned, WithoutSteps
 

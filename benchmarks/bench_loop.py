@@ -1,0 +1,117 @@
+"""What the loop costs beside the model: milliseconds per micro-batch, and the share of a step spent waiting for data.
+
+The model is one number, so what is timed is everything else: batches from the caches, noise, the window, the optimizer,
+the logs and reports that are on by default. The peer is a bare PyTorch loop of the same mathematics over tensors that
+lie ready in memory.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from benchmarks.harness import Row, Spread, at_most, interleave, report, say
+from benchmarks.runs import NearlyNothing, lighten, nearly_nothing, opened, rewind, workplace, write_config
+from supertuner.train.loop import train
+from supertuner.train.run import Run
+
+STEPS, MICRO, BATCH = 100, 4, 8
+OVERHEAD_LIMIT_MS = 1.0
+STEP_S = 0.05
+WAIT_LIMIT = 0.5
+
+
+def bare_loop(run: Run) -> Callable[[], None]:
+    """The same mathematics as a person would write it down: random batches of what the caches hold."""
+    order = run.maker.corpus.order
+    from supertuner.data.ordering.windows import micro_batches
+
+    micros = micro_batches(order, range(order.epoch_length(0)), 1)
+    latents = torch.cat([run.maker.encoded.latents(micro)["latents"] for micro in micros])
+    texts = [run.maker.encoded.texts(micro)[0] for micro in micros]
+    module = NearlyNothing()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
+
+    def loop() -> None:
+        losses = []
+        for _ in range(STEPS):
+            total = 0.0
+            for _ in range(MICRO):
+                rows = torch.randint(len(latents), (BATCH,))
+                clean = latents[rows].float()
+                run.family.pad_text(run.model, [texts[row] for row in rows.tolist()])
+                noise = torch.randn(clean.shape)
+                level = torch.sigmoid(torch.randn(BATCH)).view(-1, 1, 1, 1, 1)
+                predicted = module((1 - level) * clean + level * noise)
+                each = (predicted - (noise - clean)).square().flatten(1).mean(1)
+                (each.sum() / (BATCH * MICRO)).backward()
+                total += each.detach().sum()
+            torch.nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None])
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            losses.append(float(total) / (BATCH * MICRO))
+
+    return loop
+
+
+def overhead() -> Row:
+    blocks = {"train": {"batch_size": BATCH, "gradient_accumulation_steps": MICRO, "max_steps": STEPS}}
+    with workplace() as folder, opened(write_config(folder, **blocks)) as (_, run):
+        lighten(run)
+
+        def ours() -> None:
+            rewind(run)
+            train(run)
+
+        times = interleave({"ours": ours, "bare": bare_loop(run)}, rounds=9)
+    beyond = [
+        (a - b) / (STEPS * MICRO) * 1e3 for a, b in zip(times["ours"].rounds_s, times["bare"].rounds_s, strict=True)
+    ]
+    say(f"ours {times['ours']}, bare {times['bare']} for {STEPS} steps of {MICRO} micro-batches of {BATCH}")
+    middle = sorted(beyond)[len(beyond) // 2]
+    return at_most(
+        "loop, beyond a bare loop, per micro-batch",
+        Spread(middle, min(beyond), max(beyond)),
+        OVERHEAD_LIMIT_MS,
+        unit="ms",
+        note=f"ours / bare {times['ours'].median_s / times['bare'].median_s:.2f}",
+    )
+
+
+def waiting() -> Row:
+    """A step of 50 ms that leaves the CPU alone, as one on a GPU does."""
+
+    def sleepy(*arguments: object) -> torch.Tensor:
+        time.sleep(STEP_S)
+        return nearly_nothing(*arguments)  # type: ignore[arg-type]
+
+    blocks = {"train": {"batch_size": BATCH, "max_steps": STEPS}}
+    waited: list[float] = []
+    with workplace() as folder, opened(write_config(folder, **blocks)) as (_, run):
+        lighten(run, sleepy)
+        with run.feed() as feed:
+            from supertuner.train import loop
+
+            for window in feed:
+                loop._train(run, window)
+                waited.append(window.waited_s)
+    shares = [100 * seconds / STEP_S for seconds in waited[1:]]  # the first batch is made while nothing else goes on
+    mean = sum(shares) / len(shares)
+    return at_most(
+        "waiting for data, share of a 50 ms step", Spread(mean, min(shares), max(shares)), WAIT_LIMIT, unit="%"
+    )
+
+
+def rows() -> list[Row]:
+    torch.set_num_threads(1)
+    return [overhead(), waiting()]
+
+
+def main() -> int:
+    return report(rows())
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,63 @@
+"""From the command to the first optimizer step with warm caches, beyond importing the same libraries."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from benchmarks.harness import Row, Spread, at_most, report, say
+from benchmarks.runs import workplace, write_config
+from supertuner.train.loss_log import read
+
+ROUNDS = 5
+LIMIT_S = 3.0
+IMPORTS = """
+import diffusers, peft, transformers, tensorboard.summary.writer.event_file_writer
+import supertuner.cli, supertuner.models.wan22, supertuner.tools.training, supertuner.tools.curve
+import supertuner.train.export, supertuner.train.loop, supertuner.train.setup
+"""
+TRAIN = "from supertuner.cli import main; main()"
+
+
+def importing_s() -> float:
+    begin = time.perf_counter()
+    subprocess.run([sys.executable, "-c", IMPORTS], check=True)
+    return time.perf_counter() - begin
+
+
+def first_step_s(config: Path, folder: Path, number: int) -> float:
+    """Seconds until the run's log has its first line."""
+    command = [sys.executable, "-c", TRAIN, "train", str(config), "--set", f"run.name=start-{number}"]
+    log = folder / "runs" / f"start-{number}" / "losses.jsonl"
+    begin = time.perf_counter()
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        while not read(log):
+            time.sleep(0.002)
+            assert process.poll() is None or read(log), "the run ended before its first step"
+        taken = time.perf_counter() - begin
+    assert process.returncode == 0, process.returncode
+    return taken
+
+
+def rows() -> list[Row]:
+    beyond = []
+    with workplace() as folder:
+        config = write_config(folder, train={"max_steps": 2})
+        first_step_s(config, folder, 0)  # fills the caches, and those of the file system
+        for number in range(1, ROUNDS + 1):
+            ours, imports = first_step_s(config, folder, number), importing_s()
+            say(f"first step after {ours:.2f} s, the imports alone {imports:.2f} s")
+            beyond.append(ours - imports)
+    middle = sorted(beyond)[len(beyond) // 2]
+    figure = Spread(middle, min(beyond), max(beyond))
+    return [at_most("start to first step, beyond imports", figure, LIMIT_S, unit="s", note="warm caches")]
+
+
+def main() -> int:
+    return report(rows())
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
