@@ -125,7 +125,10 @@ def _judge(run: Run, result: WindowResult) -> None:
 def _serve(run: Run, requests: Requests, signals: Signals) -> None:
     """What was asked for from outside. A request that fails is answered so; it does not end the run."""
     if signals.take_validate():
-        validate(run, asked=True)
+        try:
+            validate(run, asked=True)
+        except SuperTunerError as error:
+            run.sink.emit(Warned("SIGUSR1", str(error)))
     for request in requests.pending():
         try:
             path = validate(run, asked=True) if request.kind == "validate" else save(run)

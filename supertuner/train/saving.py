@@ -6,8 +6,9 @@ from pathlib import Path
 
 import torch
 
+from supertuner import __version__
 from supertuner.core.errors import CheckpointError
-from supertuner.core.events import Noted
+from supertuner.core.events import Noted, Warned
 from supertuner.core.types import JSON
 from supertuner.models import adapters
 from supertuner.models.spec import Tensors
@@ -36,6 +37,7 @@ def save(run: Run) -> Path:
         "step": run.step,
         "samples": run.samples,
         "nonfinite": run.nonfinite,
+        "versions": versions(),
         "experts": experts,
         "losses": list(run.losses.position()),
         "validations": list(run.validations.position()),
@@ -59,6 +61,10 @@ def restore(run: Run, loaded: Loaded) -> None:
             f"{loaded.path}: is of step {step}, and this run has {run.course.total_steps} ({run.course.why}); "
             "raise train.max_steps or train.num_epochs"
         )
+    saved_by = state.get("versions")
+    if saved_by != versions():
+        text = f"was saved by {saved_by}, this is {versions()}; going on works, and the bits may differ"
+        run.sink.emit(Warned(str(loaded.path), text))
     for trainee in run.trainees:
         _restore_expert(run, trainee, loaded, experts)
     run.step, run.nonfinite = step, nonfinite
@@ -71,6 +77,11 @@ def restore(run: Run, loaded: Loaded) -> None:
     else:
         run.losses.begin()
         run.validations.begin()
+
+
+def versions() -> dict[str, JSON]:
+    """Of what decides the bits of a step."""
+    return {"supertuner": __version__, "torch": torch.__version__, "threads": torch.get_num_threads()}
 
 
 def samples_of(loaded: Loaded) -> int:
