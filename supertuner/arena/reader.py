@@ -123,6 +123,21 @@ class Reader:
         )
         return flat.view(shape)
 
+    def empty_like(self, i: int, count: int) -> dict[str, torch.Tensor]:
+        """For each field that the unit has, a new tensor for `count` such records: what `gather` wants as `out`."""
+        import torch
+
+        assert self._folder.fd >= 0, "this reader is closed"
+        self._check_unit(i)
+        found = {}
+        for field, column in self._columns.items():
+            record = column[i]
+            if record != ABSENT:
+                kind = self._raw_kind(record)
+                shape = kind.shape_of(self._raw_nbytes[record])
+                found[field] = torch.empty((count, *shape), dtype=torch_dtype(kind.dtype))
+        return found
+
     def codec(self, i: int, field: str = "media") -> str:
         return self._kind(self._record(i, field)).codec
 

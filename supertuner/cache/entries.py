@@ -53,22 +53,22 @@ class Entries:
 
     def gather(self, refs: Refs, *, threads: int = 1) -> Tensors:
         """Entries of one shape, stacked: for each field a new contiguous tensor [k, …] on the CPU."""
-        assert len(refs) and refs.min() >= 0, "an entry that was never made is asked for"
-        first = self._reader(int(refs[0]))
-        unit = int(refs[0]) & _UNIT
-        out = {}
-        for field in first.fields:
-            if first.has(unit, field):
-                one = first.tensor(unit, field)
-                out[field] = torch.empty((len(refs), *one.shape), dtype=one.dtype)
+        first = int(refs[0])
+        assert first >= 0, "an entry that was never made is asked for"
+        out = self._readers[first >> _SHIFT].empty_like(first & _UNIT, len(refs))
         self.gather_into(refs, out, threads=threads)
         return out
 
     def gather_into(self, refs: Refs, out: Mapping[str, torch.Tensor], *, threads: int = 1) -> None:
         """Entries of one shape into the rows of `out`, which must be contiguous."""
-        numbers = refs >> _SHIFT
-        edges = [0, *(np.flatnonzero(numbers[1:] != numbers[:-1]) + 1).tolist(), len(refs)]
         try:
+            if len(self._readers) == 1:
+                for field, rows in out.items():  # the reader refuses numbers that are none of its own
+                    self._readers[0].gather(refs, rows, field, threads=threads)
+                return
+            numbers = refs >> _SHIFT
+            assert numbers.min() >= 0, "an entry that was never made is asked for"
+            edges = [0, *(np.flatnonzero(numbers[1:] != numbers[:-1]) + 1).tolist(), len(refs)]
             for begin, end in pairwise(edges):  # neighbours in one arena go in one call
                 units = refs[begin:end] & _UNIT
                 for field, rows in out.items():

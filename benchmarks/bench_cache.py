@@ -1,0 +1,162 @@
+"""Batches of 8 cached latents from the cache that training reads, against torch.load and safetensors per sample.
+
+The latents are noise in bf16, of which there is a gigabyte: many times the last-level cache. Every rival gives the same
+thing: a new batch of 8 in random order, as one contiguous tensor. Peers have one file per sample on the same tmpfs, as
+trainers keep them, warm in memory. memcpy copies the bytes of a batch from an ordinary array of the same gigabyte, from
+where the batch lies in one piece, into a buffer that is used again and again: the limit. One thread each.
+
+Most of the gain over the peers is not opening, not unpickling and not copying twice; at larger latents the copy itself
+decides, and no cache can be faster than memcpy: its own ratio stands beside ours.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.bench_gather import in_memory_folder
+from benchmarks.harness import Row, at_least, interleave, paired, report, say
+from supertuner.arena.home import Home
+from supertuner.cache.entries import Tensors
+from supertuner.cache.filling import Places, Wanted
+from supertuner.cache.keys import Space
+from supertuner.cache.room import Place
+from supertuner.cache.store import Store
+from supertuner.core.events import Silence
+from supertuner.core.host import Host
+
+Batch = Callable[[NDArray[np.int64]], torch.Tensor]
+
+DATA_BYTES = 1 << 30
+BATCH = 8
+BATCHES = 64
+"""Batches in a round of ours; peers make fewer."""
+PEER_BATCHES = 8
+ROUNDS = 21
+SIZES = {"128 KiB": (16, 64, 64), "512 KiB": (16, 128, 128)}
+LIMITS = {"128 KiB": {"torch.load": 20.0, "safetensors": 10.0}, "512 KiB": {"torch.load": 10.0, "safetensors": 4.0}}
+MEMCPY_SHARE = 0.6
+
+
+def rows() -> list[Row]:
+    torch.set_num_threads(1)
+    found: list[Row] = []
+    for label, shape in SIZES.items():
+        count = DATA_BYTES // (2 * int(np.prod(shape)))
+        bits = torch.from_numpy(np.random.default_rng(1).integers(-(1 << 15), 1 << 15, (count, *shape), np.int16))
+        say(f"{label}: {count} latents of {shape}, batches of {BATCH}")
+        found += size_rows(label, bits.view(torch.bfloat16))
+    return found
+
+
+def size_rows(label: str, latents: torch.Tensor) -> list[Row]:
+    chance = np.random.default_rng(2)
+
+    def play(batch: Batch, batches: int) -> Callable[[], None]:
+        def go() -> None:
+            for numbers in chance.integers(0, len(latents), (batches, BATCH)):
+                batch(numbers)
+
+        return go
+
+    with in_memory_folder() as folder, cached(folder / "cache", latents) as ours:
+        rivals = {"torch.load": torch_files(folder, latents), "safetensors": safetensors_files(folder, latents)}
+        for batch in (ours, *rivals.values()):
+            check(batch, latents)
+        for first in range(0, len(latents), BATCH):  # a first epoch: afterwards every page is mapped
+            ours(np.arange(first, first + BATCH))
+        timings = interleave(
+            {
+                "cache": play(ours, BATCHES),
+                "memcpy": play(memcpy(latents), BATCHES),
+                **{name: play(batch, PEER_BATCHES) for name, batch in rivals.items()},
+            },
+            ROUNDS,
+        )
+    per_round = {"cache": BATCHES, "memcpy": BATCHES, "torch.load": PEER_BATCHES, "safetensors": PEER_BATCHES}
+    for name, timing in timings.items():
+        speed = per_round[name] * BATCH / timing.median_s
+        say(f"  {name:<12} {speed:>10,.0f} samples/s  {speed * latents[0].nbytes / 1e9:6.2f} GB/s   a round: {timing}")
+    share = paired(timings["memcpy"], timings["cache"])
+    found = [at_least(f"cached latents of {label}, share of memcpy", share, MEMCPY_SHARE)]
+    for name in rivals:
+        scale = BATCHES / PEER_BATCHES
+        most = paired(timings[name], timings["memcpy"], scale).median
+        ratio = paired(timings[name], timings["cache"], scale)
+        limit = LIMITS[label][name]
+        found.append(at_least(f"cached latents of {label}, times {name}", ratio, limit, note=f"memcpy: {most:.3g} ×"))
+    return found
+
+
+@contextmanager
+def cached(folder: Path, latents: torch.Tensor) -> Iterator[Batch]:
+    """The latents in a store, read as training does: numbers → references → one new tensor."""
+    space = Space("latents", "bench", "bfloat16")
+    place = Place(Home(folder), "run", True, "on_demand", "", "")
+    keys = space.keys(f"{number}".encode() for number in range(len(latents)))
+
+    def make(places: Places) -> Generator[tuple[int, Tensors], None, None]:
+        for number in places.tolist():
+            yield number, {"latents": latents[number]}
+
+    with Store(place, space, Silence()) as store:
+        store.fill(Wanted(keys, make), host=Host(), progress=Silence())
+        refs = store.find(keys)
+        yield lambda numbers: store.entries.gather(refs[numbers])["latents"]
+
+
+def torch_files(folder: Path, latents: torch.Tensor) -> Batch:
+    for number, one in enumerate(latents):
+        torch.save(one.clone(), folder / f"{number}.pt")
+
+    def batch(numbers: NDArray[np.int64]) -> torch.Tensor:
+        return torch.stack([torch.load(folder / f"{number}.pt", weights_only=True) for number in numbers])
+
+    return batch
+
+
+def safetensors_files(folder: Path, latents: torch.Tensor) -> Batch:
+    from safetensors.torch import load_file, save_file
+
+    for number, one in enumerate(latents):
+        save_file({"latents": one.contiguous()}, folder / f"{number}.safetensors")
+
+    def batch(numbers: NDArray[np.int64]) -> torch.Tensor:
+        return torch.stack([load_file(folder / f"{number}.safetensors")["latents"] for number in numbers])
+
+    return batch
+
+
+def memcpy(latents: torch.Tensor) -> Batch:
+    flat = latents.clone()
+    out = torch.empty_like(flat[:BATCH])
+    last = len(flat) - BATCH
+
+    def batch(numbers: NDArray[np.int64]) -> torch.Tensor:
+        first = min(int(numbers[0]), last)
+        return out.copy_(flat[first : first + BATCH])
+
+    return batch
+
+
+def check(batch: Batch, latents: torch.Tensor) -> None:
+    """Speed means nothing if the bits are wrong."""
+    numbers = np.array([5, 1, len(latents) - 1, 5, 0, 7, 2, 3])
+    same = batch(numbers).view(torch.int16)
+    assert torch.equal(same, latents[torch.from_numpy(numbers)].view(torch.int16))
+
+
+def main() -> int:
+    return report(rows(), title="cached latents")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
