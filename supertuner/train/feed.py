@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 
@@ -86,22 +86,31 @@ class Plan:
 class Window:
     """A window whose batches arrive one by one; take all of them before the next window."""
 
-    def __init__(self, plan: Plan, feed: Feed) -> None:
+    def __init__(self, plan: Plan, first: StepBatch | None, waited_s: float, feed: Feed) -> None:
         self.plan = plan
-        self._feed = feed
-        self.waited_s = 0.0
+        self._first, self._feed = first, feed
+        self.waited_s = waited_s
         """How long the batches taken so far were waited for."""
 
     def __iter__(self) -> Iterator[StepBatch]:
-        for _ in range(self.plan.batches):
-            begin = time.perf_counter()
-            batch = self._feed.take()
-            self.waited_s += time.perf_counter() - begin
-            yield batch
+        if self._first is not None:
+            yield self._first
+        for _ in range(self.plan.batches - 1):
+            item, waited_s = self._feed.take()
+            self.waited_s += waited_s
+            assert item is not None and item[1] is not None, "a window has as many batches as its plan says"
+            yield item[1]
+
+
+Item: TypeAlias = tuple[Plan, StepBatch | None]
+"""A batch with the plan of its window; a window in which this process has no share is announced without one."""
 
 
 class Feed:
-    """An iterator over windows from `begin` on, and a context manager: leaving it drops what was begun."""
+    """An iterator over windows from `begin` on, and a context manager: leaving it drops what was begun.
+
+    Planning is the thread's work too: whoever takes a batch that is ready does nothing but take it.
+    """
 
     def __init__(
         self,
@@ -118,27 +127,28 @@ class Feed:
         self._maker, self._course, self._experts = maker, course, experts
         self._every, self._batch_size, self._ahead = every, batch_size, ahead
         self._parallel = parallel
-        self._work = self._plan(begin)
-        self._begun: deque[Future[StepBatch]] = deque()
-        self._plans: deque[Plan] = deque()
+        self._items = self._make(begin)
+        self._begun: deque[Future[Item | None]] = deque()
         self._pool = pinned_pool(1)
 
     def __iter__(self) -> Iterator[Window]:
-        while self._plans or self._start_one():
-            if self._plans:
-                yield Window(self._plans.popleft(), self)
+        while True:
+            item, waited_s = self.take()
+            if item is None:
+                return
+            yield Window(*item, waited_s, self)
 
-    def take(self) -> StepBatch:
-        """The next batch, waited for; first those that may thereby be begun are begun."""
-        while len(self._begun) <= self._ahead and self._start_one():
-            pass
-        return self._begun.popleft().result()
+    def take(self) -> tuple[Item | None, float]:
+        """The next batch, and how long it was waited for; None after the last. What may thereby be begun, is."""
+        while len(self._begun) <= self._ahead:
+            self._begun.append(self._pool.submit(next, self._items, None))
+        begin = time.perf_counter()
+        item = self._begun.popleft().result()
+        return item, time.perf_counter() - begin
 
     def close(self) -> None:
-        self._work = iter(())
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._begun.clear()
-        self._plans.clear()
 
     def __enter__(self) -> Feed:
         return self
@@ -148,25 +158,14 @@ class Feed:
     ) -> None:
         self.close()
 
-    def _start_one(self) -> bool:
-        """Begin the next batch; False if there is none."""
-        planned = next(self._work, None)
-        if planned is None:
-            return False
-        plan, micro = planned
-        if micro is None:
-            self._plans.append(plan)
-        else:
-            self._begun.append(self._pool.submit(self._maker.make, micro, self._experts[plan.expert]))
-        return True
-
-    def _plan(self, begin: int) -> Iterator[tuple[Plan, MicroBatch | None]]:
-        """Each window, announced by itself, and then its batches."""
+    def _make(self, begin: int) -> Iterator[Item]:
+        """The thread's side: one batch after the other."""
         for step in range(begin, self._course.total_steps):
             positions = self._course.window_of(step)
             mine = share(positions, self._parallel.rank, self._parallel.ranks)
             micros = micro_batches(self._maker.corpus.order, mine, self._batch_size)
             plan = Plan(step, positions, active(step, len(self._experts), self._every), len(micros))
-            yield plan, None
+            if not micros:
+                yield plan, None
             for micro in micros:
-                yield plan, micro
+                yield plan, self._maker.make(micro, self._experts[plan.expert])

@@ -63,7 +63,7 @@ def train(run: Run) -> Ending:
 
 def _train(run: Run, window: Window) -> None:
     """One optimizer step, logged and reported."""
-    plan, trainee, begun = window.plan, run.trainees[window.plan.expert], time.perf_counter()
+    plan, trainee, begun = window.plan, run.trainees[window.plan.expert], time.perf_counter() - window.waited_s
     if run.course.changes_at(plan.step):
         size = window_samples(plan.positions.start, run.course.ramp)  # the last window may be shorter than that
         text = change_text(size, run.config.train.batch_size, run.parallel.ranks)

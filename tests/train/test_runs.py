@@ -135,7 +135,7 @@ def test_an_epoch_ends_with_a_window_that_is_short(parent, tmp_path):
 
 
 def test_losses_that_are_no_numbers_end_the_run_with_their_samples_named(parent, tmp_path):
-    """A base whose last layer is broken: every window is left out, the third ends the run, and no weight was changed."""
+    """A base whose last layer is broken: every window is left out, and the third ends the run."""
     base = tmp_path / "base"
     shutil.copytree(trained(parent, tmp_path, "whole", **SHORT) / "tiny-model", base)
     weights = base / "transformer" / "diffusion_pytorch_model.safetensors"
