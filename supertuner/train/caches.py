@@ -57,8 +57,8 @@ class Encoded:
     def latents(self, micro: MicroBatch) -> Tensors:
         """The fields of the micro-batch's samples, in its order: contiguous CPU tensors [B, …] of its own."""
         draws = micro.draws
-        if self._cached[draws.group].all():
-            return self._media.gather(self._refs(draws))
+        if self._cached[draws.group].all() and (refs := self._refs(draws)).min() >= 0:
+            return self._media.gather(refs)
         pieces = []
         for how in How:
             rows = np.flatnonzero([self._how(int(group)) is how for group in draws.group])
@@ -74,8 +74,9 @@ class Encoded:
             zip(draws.group.tolist(), draws.sample.tolist(), draws.cycle.tolist(), strict=True)
         ):
             table = self._needs.text.tables[order.groups[group].dataset]
-            if table is not None:
-                found.append(self._text.entry(int(self._text_refs[table.text(self._corpus.seed, sample, turn)])))
+            number = None if table is None else table.text(self._corpus.seed, sample, turn)
+            if number is not None:
+                found.append(self._text.entry(int(self._text_refs[number])))
             else:
                 found.append(self._fresh_text(draws.take(slice(row, row + 1))))
         return found
@@ -93,22 +94,30 @@ class Encoded:
     def _pieces(self, how: How, micro: MicroBatch, rows: NDArray[np.intp]) -> list[Piece]:
         draws = micro.draws.take(rows)
         if how is How.CACHED:
-            return [(rows, self._media.gather(self._refs(draws)))]
+            return self._found(self._media, self._refs(draws), micro, rows)
         if how is How.AT_USE:
             return [(rows, self._encode(MicroBatch(micro.bucket, draws)))]
         pieces = []
         for epoch in np.unique(draws.epoch).tolist():
-            here = np.flatnonzero(draws.epoch == epoch)
-            pieces.append((rows[here], self._of_epoch(epoch, MicroBatch(micro.bucket, draws.take(here)))))
+            pieces += self._of_epoch(epoch, micro, rows[draws.epoch == epoch])
         return pieces
 
-    def _of_epoch(self, epoch: int, micro: MicroBatch) -> Tensors:
+    def _of_epoch(self, epoch: int, micro: MicroBatch, rows: NDArray[np.intp]) -> list[Piece]:
+        draws = micro.draws.take(rows)
         with self._guard:
-            own = self._epoch(epoch, micro.draws)
+            own = self._epoch(epoch, draws)
             if own is not None and own.media is not None:
-                entries, refs = own.media.at(micro.draws.position)
-                return entries.gather(refs)
-        return self._encode(micro)  # the epoch was over: the same entries once more, made here
+                return self._found(*own.media.at(draws.position), micro, rows)
+        return [(rows, self._encode(MicroBatch(micro.bucket, draws)))]  # the epoch was over: the same entries once more
+
+    def _found(self, entries: Entries, refs: Refs, micro: MicroBatch, rows: NDArray[np.intp]) -> list[Piece]:
+        """Rows from their entries; one that nobody foresaw (beyond `until`) is encoded here, to the same bits."""
+        there, absent = np.flatnonzero(refs >= 0), np.flatnonzero(refs < 0)
+        pieces: list[Piece] = [(rows[there], entries.gather(refs[there]))] if len(there) else []
+        if len(absent):
+            left = MicroBatch(micro.bucket, micro.draws.take(rows[absent]))
+            pieces.append((rows[absent], self._encode(left)))
+        return pieces
 
     def _fresh_text(self, draws: Draws) -> Tensors:
         dataset = self._corpus.order.groups[int(draws.group[0])].dataset
@@ -117,7 +126,8 @@ class Encoded:
                 own = self._epoch(int(draws.epoch[0]), draws)
                 if own is not None and own.text is not None:
                     entries, refs = own.text.at(draws.position)
-                    return {name: one.clone() for name, one in entries.entry(int(refs[0])).items()}
+                    if refs[0] >= 0:
+                        return {name: one.clone() for name, one in entries.entry(int(refs[0])).items()}
         return self._encoders.text(captions_of(self._corpus, draws)[0])
 
     def _epoch(self, epoch: int, draws: Draws) -> Epoch | None:

@@ -38,7 +38,10 @@ class Own:
     """By position, from `begin` on; MISSING where a sample has its entry elsewhere."""
 
     def at(self, positions: NDArray[np.int64]) -> tuple[Entries, Refs]:
-        return self.store.entries, self.refs[positions - self.begin]
+        """Where the entries of positions are; MISSING for those that were not foreseen."""
+        places = positions - self.begin
+        inside = (places >= 0) & (places < len(self.refs))
+        return self.store.entries, np.where(inside, self.refs[np.where(inside, places, 0)], MISSING)
 
 
 @dataclass(frozen=True, eq=False, slots=True)

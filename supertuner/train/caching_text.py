@@ -46,10 +46,12 @@ class CaptionTable:
     empty: int
     """The number of the empty text; used where captions are dropped."""
 
-    def text(self, seed: int, sample: int, turn: int) -> int:
-        """The number of the text that a sample has in a turn."""
+    def text(self, seed: int, sample: int, turn: int) -> int | None:
+        """The number of the text that a sample has in a turn; None if the sample was not to be used."""
         begin, rules = int(self.first[sample]), self.part.settings.captions
         count = (int(self.first[sample + 1]) - begin) // self.turns
+        if not count:
+            return None
         which = 0
         if count > 1 or rules.dropout:
             which = taken(count, rules, chance_of(seed, self.part, sample, turn))

@@ -149,8 +149,14 @@ def test_a_run_that_ends_within_an_epoch_encodes_only_what_it_draws(tmp_path: Pa
     config = config_of(tmp_path, {"instance_data_dir": pictures(tmp_path / "images", 8)})
     with opened(config, encoding_of(family, wan[1]), until=3) as (corpus, encoded):
         assert count.samples == 3 and len(count.captions) == 3
-        encoded.latents(batches(corpus)[0])
-        encoded.texts(batches(corpus)[0])
+        first, *_, last = batches(corpus)
+        encoded.latents(first)
+        encoded.texts(first)
+        assert count.samples == 3
+        beyond = encoded.latents(last), encoded.texts(last)
+    with opened(config, encoding_of(*wan)) as (_, encoded):
+        assert torch.equal(beyond[0]["latents"], encoded.latents(last)["latents"]), "what nobody foresaw is made at use"
+        assert all(torch.equal(a["embeds"], b["embeds"]) for a, b in zip(beyond[1], encoded.texts(last), strict=True))
 
 
 def test_held_out_data_pass_through_a_corpus_of_their_own(tmp_path: Path, wan) -> None:
