@@ -55,6 +55,8 @@ HELD_OUT: tuple[Pair, ...] = (
 """Every colour once and every shape: all of them are known from other pairs."""
 SIDE = 48
 """Pixels of a picture's side."""
+BASE = Path(__file__).resolve().parent.parent / "assets" / "tiny-wan22"
+"""The tiny base model, which comes with the package; scripts/pretrain_tiny.py made it."""
 TRUTH_FILE = "truth.json"
 _FINER = 4
 """Pictures are drawn so much larger and reduced, which smooths their edges."""
