@@ -25,5 +25,5 @@ NO_UNIFIED_MEMORY = Outcome(Status.UNSUPPORTED, "no unified memory here")
 
 
 def optimize_batch_for_gh200(tensors: Iterable[torch.Tensor]) -> Outcome:
-    """Ask that a batch lie where the next step reads it. The trainer calls this for every batch and counts the answers."""
+    """Ask that a batch lie where the next step reads it. The trainer asks for every batch, and counts the answers."""
     return NO_UNIFIED_MEMORY

@@ -19,8 +19,8 @@ class StepBatch:
     """fp32, one per sample: 0 is clean, 1 is noise."""
     text: Mapping[str, torch.Tensor]
     conditions: Mapping[str, torch.Tensor]
-    names: tuple[str, ...] = ()
-    """Which samples these are, for people."""
+    positions: tuple[int, ...] = ()
+    """Which samples these are: their positions in the order."""
 
     def __len__(self) -> int:
         return len(self.levels)

@@ -66,8 +66,8 @@ class WindowResult:
     """Of all gradients of the expert together, before clipping."""
     overflowed: bool = False
     """fp16: the loss was scaled up too far, and the scale is halved now. Nothing is wrong with data or weights."""
-    names: tuple[str, ...] = ()
-    """The samples of the window, as far as the batches name them."""
+    positions: tuple[int, ...] = ()
+    """The samples of the window, as far as the batches say which they are."""
     losses: tuple[float, ...] = ()
     """The loss of each sample."""
 
@@ -77,10 +77,10 @@ class WindowResult:
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
     @property
-    def suspects(self) -> tuple[str, ...]:
+    def suspects(self) -> tuple[int, ...]:
         """Of a window that is not finite, the samples whose loss is not; if every loss is, all samples."""
-        bad = [name for name, loss in zip(self.names, self.losses, strict=False) if not math.isfinite(loss)]
-        return tuple(bad) or self.names
+        bad = [which for which, loss in zip(self.positions, self.losses, strict=False) if not math.isfinite(loss)]
+        return tuple(bad) or self.positions
 
 
 def train_window(
@@ -100,13 +100,13 @@ def train_window(
     """
     scale = 1.0 if trainee.scaler is None else trainee.scaler.scale
     with _seeded(seed, rules.precision.device):
-        losses, names = _backward(trainee.module, batches, samples, scale, rules)
+        losses, positions = _backward(trainee.module, batches, samples, scale, rules)
     if reduce is not None:
         reduce(trainee.parameters.values())
     gradients = [p.grad for p in trainee.parameters.values() if p.grad is not None]
     norm = _unscaled_norm(gradients, scale, losses.device)
     figures = (fetch or _to_host)(torch.cat([(losses.sum() / samples).reshape(1), norm.reshape(1), losses]))
-    result = _judged(figures, names, trainee.scaler)
+    result = _judged(figures, positions, trainee.scaler)
     if result.finite:
         _clip(gradients, norm, rules.max_grad_norm)
         trainee.optimizer.set_rate(rate)
@@ -158,17 +158,17 @@ def evaluation_weights(trainee: Trainee) -> Tensors | None:
 
 def _backward(
     module: nn.Module, batches: Iterable[StepBatch], samples: int, scale: float, rules: Rules
-) -> tuple[torch.Tensor, tuple[str, ...]]:
-    """Gradients of all micro-batches, added up in the parameters; the loss of every sample, and their names."""
+) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """Gradients of all micro-batches, added up in the parameters; the loss of every sample, and which they are."""
     found: list[torch.Tensor] = []
-    names: list[str] = []
+    positions: list[int] = []
     for batch in batches:
         losses = sample_losses(module, batch, rules)
         torch.autograd.backward(losses.sum() * (scale / samples))
         found.append(losses.detach())
-        names += batch.names
+        positions += batch.positions
     assert sum(map(len, found)) <= samples, f"a window of {samples} samples was given {sum(map(len, found))}"
-    return torch.cat(found) if found else torch.zeros(0, device=rules.precision.device), tuple(names)
+    return torch.cat(found) if found else torch.zeros(0, device=rules.precision.device), tuple(positions)
 
 
 def _unscaled_norm(gradients: list[torch.Tensor], scale: float, device: torch.device) -> torch.Tensor:
@@ -192,10 +192,10 @@ def _to_host(figures: torch.Tensor) -> Sequence[float]:
     return numbers
 
 
-def _judged(figures: Sequence[float], names: tuple[str, ...], scaler: LossScaler | None) -> WindowResult:
+def _judged(figures: Sequence[float], positions: tuple[int, ...], scaler: LossScaler | None) -> WindowResult:
     loss, norm, *losses = figures
     to_blame = scaler is not None and scaler.can_fall and math.isfinite(loss) and not math.isfinite(norm)
-    return WindowResult(loss, norm, to_blame, names, tuple(losses))
+    return WindowResult(loss, norm, to_blame, positions, tuple(losses))
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from supertuner.arena.format import Life
 from supertuner.arena.home import Home, default_home
 from supertuner.cache.room import Place
 from supertuner.config.tree import RunConfig
+from supertuner.core.errors import ArenaError, CacheError
 
 Kind = Literal["unified_memory", "disk"]
 
@@ -43,13 +44,21 @@ def places(kind: Kind, config: RunConfig, run_folder: Path, life: Life) -> Place
 def _disk(folder: Path, life: Life, *, check: bool) -> Place:
     """Entries that are loaded into memory are checked on the way; mapped ones before every use."""
     return Place(
-        home=Home(folder),
+        home=_home(folder),
         life=life,
         in_memory=False,
         verify="always" if check else "on_demand",
         remedy="`supertuner cache build CONFIG --check` finds damaged entries and encodes them again",
         more_room="free some, or set cache_config.cache_dir to another disk",
     )
+
+
+def _home(folder: Path) -> Home:
+    try:
+        return Home(folder)
+    except ArenaError as error:
+        remedy = "the folder of caches is cache_config.cache_dir, or `cache` below run.output_dir if that is not set"
+        raise CacheError(f"{error}; {remedy}") from error
 
 
 def _memory(config: RunConfig, life: Life) -> Place:

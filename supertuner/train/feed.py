@@ -18,12 +18,15 @@ import torch
 
 from supertuner.data.batching.batches import pinned_pool
 from supertuner.data.corpus import Corpus
-from supertuner.data.ordering.windows import MicroBatch, micro_batches, share
+from supertuner.data.ordering.windows import MicroBatch, cut, share
 from supertuner.models.objective import Law, level_at, sample_noise, sample_uniform
 from supertuner.models.spec import Expert, Family, Model, Tensors
 from supertuner.optim.schedule import Course, active
 from supertuner.step.batch import StepBatch
 from supertuner.train.parallel import Parallel
+
+AT_ONCE = 1024
+"""Positions that the order is asked for together: its cost is per call."""
 
 
 class Encoded(Protocol):
@@ -61,14 +64,15 @@ class Maker:
             levels=torch.tensor(levels, dtype=torch.float32),
             text=self.family.pad_text(self.model, self.encoded.texts(micro)),
             conditions=fields,
-            names=self._names(micro),
+            positions=tuple(positions),
         )
         return batch.pinned() if self.pin else batch
 
-    def _names(self, micro: MicroBatch) -> tuple[str, ...]:
-        parts = [self.corpus.parts[self.corpus.order.groups[group].dataset] for group in micro.draws.group]
-        samples = micro.draws.sample.tolist()
-        return tuple(f"{p.samples.id}/{p.samples.key(s)}" for p, s in zip(parts, samples, strict=True))
+    def name(self, position: int) -> str:
+        """The sample at a position, for people."""
+        draw = self.corpus.order.at(position)
+        samples = self.corpus.parts[draw.dataset].samples
+        return f"{samples.id}/{samples.key(draw.sample)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,11 +163,16 @@ class Feed:
         self.close()
 
     def _make(self, begin: int) -> Iterator[Item]:
-        """The thread's side: one batch after the other."""
+        """The thread's side: one batch after the other. The order is asked for many positions at once."""
+        order = self._maker.corpus.order
+        first, block = 0, order.slice(0, 0)
         for step in range(begin, self._course.total_steps):
             positions = self._course.window_of(step)
             mine = share(positions, self._parallel.rank, self._parallel.ranks)
-            micros = micro_batches(self._maker.corpus.order, mine, self._batch_size)
+            if mine.stop > first + len(block):
+                first, block = mine.start, order.slice(mine.start, max(mine.stop, mine.start + AT_ONCE))
+            draws = block.take(slice(mine.start - first, mine.stop - first))
+            micros = cut(order, draws, self._batch_size)
             plan = Plan(step, positions, active(step, len(self._experts), self._every), len(micros))
             if not micros:
                 yield plan, None

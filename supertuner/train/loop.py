@@ -112,7 +112,7 @@ def _judge(run: Run, result: WindowResult) -> None:
         return
     run.nonfinite += 1
     most = run.config.train.max_nonfinite
-    suspects = ", ".join(result.suspects[:8]) + (" …" if len(result.suspects) > 8 else "")
+    suspects = ", ".join(map(run.maker.name, result.suspects[:8])) + (" …" if len(result.suspects) > 8 else "")
     what = f"step {run.step}: loss {result.loss}, gradient norm {result.grad_norm}; samples: {suspects}"
     if run.nonfinite >= most:
         raise NotFinite(

@@ -122,7 +122,7 @@ def batch_of(positions: Sequence[int], rows: int) -> StepBatch:
         levels=torch.tensor([sample_uniform(3, position) for position in positions]),
         text=MappingProxyType({"embeds": torch.stack([sample_noise(4, position, (3,)) for position in positions])}),
         conditions=MappingProxyType({}),
-        names=tuple(f"sample {position}" for position in positions),
+        positions=tuple(positions),
     )
 
 
@@ -134,7 +134,7 @@ def wan_batch(positions: Sequence[int], side: int, frames: int = 1, dtype: torch
         levels=torch.tensor([0.1 + 0.8 * sample_uniform(3, position) for position in positions]),
         text={"embeds": torch.stack([sample_noise(4, position, (8, 16)) for position in positions]).to(dtype)},
         conditions={},
-        names=tuple(f"sample {position}" for position in positions),
+        positions=tuple(positions),
     )
 
 
@@ -153,7 +153,7 @@ def joined(batches: Sequence[StepBatch]) -> StepBatch:
         levels=torch.cat([batch.levels for batch in batches]),
         text={key: torch.cat([batch.text[key] for batch in batches]) for key in batches[0].text},
         conditions={},
-        names=tuple(name for batch in batches for name in batch.names),
+        positions=tuple(which for batch in batches for which in batch.positions),
     )
 
 

@@ -60,7 +60,7 @@ def test_a_window_that_is_not_finite_changes_nothing_and_names_its_samples(optim
     bad.latents[1, 0, 0, 0] = value
     result = train_window(one, [batch_of([7], 4), bad], samples=3, rate=1e-3, rules=little_rules())
     assert not result.finite and not result.overflowed
-    assert result.suspects == ("sample 9",)
+    assert result.suspects == (9,)
     assert same_bits(before, everything(one))
     assert all(p.grad is None for p in one.parameters.values())
     other = little(optimizer=optimizer, ema=0.9)
@@ -79,7 +79,7 @@ def test_a_gradient_that_is_not_finite_makes_every_sample_a_suspect() -> None:
     before = everything(one)
     result = train_window(one, [batch_of([1, 2], 3)], samples=2, rate=1e-3, rules=little_rules(), reduce=spoil)
     assert math.isfinite(result.loss) and not result.finite
-    assert result.suspects == ("sample 1", "sample 2")
+    assert result.suspects == (1, 2)
     assert same_bits(before, everything(one))
 
 

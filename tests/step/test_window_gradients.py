@@ -89,7 +89,7 @@ def test_loss_and_gradient_do_not_depend_on_where_a_window_is_cut(pieces: list[i
     one = trained(little(), [joined(batches)], little_rules(), at_once)
     assert some.loss == pytest.approx(one.loss, rel=1e-6)
     assert some.grad_norm == pytest.approx(one.grad_norm, rel=1e-6)
-    assert some.names == one.names
+    assert some.positions == one.positions
     assert_close(in_pieces.gradients, at_once.gradients)
 
 

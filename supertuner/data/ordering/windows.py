@@ -37,7 +37,11 @@ def micro_batches(order: Order, window: range, size: int) -> list[MicroBatch]:
     Samples of a bucket are gathered from the whole window, across datasets and epochs, so that no more than one piece
     of each bucket is smaller than `size`.
     """
-    draws = order.slice(window.start, window.stop)
+    return cut(order, order.slice(window.start, window.stop), size)
+
+
+def cut(order: Order, draws: Draws, size: int) -> list[MicroBatch]:
+    """The same of draws that are at hand."""
     rows: dict[Bucket, list[int]] = {}
     for row, group in enumerate(draws.group):
         rows.setdefault(order.groups[group].bucket, []).append(row)

@@ -125,4 +125,4 @@ def test_a_batch_keeps_everything_but_noise_and_levels() -> None:
     [probe] = probes([[5]])
     batch: StepBatch = at_level(probe, 0.25, 0)
     same = replace(probe.batch, noise=batch.noise, levels=batch.levels)
-    assert same.latents is batch.latents and same.names == batch.names and same.text is batch.text
+    assert same.latents is batch.latents and same.positions == batch.positions and same.text is batch.text
