@@ -263,6 +263,16 @@ def test_too_little_disk_is_said_before_it_is_full(tmp_path: Path, wan, monkeypa
             pass
 
 
+def test_a_folder_with_other_things_in_it_is_not_taken_for_a_cache(tmp_path: Path, wan) -> None:
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "mine.jpg").write_bytes(b"")
+    cache = {"persistent_cache": True, "cache_dir": tmp_path / "photos"}
+    config = config_of(tmp_path, {"instance_data_dir": pictures(tmp_path / "images", 2)}, cache=cache)
+    with pytest.raises(CacheError, match=r"mine\.jpg.*cache_config\.cache_dir"), opened(config, encoding_of(*wan)):
+        pass
+    assert (tmp_path / "photos" / "mine.jpg").exists()
+
+
 def test_captions_are_those_of_the_loader_whatever_the_rules(tmp_path: Path, wan) -> None:
     folder = pictures(tmp_path / "images", 5, captions=False)
     for number in range(4):
