@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -61,14 +62,15 @@ class Quickstart:
     seconds: float
 
 
-def quickstart(folder: Path) -> Quickstart:
+def quickstart(folder: Path, sets: Sequence[str] = ()) -> Quickstart:
     """Draw the data below `folder` unless they are there from last time, train, and put before beside after.
 
-    Started again, it goes on where it was; a quickstart that is done shows its results again.
+    `sets` are settings as `--set` takes them. Started again, it goes on where it was; a quickstart that is done shows its
+    results again.
     """
     begun = time.perf_counter()
     config = _data(folder)
-    with session(load_narrowed(config, [])) as work:
+    with session(load_narrowed(config, sets)) as work:
         stage_all(work)
         _contact_sheet(work, folder / SHEET)
         trained = train_in(work)
@@ -77,7 +79,7 @@ def quickstart(folder: Path) -> Quickstart:
     return Quickstart(config, folder / SHEET, folder / BOTH, trained, before, after, time.perf_counter() - begun)
 
 
-def settings(folder: Path) -> dict[str, Any]:
+def settings() -> dict[str, Any]:
     """The configuration of the quickstart; paths are relative to the data's folder, where it lies."""
     common = {"resolution": shapes.SIDE, "bucket_step": 16}
     return {
@@ -110,7 +112,7 @@ def _data(folder: Path) -> Path:
     with TemporaryDirectory(prefix=".making-", dir=folder) as making:  # whole or not there, if this is interrupted
         made = Path(making) / DATA
         shapes.write_shapes(made)
-        (made / "config.json").write_text(json.dumps(settings(made), indent=2) + "\n")
+        (made / "config.json").write_text(json.dumps(settings(), indent=2) + "\n")
         os.replace(made, data)
     return config
 

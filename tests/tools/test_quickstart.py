@@ -1,5 +1,8 @@
-"""The first command that a newcomer runs."""
+"""The first command that a newcomer runs: a whole training run, and whether the model learnt what it was shown."""
 
+from __future__ import annotations
+
+import json
 import subprocess
 import sys
 import time
@@ -7,36 +10,87 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
-from supertuner.arena.home import Home
 from supertuner.core.errors import SuperTunerError
-from supertuner.core.types import MediaKind
-from supertuner.tools.quickstart import quickstart
+from supertuner.tools import shapes
+from supertuner.tools.quickstart import Quickstart, quickstart
+from tests.tools.shape_classifier import classify
 
 
-def test_quickstart_stages_every_kind_and_draws_every_bucket(tmp_path: Path) -> None:
-    made = quickstart(tmp_path / "quickstart")
-    assert {result.kind for result in made.staged} == set(MediaKind)
-    assert all(result.files and not result.set_aside for result in made.staged)
-    assert made.buckets >= 8
-    with Image.open(made.sheet) as sheet:
-        assert sheet.format == "PNG"
-        assert len(np.unique(np.asarray(sheet.convert("RGB")).reshape(-1, 3), axis=0)) > 100
-    _forget(made)
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Quickstart:
+    folder = tmp_path_factory.mktemp("quickstart")
+    return quickstart(folder / "quickstart", [f"arena.home={folder / 'arenas'}"])
 
 
-def test_a_second_quickstart_reuses_what_is_staged_and_draws_the_same_picture(tmp_path: Path) -> None:
-    first = quickstart(tmp_path / "quickstart")
-    picture = first.sheet.read_bytes()
-    second = quickstart(tmp_path / "quickstart")
-    assert all(result.reused for result in second.staged)
-    assert second.sheet.read_bytes() == picture
-    _forget(second)
+def recognised(folder: Path) -> int:
+    """How many samples of a validation are what their prompts say."""
+    pairs = {shapes.caption(*pair): pair for pair in shapes.HELD_OUT}
+    facts = json.loads((folder / "samples.json").read_text())["samples"]
+    pictures = [(one["prompt"], np.asarray(Image.open(folder / one["files"][0]).convert("RGB"))) for one in facts]
+    return sum(classify(picture).pair == pairs[prompt] for prompt, picture in pictures)
+
+
+def test_pairs_that_were_never_shown_are_drawn_more_often_after_training(made: Quickstart) -> None:
+    folders = sorted((made.trained.run / "samples").iterdir())
+    before, after = recognised(folders[0]), recognised(folders[-1])
+    assert after >= before + 6, f"{before} before, {after} after, of 24"
+
+
+def test_the_loss_on_pictures_that_were_not_trained_on_falls_by_a_third_or_more(made: Quickstart) -> None:
+    assert made.after <= 0.7 * made.before, f"{made.before} before, {made.after} after"
+
+
+def test_both_experts_were_trained_through_the_ramp(made: Quickstart) -> None:
+    lines = [json.loads(line) for line in (made.trained.run / "losses.jsonl").read_text().splitlines()]
+    assert {line["expert"] for line in lines} == {"high_noise", "low_noise"}
+    windows = [line["window"] for line in lines]
+    assert windows == sorted(windows) and windows[0] < windows[-1]
+
+
+def test_everything_that_is_shown_is_there(made: Quickstart) -> None:
+    for picture in (made.sheet, made.both, made.trained.curve):
+        assert picture is not None
+        with Image.open(picture) as opened:
+            assert len(np.unique(np.asarray(opened.convert("RGB")).reshape(-1, 3), axis=0)) > 50
+    assert [path.name for path in made.trained.exports] == [
+        "quickstart_high_noise.safetensors",
+        "quickstart_low_noise.safetensors",
+    ]
+
+
+def test_the_exported_adapters_load_in_diffusers_and_change_what_both_experts_predict(made: Quickstart) -> None:
+    from diffusers import WanPipeline
+
+    pipe = WanPipeline.from_pretrained(shapes.BASE, torch_dtype=torch.float32)
+    noisy = torch.randn((1, 8, 1, 6, 6), generator=torch.Generator().manual_seed(0))
+    text, when = torch.zeros(1, 512, pipe.text_encoder.config.d_model), torch.tensor([900.0])
+
+    def predictions() -> list[torch.Tensor]:
+        with torch.no_grad():
+            return [part(noisy, when, text).sample for part in (pipe.transformer, pipe.transformer_2)]
+
+    before = predictions()
+    high, low = made.trained.exports
+    pipe.load_lora_weights(str(high), adapter_name="high")
+    pipe.load_lora_weights(str(low), adapter_name="low", load_into_transformer_2=True)
+    after = predictions()
+    assert all((a - b).abs().max() > 1e-3 for a, b in zip(after, before, strict=True))
+
+
+def test_a_second_quickstart_shows_the_same_and_trains_nothing_again(made: Quickstart) -> None:
+    losses = (made.trained.run / "losses.jsonl").read_bytes()
+    begun = time.monotonic()
+    again = quickstart(made.config.parent.parent, [f"arena.home={made.config.parents[2] / 'arenas'}"])
+    assert (again.before, again.after, again.trained.steps) == (made.before, made.after, made.trained.steps)
+    assert (made.trained.run / "losses.jsonl").read_bytes() == losses
+    assert time.monotonic() - begun < 60
 
 
 def test_quickstart_leaves_files_of_yours_alone(tmp_path: Path) -> None:
-    mine = tmp_path / "quickstart" / "data" / "mine.txt"
+    mine = tmp_path / "quickstart" / "shapes" / "mine.txt"
     mine.parent.mkdir(parents=True)
     mine.write_text("mine")
     with pytest.raises(SuperTunerError, match="holds files of yours"):
@@ -44,26 +98,14 @@ def test_quickstart_leaves_files_of_yours_alone(tmp_path: Path) -> None:
     assert [path.name for path in mine.parent.iterdir()] == ["mine.txt"]
 
 
-def test_quickstart_begins_again_after_it_was_killed_while_drawing(tmp_path: Path) -> None:
+def test_quickstart_killed_while_drawing_leaves_nothing_in_the_way(tmp_path: Path) -> None:
     script = (
         "import pathlib, sys; from supertuner.tools.quickstart import quickstart as q; q(pathlib.Path(sys.argv[1]))"
     )
     folder = tmp_path / "quickstart"
     child = subprocess.Popen([sys.executable, "-c", script, str(folder)], stderr=subprocess.DEVNULL)
-    while not list(folder.glob(".making-*/data/images/*")) and child.poll() is None:
+    while not list(folder.glob(".making-*/shapes/train/*")) and child.poll() is None:
         time.sleep(0.001)
     child.kill()
     child.wait()
-    assert not (folder / "data").exists()
-    made = quickstart(folder)
-    assert made.sheet.is_file()
-    _forget(made)
-
-
-def _forget(made) -> None:  # type: ignore[no-untyped-def]
-    """Quickstart stages into the node's shared memory, as a user's run does; a test takes its arenas away again."""
-    for result in made.staged:
-        home = Home(Path(result.home))
-        for info in home.ls():
-            if info.name.startswith(result.arena):
-                home.remove(info.name)
+    assert not (folder / "shapes").exists()
