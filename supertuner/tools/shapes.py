@@ -1,8 +1,8 @@
 """Draws the quickstart's pictures, a shape of one colour each, with their captions and the truth about them.
 
-There are two styles. The tiny base model was trained on CHALK: few, dull colours on a dark board. The quickstart
-teaches it INK: bright colours, whose names the base has never seen, on light paper. Some pairs of colour and shape are
-in no training picture; whether they can be drawn afterwards is what the quickstart measures.
+The tiny base model was trained on CHALKS, a few dull colours. The quickstart teaches it INKS: bright colours, whose
+names the base has never seen. Some pairs of ink and shape are in no training picture; whether they can be drawn
+afterwards is what the quickstart measures.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ Pair: TypeAlias = tuple[str, str]
 
 SHAPES = ("circle", "square", "triangle", "star")
 CHALKS: dict[str, Colour] = {
-    "white": (236, 236, 230),
-    "grey": (140, 144, 150),
-    "pink": (240, 160, 190),
-    "brown": (130, 84, 52),
-    "teal": (60, 160, 160),
+    "black": (44, 46, 52),
+    "grey": (150, 152, 156),
+    "pink": (236, 160, 186),
+    "brown": (122, 78, 48),
+    "teal": (66, 158, 158),
+    "olive": (132, 130, 66),
 }
 INKS: dict[str, Colour] = {
     "red": (214, 38, 44),
@@ -42,7 +43,6 @@ INKS: dict[str, Colour] = {
     "purple": (136, 56, 172),
 }
 COLOURS: dict[str, Colour] = {**CHALKS, **INKS}
-BOARD: Colour = (34, 38, 46)
 PAPER: Colour = (246, 243, 236)
 HELD_OUT: tuple[Pair, ...] = (
     ("red", "star"),
@@ -102,7 +102,7 @@ def train_pairs() -> tuple[Pair, ...]:
     return tuple(pair for pair in product(INKS, SHAPES) if pair not in HELD_OUT)
 
 
-def drawings(pairs: Iterable[Pair], ground: Colour, each: int, random: Random) -> list[Drawing]:
+def drawings(pairs: Iterable[Pair], each: int, random: Random, ground: Colour = PAPER) -> list[Drawing]:
     """`each` drawings of every pair, at places and in sizes that vary."""
     return [
         Drawing(
@@ -143,8 +143,8 @@ def write_shapes(
     """Write the quickstart's two folders and the truth below `folder`. One seed, one set of files."""
     random = Random(seed)
     made = {
-        "train": drawings(train_pairs(), PAPER, each, random),
-        "held_out": drawings(HELD_OUT, PAPER, held_out_each, random),
+        "train": drawings(train_pairs(), each, random),
+        "held_out": drawings(HELD_OUT, held_out_each, random),
     }
     truth: dict[str, dict[str, object]] = {}
     for part, pictures in made.items():
