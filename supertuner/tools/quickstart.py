@@ -65,7 +65,7 @@ class Quickstart:
 def quickstart(folder: Path, sets: Sequence[str] = ()) -> Quickstart:
     """Draw the data below `folder` unless they are there from last time, train, and put before beside after.
 
-    `sets` are settings as `--set` takes them. Started again, it goes on where it was; one that is done only shows itself.
+    `sets` are settings as `--set` takes them. Started again, it goes on where it was.
     """
     begun = time.perf_counter()
     config = _data(folder)
