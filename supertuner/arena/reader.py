@@ -13,7 +13,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from supertuner.arena.catalog import Catalog, SortedKeys
+from supertuner.arena.catalog import U32, Catalog, SortedKeys
 from supertuner.arena.files import INDEX, Folder
 from supertuner.arena.format import ABSENT, PAGE, Kind
 from supertuner.arena.gather import Copiers, Indices, Out, Rows, checked_out, records_of, rows_of, units_of
@@ -123,21 +123,6 @@ class Reader:
         )
         return flat.view(shape)
 
-    def empty_like(self, i: int, count: int) -> dict[str, torch.Tensor]:
-        """For each field that the unit has, a new tensor for `count` such records: what `gather` wants as `out`."""
-        import torch
-
-        assert self._folder.fd >= 0, "this reader is closed"
-        self._check_unit(i)
-        found = {}
-        for field, column in self._columns.items():
-            record = column[i]
-            if record != ABSENT:
-                kind = self._raw_kind(record)
-                shape = kind.shape_of(self._raw_nbytes[record])
-                found[field] = torch.empty((count, *shape), dtype=torch_dtype(kind.dtype))
-        return found
-
     def codec(self, i: int, field: str = "media") -> str:
         return self._kind(self._record(i, field)).codec
 
@@ -156,15 +141,31 @@ class Reader:
         A large batch is copied by up to `threads` threads at once.
         """
         self._check_state(field)
-        if field not in self._rows:
-            self._rows[field] = rows_of(self._catalog, field)
-        rows = self._rows[field]
+        rows = self._rows_of(field)
         records = records_of(self._catalog, units_of(indices, len(self)), field, rows)
         flat, nbytes = checked_out(self._catalog, records, out, rows)
-        if self._always:
-            for record in records.tolist():
-                check_record(self._folder, self._catalog, self._bytes, record)
-        self._copiers.copy(self._pages, self._catalog.offset[records], flat, nbytes, threads)
+        self._copy(records, flat, nbytes, threads)
+
+    def gathered(self, indices: Indices, *, threads: int = 1) -> dict[str, torch.Tensor]:
+        """Units that are alike, stacked: for each field that the first of them has, a new tensor of shape [k, …]."""
+        import torch
+
+        units = units_of(indices, len(self))
+        found = {}
+        for field, column in self._columns.items():
+            self._check_state(field)
+            first = column[int(units[0])]
+            if first == ABSENT:
+                continue
+            kind = self._raw_kind(first)
+            shape = kind.shape_of(self._raw_nbytes[first])
+            out = found[field] = torch.empty((len(units), *shape), dtype=torch_dtype(kind.dtype))
+            if (rows := self._rows_of(field)) is None:
+                self.gather(units, out, field, threads=threads)
+            else:  # all of the field's records are alike, so that nothing is left to check
+                flat = out.view(-1).view(torch.uint8).numpy()
+                self._copy(self._catalog.fields[field][units], flat, rows.nbytes, threads)
+        return found
 
     def check(self, i: int, field: str = "media") -> None:
         """Raise ArenaDamaged unless the record's bytes have the checksum they were written with."""
@@ -216,6 +217,17 @@ class Reader:
         self._pages = np.frombuffer(self._bytes, np.uint8).reshape(-1, PAGE)
         self._kinds: dict[int, Kind] = {}
         self._rows: dict[str, Rows | None] = {}
+
+    def _rows_of(self, field: str) -> Rows | None:
+        if field not in self._rows:
+            self._rows[field] = rows_of(self._catalog, field)
+        return self._rows[field]
+
+    def _copy(self, records: U32, flat: NDArray[np.uint8], nbytes: int, threads: int) -> None:
+        if self._always:
+            for record in records.tolist():
+                check_record(self._folder, self._catalog, self._bytes, record)
+        self._copiers.copy(self._pages, self._catalog.offset[records], flat, nbytes, threads)
 
     def _record(self, i: int, field: str) -> int:
         self._check_state(field)

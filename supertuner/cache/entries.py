@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import TypeAlias
 
@@ -53,28 +53,19 @@ class Entries:
 
     def gather(self, refs: Refs, *, threads: int = 1) -> Tensors:
         """Entries of one shape, stacked: for each field a new contiguous tensor [k, …] on the CPU."""
-        first = int(refs[0])
-        assert first >= 0, "an entry that was never made is asked for"
-        out = self._readers[first >> _SHIFT].empty_like(first & _UNIT, len(refs))
-        self.gather_into(refs, out, threads=threads)
-        return out
-
-    def gather_into(self, refs: Refs, out: Mapping[str, torch.Tensor], *, threads: int = 1) -> None:
-        """Entries of one shape into the rows of `out`, which must be contiguous."""
         try:
-            if len(self._readers) == 1:
-                for field, rows in out.items():  # the reader refuses numbers that are none of its own
-                    self._readers[0].gather(refs, rows, field, threads=threads)
-                return
+            if len(self._readers) == 1:  # it refuses numbers that are none of its own
+                return self._readers[0].gathered(refs, threads=threads)
             numbers = refs >> _SHIFT
             assert numbers.min() >= 0, "an entry that was never made is asked for"
             edges = [0, *(np.flatnonzero(numbers[1:] != numbers[:-1]) + 1).tolist(), len(refs)]
-            for begin, end in pairwise(edges):  # neighbours in one arena go in one call
-                units = refs[begin:end] & _UNIT
-                for field, rows in out.items():
-                    self._readers[int(numbers[begin])].gather(units, rows[begin:end], field, threads=threads)
+            parts = [  # neighbours in one arena go in one call
+                self._readers[int(numbers[begin])].gathered(refs[begin:end] & _UNIT, threads=threads)
+                for begin, end in pairwise(edges)
+            ]
         except ArenaDamaged as error:
             raise self._damaged(error) from error
+        return parts[0] if len(parts) == 1 else {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     def entry(self, ref: int) -> Tensors:
         """One entry as views of the arena's memory: read, do not write."""
