@@ -86,17 +86,23 @@ class Optimizer:
 
 def build(settings: OptimizerSettings, parameters: Mapping[str, nn.Parameter], expert: str) -> Optimizer:
     """The optimizer that the settings name, for the parameters of one expert."""
+    entry = entry_of(settings)
+    if not parameters:
+        raise TrainError(f"expert {expert} has nothing to train: no parameter is left; see adapter.targets")
+    rate = rate_of(settings, expert)
+    decay = entry.weight_decay if settings.weight_decay is None else settings.weight_decay
+    return Optimizer(settings.name, entry.make(list(parameters.values()), rate, decay), parameters, rate)
+
+
+def entry_of(settings: OptimizerSettings) -> Entry:
+    """The entry of the table that the settings name, which must be there."""
     entry = OPTIMIZERS.get(settings.name)
     if entry is None:
         raise TrainError(
             f'optimizer.name "{settings.name}" is not part of this version yet; use one of {", ".join(OPTIMIZERS)} '
             '("prodigy" finds its learning rate by itself too)'
         )
-    if not parameters:
-        raise TrainError(f"expert {expert} has nothing to train: no parameter is left; see adapter.targets")
-    rate = rate_of(settings, expert)
-    decay = entry.weight_decay if settings.weight_decay is None else settings.weight_decay
-    return Optimizer(settings.name, entry.make(list(parameters.values()), rate, decay), parameters, rate)
+    return entry
 
 
 def rate_of(settings: OptimizerSettings, expert: str) -> float:

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import xxhash
 
 from supertuner.config.tree import RunConfig
 from supertuner.core.errors import CheckpointError, TrainError
@@ -18,10 +19,10 @@ from supertuner.data.corpus import Corpus
 from supertuner.data.opened import open_corpus
 from supertuner.models import adapters
 from supertuner.models.attention import require_backend, use_backend
-from supertuner.models.compiled import compile_blocks
+from supertuner.models.compiled import compile_blocks, try_compiler
 from supertuner.models.fingerprint import fingerprint
 from supertuner.models.objective import Law, Objective, auto_shift
-from supertuner.models.quantise import quantise
+from supertuner.models.quantise import probe, quantise
 from supertuner.models.spec import Expert, Family, Model
 from supertuner.optim import table as optimizers
 from supertuner.optim.ema import Ema
@@ -73,10 +74,11 @@ def open_run(
     sink.emit(Decided("model", model.title, f"what {model.source.path} says of itself"))
     sink.emit(Decided("train.device", str(device), _why_device(config.train.device)))
     experts = experts_of(config, model)
-    require_backend(config.model.attention, device)
+    _require_machinery(config, precision)
     with ExitStack() as opened:
         corpus, other = _opened_data(config, opened, outside)
         course = _course(config, corpus, parallel, sink)
+        samples_plan = plan(config, family, model, corpus, other, sink)  # before hours of encoding: it may be refused
         maker_of = partial(_maker, config, encoding_of(config, family, model, precision), folder, opened, outside)
         maker = maker_of(corpus, 0 if begin is None else samples_of(begin), course.total_samples)
         held_out = None if other is None else maker_of(other, 0, _measured(config, other))
@@ -106,7 +108,7 @@ def open_run(
             trained=trained,
             losses=opened.enter_context(LossLog(folder / LOSSES)),
             validations=opened.enter_context(LossLog(folder / HELD_OUT)),
-            samples_plan=plan(config, model, corpus, other, sink),
+            samples_plan=samples_plan,
         )
         _begin(run, begin)
         yield run
@@ -142,6 +144,16 @@ def experts_of(config: RunConfig, model: Model) -> tuple[Expert, ...]:
         there = ", ".join(expert.name for expert in model.experts)
         raise TrainError(f'model.experts is "{wanted}", and {model.title} has {there}; use "all"')
     return found
+
+
+def _require_machinery(config: RunConfig, precision: Precision) -> None:
+    """What can be refused without the model is refused before anything is staged and encoded."""
+    optimizers.entry_of(config.optimizer)
+    require_backend(config.model.attention, precision.device)
+    if config.model.base_weights != "as_computed":
+        probe(config.model.base_weights, precision.device, precision.dtype)
+    if config.model.compile:
+        try_compiler(precision.device)
 
 
 def law_of(config: RunConfig, family: Family, model: Model, shape: tuple[int, ...]) -> Law:
@@ -200,8 +212,10 @@ def _course(config: RunConfig, corpus: Corpus, parallel: Parallel, sink: Sink) -
 def encoding_of(config: RunConfig, family: Family, model: Model, precision: Precision) -> Encoding:
     """By what samples are encoded; the encoders' files are read through once, and remembered."""
     memo = config.run.output_dir / FINGERPRINTS
-    identities = Identities(fingerprint(family.media_files(model), memo), fingerprint(family.text_files(model), memo))
-    return Encoding(family, model, identities, precision.device, precision.dtype)
+    media, text = fingerprint(family.media_files(model), memo), fingerprint(family.text_files(model), memo)
+    if model.starts_from_frame:  # of the same VAE, text-to-video has entries without a condition: they are not ours
+        media = xxhash.xxh3_128_hexdigest(f"{media} and the first frame".encode())
+    return Encoding(family, model, Identities(media, text), precision.device, precision.dtype)
 
 
 def _measured(config: RunConfig, corpus: Corpus) -> int:

@@ -9,12 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from supertuner.config.tree import RunConfig
+from supertuner.core.errors import TrainError
 from supertuner.core.events import Sink
 from supertuner.data.batching.batches import Decoders
 from supertuner.data.batching.render import caption_of
 from supertuner.data.corpus import Corpus
 from supertuner.data.ordering.windows import MicroBatch, micro_batches
-from supertuner.models.spec import Model
+from supertuner.models.spec import Family, Model
 from supertuner.sinks.training import HeldOut, measured_held_out
 from supertuner.train import held_out
 from supertuner.train.run import SAMPLES, Run
@@ -53,15 +54,28 @@ def validate(run: Run, *, asked: bool = False) -> Path:
     return folder / folder_name(run.step)
 
 
-def plan(config: RunConfig, model: Model, corpus: Corpus, other: Corpus | None, sink: Sink) -> SamplePlan:
-    """What is sampled at every validation of the run; `other` is held-out data."""
-    return plan_samples(
+def plan(
+    config: RunConfig, family: Family, model: Model, corpus: Corpus, other: Corpus | None, sink: Sink
+) -> SamplePlan:
+    """What is sampled at every validation of the run; `other` is held-out data.
+
+    A size that the model cannot make is refused now: it would else end the run at its first validation.
+    """
+    planned = plan_samples(
         config.validation,
         default=largest(group.bucket for group in corpus.order.groups),
         held_out=() if other is None else _captioned(other, model.starts_from_frame),
         data=_captioned(corpus, model.starts_from_frame),
         sink=sink,
     )
+    size = planned.size
+    frames = () if size.frames == 1 else (size.frames,)
+    if why := family.why_not(model, (3, *frames, size.height, size.width)):
+        raise TrainError(
+            f"validation.width, height and frames are {size.width}, {size.height} and {size.frames}, of which the "
+            f"model can make no sample: {why}; change them"
+        )
+    return planned
 
 
 def _captioned(corpus: Corpus, with_frame: bool) -> Iterator[Captioned]:
