@@ -24,7 +24,7 @@ from supertuner.tools.session import kept_config, life_of, run_name, session
 
 if TYPE_CHECKING:
     from supertuner.arena.home import Home
-    from supertuner.train.caching_stores import Caching
+    from supertuner.train.caching.stores import Caching
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ def cachings(
     with progress.phase("loading libraries"):
         from supertuner.data.opened import open_corpus
         from supertuner.step.precision import Precision
-        from supertuner.train.caching_stores import open_caching
+        from supertuner.train.caching.stores import open_caching
         from supertuner.train.model_source import opened_model
         from supertuner.train.setup import device_of, encoding_of
     precision = Precision(config.train.mixed_precision, device_of(config.train.device))
@@ -139,7 +139,7 @@ def cachings(
 
 
 def _built(data: str, caching: Caching, check: bool) -> Iterator[Built]:
-    from supertuner.train.caching_needs import KINDS
+    from supertuner.train.caching.needs import KINDS
 
     for what in KINDS:
         store = caching.open(what, check=check, load=False)
@@ -164,7 +164,7 @@ def _looking(loaded: Loaded) -> Iterator[tuple[Console, State]]:
 
 def _state(cachings: Sequence[Caching]) -> State:
     from supertuner.cache.store import Store
-    from supertuner.train.caching_needs import KINDS
+    from supertuner.train.caching.needs import KINDS
 
     homes: list[Home] = []
     needed: list[Needed] = []

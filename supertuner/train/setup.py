@@ -30,10 +30,11 @@ from supertuner.optim.schedule import Course, course_of, ramp_text
 from supertuner.step.precision import Precision
 from supertuner.step.window import Rules, Trainee, prepare
 from supertuner.train import checkpoint
-from supertuner.train.caches import open_encoded
-from supertuner.train.caching_encoders import Encoding, Identities
+from supertuner.train.caching.encoded import open_encoded
+from supertuner.train.caching.encoders import Encoding, Identities
 from supertuner.train.checkpoint_reading import Loaded, load
 from supertuner.train.feed import Maker
+from supertuner.train.full import fitting
 from supertuner.train.loss_log import LOSSES, LossLog
 from supertuner.train.model_source import opened_model
 from supertuner.train.parallel import Alone, Parallel
@@ -264,7 +265,8 @@ def _trained(
     """An expert's module on its device, with what is trained of it."""
     settings = config.adapter
     dtype = torch.float32 if settings.type == "full" else precision.dtype
-    module = family.denoiser(model, expert, dtype).to(precision.device)
+    with fitting(f"{expert.part} does", 'set model.base_weights: "int8", or train one of model.experts at a time'):
+        module = family.denoiser(model, expert, dtype).to(precision.device)
     use_backend(module, config.model.attention)
     if config.model.base_weights != "as_computed":
         sink.emit(quantise(module, config.model.base_weights, precision.device))

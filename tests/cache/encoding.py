@@ -18,8 +18,8 @@ from supertuner.data.ordering.windows import MicroBatch, single
 from supertuner.models.fingerprint import fingerprint
 from supertuner.models.spec import Family, Model, Source
 from supertuner.models.table import family as family_of
-from supertuner.train.caches import Encoded, open_encoded
-from supertuner.train.caching_encoders import Encoding, Identities
+from supertuner.train.caching.encoded import Encoded, open_encoded
+from supertuner.train.caching.encoders import Encoding, Identities
 from tests.data.media_files import picture, sound, video, write
 
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ from supertuner.core.types import MediaKind
 from supertuner.data.batching.batches import Decoders
 from supertuner.data.batching.render import caption_of
 from supertuner.data.opened import open_corpus
-from supertuner.train.caches import open_encoded
+from supertuner.train.caching.encoded import open_encoded
 from tests.cache.encoding import (
     SoundEncoder,
     arenas,

@@ -19,11 +19,11 @@ from supertuner.config.tree import RunConfig
 from supertuner.core.events import Decided, Measured, Progress, Sink
 from supertuner.core.host import Host
 from supertuner.data.corpus import Corpus
-from supertuner.train.caching_encoders import Encoders, Encoding, LazyDecoders
-from supertuner.train.caching_epochs import Epoch, EpochMaker
-from supertuner.train.caching_needs import KINDS, Needs, What, needs_of, require_buckets
-from supertuner.train.caching_places import Places, places
-from supertuner.train.caching_treatment import How, doubts
+from supertuner.train.caching.encoders import Encoders, Encoding, LazyDecoders
+from supertuner.train.caching.epochs import Epoch, EpochMaker
+from supertuner.train.caching.needs import KINDS, Needs, What, needs_of, require_buckets
+from supertuner.train.caching.places import Places, places
+from supertuner.train.caching.treatment import How, doubts
 
 
 @dataclass(frozen=True, eq=False, slots=True)

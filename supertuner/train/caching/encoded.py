@@ -20,12 +20,12 @@ from supertuner.core.host import Host
 from supertuner.data.corpus import Corpus
 from supertuner.data.ordering.order import Draws
 from supertuner.data.ordering.windows import MicroBatch
-from supertuner.train.caching_encoders import Encoders, Encoding, LazyDecoders, broken_at_caching
-from supertuner.train.caching_epochs import Epoch, captions_of
-from supertuner.train.caching_media import MediaTable
-from supertuner.train.caching_needs import Needs
-from supertuner.train.caching_stores import open_caching
-from supertuner.train.caching_treatment import How
+from supertuner.train.caching.encoders import Encoders, Encoding, LazyDecoders, broken_at_caching
+from supertuner.train.caching.epochs import Epoch, captions_of
+from supertuner.train.caching.media import MediaTable
+from supertuner.train.caching.needs import Needs
+from supertuner.train.caching.stores import open_caching
+from supertuner.train.caching.treatment import How
 
 Piece: TypeAlias = tuple[NDArray[np.intp], Tensors]
 """Rows of a batch, and what belongs there."""

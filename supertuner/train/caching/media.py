@@ -17,7 +17,7 @@ from supertuner.data.content import transform, why_media_vary
 from supertuner.data.corpus import Corpus, Part
 from supertuner.data.ordering.buckets import Bucket
 from supertuner.data.ordering.order import Draws
-from supertuner.train.caching_treatment import How, Treatment
+from supertuner.train.caching.treatment import How, Treatment
 
 NO_KEY = b""
 

@@ -22,10 +22,10 @@ from supertuner.core.host import Host
 from supertuner.data.batching.render import caption_of
 from supertuner.data.corpus import Corpus
 from supertuner.data.ordering.order import Draws
-from supertuner.train.caching_encoders import Encoders, LazyDecoders, media_maker, text_maker
-from supertuner.train.caching_media import draw_keys, job_sizes
-from supertuner.train.caching_needs import Needs
-from supertuner.train.caching_treatment import How
+from supertuner.train.caching.encoders import Encoders, LazyDecoders, media_maker, text_maker
+from supertuner.train.caching.media import draw_keys, job_sizes
+from supertuner.train.caching.needs import Needs
+from supertuner.train.caching.treatment import How
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from supertuner.data.batching.possible import DROPPED, possible_captions, taken
 from supertuner.data.batching.render import chance_of
 from supertuner.data.corpus import Corpus, Part
-from supertuner.train.caching_media import drawn_before
-from supertuner.train.caching_treatment import How, Treatment
+from supertuner.train.caching.media import drawn_before
+from supertuner.train.caching.treatment import How, Treatment
 
 
 class Texts:
