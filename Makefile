@@ -13,7 +13,7 @@ help:  ## Show this list
 setup:  ## Make .venv with everything in it; instant when nothing changed (PYTHON=python3.12 chooses another Python)
 	@PYTHON="$(PYTHON)" scripts/setup.sh $(VENV)
 
-quickstart: setup  ## Make a small dataset of every kind, stage it, and draw a batch of each bucket
+quickstart: setup  ## Train both experts of a tiny Wan2.2 on drawn shapes, and show what it learnt (minutes)
 	@$(BIN)/supertuner quickstart
 
 test: setup  ## Run the test suite
