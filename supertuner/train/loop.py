@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from supertuner.core.errors import NotFinite, SuperTunerError
+from supertuner.core.errors import ModelError, NotFinite, SuperTunerError, TrainError
 from supertuner.core.events import Noted, Warned
 from supertuner.memory.hints import optimize_batch_for_gh200
 from supertuner.models.objective import noise_seed
@@ -18,12 +18,15 @@ from supertuner.sinks import training
 from supertuner.step.batch import StepBatch
 from supertuner.step.window import WindowResult, train_window
 from supertuner.train.feed import Window
+from supertuner.train.full import fitting
 from supertuner.train.loss_log import LossRecord
 from supertuner.train.requests import Requests
 from supertuner.train.run import Run
 from supertuner.train.saving import save
 from supertuner.train.signals import Signals
 from supertuner.train.validating import validate
+
+LESS_MEMORY = 'lower train.batch_size, set train.gradient_checkpointing: true, or model.base_weights: "int8"'
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,7 @@ def train(run: Run) -> Ending:
             _train(run, window)
             last = run.step == run.course.total_steps
             if _due(run.step, settings.every_steps) or (last and settings.at_end):
-                validate(run)
+                _validate(run)
             stop = signals.stop  # looked at once: a signal that comes from here on stops after the next window's save
             if _due(run.step, run.config.checkpoints.every_steps) or last or stop:
                 save(run)
@@ -69,15 +72,16 @@ def _train(run: Run, window: Window) -> None:
         text = change_text(size, run.config.train.batch_size, run.parallel.ranks)
         run.sink.emit(Noted("ramp", text))
     rate = trainee.optimizer.base_rate * run.factor(plan.step)
-    result = train_window(
-        trainee,
-        (_placed(run, batch) for batch in window),
-        samples=len(plan.positions),
-        rate=rate,
-        rules=run.rules,
-        reduce=run.parallel.add_gradients,
-        seed=noise_seed(run.config.run.seed, plan.positions.start),
-    )
+    with fitting(f"step {plan.step + 1} does", LESS_MEMORY):
+        result = train_window(
+            trainee,
+            (_placed(run, batch) for batch in window),
+            samples=len(plan.positions),
+            rate=rate,
+            rules=run.rules,
+            reduce=run.parallel.add_gradients,
+            seed=noise_seed(run.config.run.seed, plan.positions.start),
+        )
     run.step += 1
     expert, samples = trainee.expert.name, plan.positions.stop
     run.losses.append(LossRecord(run.step, samples, len(plan.positions), expert, result.loss, result.grad_norm, rate))
@@ -120,6 +124,15 @@ def _judge(run: Run, result: WindowResult) -> None:
             "a weight. Look at these samples, lower the learning rate, or resume from an earlier checkpoint"
         )
     run.sink.emit(Warned("train", f"{what}; the window is left out ({run.nonfinite} in a row, {most} end the run)"))
+
+
+def _validate(run: Run) -> None:
+    """A validation that is due. One that cannot be made is told: what was trained since the last checkpoint is not
+    lost for it. (Before the first step it ends the run, which has nothing to lose then.)"""
+    try:
+        validate(run)
+    except (TrainError, ModelError) as error:
+        run.sink.emit(Warned(f"validation of step {run.step}", f"left out: {error}"))
 
 
 def _serve(run: Run, requests: Requests, signals: Signals) -> None:

@@ -18,6 +18,7 @@ from supertuner.data.ordering.windows import MicroBatch, micro_batches
 from supertuner.models.spec import Family, Model
 from supertuner.sinks.training import HeldOut, measured_held_out
 from supertuner.train import held_out
+from supertuner.train.full import fitting
 from supertuner.train.run import SAMPLES, Run
 from supertuner.train.sample_plan import LOOKED_AT, Captioned, SamplePlan, largest, plan_samples
 from supertuner.train.validate import Weights, evaluated, folder_name, make_samples, undisturbed
@@ -28,6 +29,11 @@ ASKED = "asked"
 
 def validate(run: Run, *, asked: bool = False) -> Path:
     """Measure the held-out loss, make samples; the folder of the samples."""
+    with fitting("samples do", "lower validation.width, height or frames"):
+        return _validate(run, asked)
+
+
+def _validate(run: Run, asked: bool) -> Path:
     weights = evaluated(run.trainees, run.trained)
     rows = _held_out(run, weights)
     if rows:
@@ -36,7 +42,6 @@ def validate(run: Run, *, asked: bool = False) -> Path:
             for row in rows:
                 run.validations.append_line(held_out.line_of(run.step, row))
     folder = run.folder / SAMPLES / ASKED if asked else run.folder / SAMPLES
-    folder.mkdir(parents=True, exist_ok=True)
     modules = {trainee.expert.part: trainee.module for trainee in run.trainees}
     with undisturbed(modules.values()):
         sampler = run.family.sampler(run.model, modules, run.device, run.dtype)

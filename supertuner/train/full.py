@@ -1,0 +1,20 @@
+"""A device whose memory is full, in our words: what did not fit, and which settings need less."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from supertuner.core.errors import TrainError
+
+
+@contextmanager
+def fitting(what: str, remedy: str) -> Iterator[None]:
+    """TrainError instead of torch's own, which is a traceback to users and would end a run for a mere sample."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        reason = (str(error).strip() or "out of memory").splitlines()[0]
+        raise TrainError(f"{what} not fit into the device's memory ({reason}); {remedy}") from error
