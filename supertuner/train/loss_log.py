@@ -93,14 +93,19 @@ class LossLog:
 
     def cut(self, nbytes: int, digest: str) -> None:
         """Go back to a position: drop every line behind it. What lies before it must be what the checkpoint saw."""
+        state = self.require(nbytes, digest)
+        os.ftruncate(self._fd, nbytes)
+        os.fsync(self._fd)
+        self._nbytes, self._digest, self._ready = nbytes, state, True
+
+    def require(self, nbytes: int, digest: str) -> xxhash.xxh3_128:
+        """CheckpointError unless what lies before a position is what the checkpoint saw; nothing is changed."""
         found, state = _digest_of(self._fd, nbytes)
         if found < nbytes:
             raise self._another(f"it has {found} bytes, the checkpoint saw {nbytes}")
         if state.hexdigest() != digest:
             raise self._another(f"its first {nbytes} bytes are not those that the checkpoint saw")
-        os.ftruncate(self._fd, nbytes)
-        os.fsync(self._fd)
-        self._nbytes, self._digest, self._ready = nbytes, state, True
+        return state
 
     def begin(self) -> None:
         """Drop every line: the run starts at its first step."""

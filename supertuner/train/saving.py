@@ -70,10 +70,13 @@ def restore(run: Run, loaded: Loaded) -> None:
     run.step, run.nonfinite = step, nonfinite
     _set_random_states(loaded.part("random"), run.device)
     if loaded.path.parent.parent == run.folder.resolve():
-        # First of all: a kill between the two would leave later checkpoints beside logs that are too short for them.
+        logs = ((run.losses, _position(loaded, "losses")), (run.validations, _position(loaded, "validations")))
+        for log, position in logs:
+            log.require(*position)  # a refusal must leave everything as it was
+        # Before the cuts: a kill between them would leave later checkpoints beside logs that are too short for them.
         checkpoint.turn_back(run.folder / checkpoint.FOLDER, step, run.sink)
-        run.losses.cut(*_position(loaded, "losses"))
-        run.validations.cut(*_position(loaded, "validations"))
+        for log, position in logs:
+            log.cut(*position)
     else:
         run.losses.begin()
         run.validations.begin()

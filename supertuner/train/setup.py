@@ -179,9 +179,14 @@ def _checkpoint(folder: Path, resume: str, outside: Outside) -> Loaded | None:
             raise CheckpointError(f'{checkpoints} holds checkpoints, and resume is "never"; give another run.name')
         return None
     path = Path(resume).expanduser()
-    if resume != "latest" and path.resolve().parent == checkpoints.resolve():
-        return load(path, outside.progress)
+    if resume != "latest" and (path.resolve().parent == checkpoints.resolve() or not path.is_dir()):
+        return load(path, outside.progress)  # what is not there is told, also to a run with checkpoints of its own
     found = checkpoint.latest(checkpoints, outside.sink, outside.progress)
+    if found is None and checkpoint.find(checkpoints):
+        raise CheckpointError(
+            f"no checkpoint in {checkpoints} is whole (`supertuner checkpoint verify` says what is wrong with each); "
+            "put one back, or give another run.name to begin anew"
+        )
     if resume == "latest":
         return found
     if found is None:

@@ -66,3 +66,19 @@ def test_a_run_that_began_from_another_goes_on_from_its_own_once_it_has_some(tmp
 def test_a_named_one_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is not a checkpoint's folder"):
         chosen(tmp_path / "a", str(tmp_path / "nothing"))
+
+
+def test_a_name_that_is_no_checkpoint_is_an_error_for_a_run_with_its_own_too(tmp_path: Path) -> None:
+    """A typo must not be taken for "latest": whoever names a step wants that step."""
+    put(tmp_path / "a", 20, 40)
+    for typo in ("Latest", "20", str(tmp_path / "nothing")):
+        with pytest.raises(CheckpointError, match="is not a checkpoint's folder"):
+            chosen(tmp_path / "a", typo)
+
+
+def test_a_run_none_of_whose_checkpoints_is_whole_does_not_begin_anew_by_itself(tmp_path: Path) -> None:
+    put(tmp_path / "a", 20, 40)
+    for step in ("step-00000020", "step-00000040"):
+        (tmp_path / "a" / FOLDER / step / "state.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is whole"):
+        chosen(tmp_path / "a", "latest")

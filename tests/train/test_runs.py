@@ -125,6 +125,14 @@ def test_a_run_goes_on_from_an_older_checkpoint_that_is_named(parent, tmp_path):
     assert {name: found[name] for name in before} == before
 
 
+def test_going_back_to_a_checkpoint_whose_log_is_lost_is_refused_and_sets_nothing_aside(parent, tmp_path):
+    run = trained(parent, tmp_path, "whole", checkpoints={"keep": 9}, **SHORT)
+    before = sorted(path.name for path in (run / "checkpoints").iterdir())
+    (run / "losses.jsonl").write_text("")
+    assert parent.train(tmp_path / "whole.json", "--resume", str(run / "checkpoints" / "step-00000002")) == 1
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == before
+
+
 def test_an_epoch_ends_with_a_window_that_is_short(parent, tmp_path):
     ramp = {"enable_batch_size_rampup": False, "initial_effective_batch_size": None}
     train = {"max_steps": None, "num_epochs": 1, "batch_size": 4}
