@@ -7,7 +7,10 @@ import shutil
 from contextlib import nullcontext
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from supertuner.core.durable import sync_folder, write_bytes
+from supertuner.core.errors import TrainError
 from supertuner.models import adapters
 from supertuner.step.window import evaluation_weights
 from supertuner.train.run import EXPORTS, Run
@@ -16,7 +19,20 @@ from supertuner.train.tensor_file import lay_out
 
 def export(run: Run) -> list[Path]:
     """Write the weights that validation uses into the run's `exports` folder; the files and folders made."""
-    folder, making, old = run.folder / EXPORTS, run.folder / f".making-{EXPORTS}", run.folder / f".old-{EXPORTS}"
+    making = run.folder / f".making-{EXPORTS}"
+    try:
+        return _export(run, making)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(making, ignore_errors=True)
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise TrainError(
+            f"{run.folder / EXPORTS} cannot be written: {reason}; make room and start the same command again: the last "
+            "checkpoint has all that was trained"
+        ) from error
+
+
+def _export(run: Run, making: Path) -> list[Path]:
+    folder, old = run.folder / EXPORTS, run.folder / f".old-{EXPORTS}"
     for leftover in (making, old):
         if leftover.exists():
             shutil.rmtree(leftover)

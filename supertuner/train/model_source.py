@@ -6,6 +6,8 @@ import os
 import shutil
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from supertuner.config.tree import RunConfig
 from supertuner.core.durable import sync_folder
 from supertuner.core.errors import ModelError
@@ -50,7 +52,10 @@ def _tiny(family: Family, folder: Path) -> Path:
     if not made.exists():
         if making.exists():
             shutil.rmtree(making)
-        family.tiny(making, 0)
+        try:
+            family.tiny(making, 0)
+        except SafetensorError as error:  # its word for a disk that is full
+            raise ModelError(f"{made} cannot be written: {error}; make room") from error
         os.rename(making, made)
         sync_folder(folder)
     return made
