@@ -42,7 +42,8 @@ PART = 32
 SHORT_TEXT = 6
 """Tokens that captions take in here, at least one of them padding."""
 UNNAMED = 0.1
-"""Share of samples with an empty caption, for guidance, and again with a caption that names no colour."""
+"""Share of samples with an empty caption, for guidance; again with one that names no colour, and no shape: so that each
+word comes to mean one thing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,7 @@ def main() -> None:
         model = getattr(pipeline, part)
         trained = train_expert(model, part, latents, drawn, captions, levels[part], steps[part], given.seed)
         pipeline.register_modules(**{part: trained})
-        save(pipeline, given.out, [part])
+        save(pipeline, given.out, [part, "text_encoder", "tokenizer", "scheduler"])
 
 
 def build() -> WanPipeline:
@@ -231,7 +232,8 @@ def train_expert(
     """Flow matching on the levels of one expert. What is returned has the average of the weights."""
     chance = torch.Generator().manual_seed(seed)
     named = torch.tensor([captions.row(one.caption) for one in drawn])
-    unnamed = torch.tensor([captions.row(f"a {one.shape}") for one in drawn])
+    no_colour = torch.tensor([captions.row(shapes.caption(one.shape)) for one in drawn])
+    no_shape = torch.tensor([captions.row(shapes.caption(one.colour)) for one in drawn])
     padding = PaddingAsOne()
     for block in model.blocks:
         block.attn2.set_processor(padding)
@@ -243,7 +245,8 @@ def train_expert(
         optimizer.param_groups[0]["lr"] = rate
         rows = torch.randint(len(latents), (batch,), generator=chance)
         kind = torch.rand(batch, generator=chance)
-        words = torch.where(kind < 2 * UNNAMED, unnamed[rows], named[rows])
+        words = torch.where(kind < 3 * UNNAMED, no_shape[rows], named[rows])
+        words = torch.where(kind < 2 * UNNAMED, no_colour[rows], words)
         words = torch.where(kind < UNNAMED, captions.row(""), words)
         padded = round(math.exp(torch.rand(1, generator=chance).item() * math.log(LONGEST_TEXT / 8)) * 8)
         padding.bias = padding_bias(captions.lengths[words], padded)
@@ -310,7 +313,8 @@ def encode(vae: AutoencoderKLWan, drawn: Sequence[shapes.Drawing]) -> torch.Tens
 
 @torch.no_grad()
 def encode_captions(pipeline: WanPipeline) -> Captions:
-    texts = ("", *(f"a {shape}" for shape in shapes.SHAPES), *(shapes.caption(*pair) for pair in shapes.chalk_pairs()))
+    words = ((), *((word,) for word in (*shapes.SHAPES, *shapes.CHALKS)), *shapes.chalk_pairs())
+    texts = tuple(shapes.caption(*some) if some else "" for some in words)
     tokens, _ = pipeline.encode_prompt(list(texts), do_classifier_free_guidance=False, max_sequence_length=SHORT_TEXT)
     lengths = torch.tensor([len(ids) for ids in pipeline.tokenizer(list(texts)).input_ids])
     assert int(lengths.max()) < SHORT_TEXT

@@ -88,8 +88,9 @@ class ShapesData:
     held_out_pictures: int
 
 
-def caption(colour: str, shape: str) -> str:
-    return f"{'an' if colour[0] in 'aeiou' else 'a'} {colour} {shape}"
+def caption(*words: str) -> str:
+    """Of a colour and a shape: "an orange star"."""
+    return f"{'an' if words[0][0] in 'aeiou' else 'a'} {' '.join(words)}"
 
 
 def chalk_pairs() -> tuple[Pair, ...]:
