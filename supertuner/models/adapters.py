@@ -122,10 +122,18 @@ def save_full(trained: Trained, folder: Path, dtype: torch.dtype | None = None) 
     folder.mkdir(parents=True)
     with _swapped(trained, values):
         module.save_pretrained(folder, safe_serialization=True)
+    _forget_source(folder / "config.json")
     for file in folder.iterdir():
         with open(file, "rb") as opened:
             os.fsync(opened.fileno())
     sync_folder(folder)
+
+
+def _forget_source(config: Path) -> None:
+    """Diffusers notes the folder that the module was loaded from: somebody's path, in a file that is given away."""
+    facts = json.loads(config.read_bytes())
+    facts.pop("_name_or_path", None)
+    config.write_text(json.dumps(facts, indent=2, sort_keys=True) + "\n")
 
 
 @contextmanager

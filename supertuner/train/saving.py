@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+import xxhash
 
 from supertuner import __version__
 from supertuner.core.errors import CheckpointError
@@ -38,6 +39,7 @@ def save(run: Run) -> Path:
         "samples": run.samples,
         "nonfinite": run.nonfinite,
         "versions": versions(),
+        "data": {**data_of(run)},
         "experts": experts,
         "losses": list(run.losses.position()),
         "validations": list(run.validations.position()),
@@ -70,6 +72,7 @@ def restore(run: Run, loaded: Loaded) -> None:
     run.step, run.nonfinite = step, nonfinite
     _set_random_states(loaded.part("random"), run.device)
     if loaded.path.parent.parent == run.folder.resolve():
+        _tell_changed_data(run, loaded)
         logs = ((run.losses, _position(loaded, "losses")), (run.validations, _position(loaded, "validations")))
         for log, position in logs:
             log.require(*position)  # a refusal must leave everything as it was
@@ -85,6 +88,21 @@ def restore(run: Run, loaded: Loaded) -> None:
 def versions() -> dict[str, JSON]:
     """Of what decides the bits of a step."""
     return {"supertuner": __version__, "torch": torch.__version__, "threads": torch.get_num_threads()}
+
+
+def data_of(run: Run) -> dict[str, str]:
+    """Dataset → digest of its samples' bytes. Which sample a position is follows from them and from the settings."""
+    parts = [part.samples for part in run.maker.corpus.parts]
+    return {samples.id: xxhash.xxh3_128_hexdigest(samples.contents().tobytes()) for samples in parts}
+
+
+def _tell_changed_data(run: Run, loaded: Loaded) -> None:
+    """Settings that changed are refused with the run's folder; files behind the same settings may well change."""
+    saved, now = loaded.state.get("data"), data_of(run)
+    if isinstance(saved, dict) and saved != now:
+        names = ", ".join(sorted(name for name in now if saved.get(name) != now[name]))
+        text = f"was saved with other files in {names}: from here on the order of samples is another one"
+        run.sink.emit(Warned(str(loaded.path), text))
 
 
 def samples_of(loaded: Loaded) -> int:

@@ -133,6 +133,14 @@ def test_going_back_to_a_checkpoint_whose_log_is_lost_is_refused_and_sets_nothin
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == before
 
 
+def test_a_run_whose_files_changed_goes_on_and_says_so(parent, tmp_path):
+    run = trained(parent, tmp_path, "whole", **SHORT)
+    assert parent.train(tmp_path / "whole.json") == 0 and "with other files" not in (run / "events.jsonl").read_text()
+    shutil.copy(tmp_path / "data" / "train" / "001.png", tmp_path / "data" / "train" / "000.png")
+    assert parent.train(tmp_path / "whole.json") == 0, parent.said()
+    assert "was saved with other files in squares" in (run / "events.jsonl").read_text()
+
+
 def test_an_epoch_ends_with_a_window_that_is_short(parent, tmp_path):
     ramp = {"enable_batch_size_rampup": False, "initial_effective_batch_size": None}
     train = {"max_steps": None, "num_epochs": 1, "batch_size": 4}
