@@ -1,7 +1,8 @@
-"""A device whose memory is full, in our words: what did not fit, and which settings need less."""
+"""A device whose memory is full, in our words: what did not fit, and which settings need less; and its release."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,3 +19,11 @@ def fitting(what: str, remedy: str) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         reason = (str(error).strip() or "out of memory").splitlines()[0]
         raise TrainError(f"{what} not fit into the device's memory ({reason}); {remedy}") from error
+
+
+def release(device: torch.device) -> None:
+    """Give back what nothing uses. Models hold themselves in circles: without this an expert that was loaded for
+    samples would stay on the device until Python happens to look, and the next validation would load another."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -18,7 +18,7 @@ from supertuner.sinks import training
 from supertuner.step.batch import StepBatch
 from supertuner.step.window import WindowResult, train_window
 from supertuner.train.feed import Window
-from supertuner.train.full import fitting
+from supertuner.train.full import fitting, release
 from supertuner.train.loss_log import LossRecord
 from supertuner.train.requests import Requests
 from supertuner.train.run import Run
@@ -133,6 +133,7 @@ def _validate(run: Run) -> None:
         validate(run)
     except (TrainError, ModelError) as error:
         run.sink.emit(Warned(f"validation of step {run.step}", f"left out: {error}"))
+    release(run.device)  # only now does nothing hold what a failed one had loaded
 
 
 def _serve(run: Run, requests: Requests, signals: Signals) -> None:
@@ -150,6 +151,7 @@ def _serve(run: Run, requests: Requests, signals: Signals) -> None:
             run.sink.emit(Warned(f"request {request.kind}", str(error)))
         else:
             requests.answer(request, f"{request.kind} of step {run.step}", path)
+        release(run.device)
 
 
 def _due(step: int, every: int | None) -> bool:

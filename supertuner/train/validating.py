@@ -18,7 +18,7 @@ from supertuner.data.ordering.windows import MicroBatch, micro_batches
 from supertuner.models.spec import Family, Model
 from supertuner.sinks.training import HeldOut, measured_held_out
 from supertuner.train import held_out
-from supertuner.train.full import fitting
+from supertuner.train.full import fitting, release
 from supertuner.train.run import SAMPLES, Run
 from supertuner.train.sample_plan import LOOKED_AT, Captioned, SamplePlan, largest, plan_samples
 from supertuner.train.validate import Weights, evaluated, folder_name, make_samples, undisturbed
@@ -55,6 +55,8 @@ def _validate(run: Run, asked: bool) -> Path:
         progress=run.progress,
         weights=weights,
     )
+    del sampler
+    release(run.device)
     run.sink.emit(made)
     return folder / folder_name(run.step)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,6 +20,7 @@ from supertuner.core.host import Host
 from supertuner.train.loop import train
 from supertuner.train.run import Run
 from supertuner.train.setup import Outside, open_run
+from supertuner.train.validating import validate
 from tests.train.runs import config
 
 
@@ -34,8 +37,8 @@ def full(*_: Any) -> NoReturn:
 
 
 @contextmanager
-def opened(folder: Path, sink: Kept, **validation: Any) -> Iterator[Run]:
-    file = config(folder, "a", train={"max_steps": 3}, validation=validation)
+def opened(folder: Path, sink: Kept, experts: str = "all", **validation: Any) -> Iterator[Run]:
+    file = config(folder, "a", train={"max_steps": 3}, model={"experts": experts}, validation=validation)
     (folder / "a" / "run").mkdir(parents=True)
     with open_run(load(file).config, "run", folder / "a" / "run", Outside(sink, Silence(), Host())) as run:
         yield run
@@ -64,3 +67,23 @@ def test_a_step_that_does_not_fit_ends_the_run_with_what_needs_less(tmp_path: Pa
         run.rules = replace(run.rules, denoise=full)
         with pytest.raises(TrainError, match=r"step 1 does not fit .* lower train.batch_size"):
             train(run)
+
+
+def test_an_expert_that_is_loaded_for_samples_is_gone_when_they_are_made(tmp_path: Path) -> None:
+    """Fourteen billion parameters must not wait for Python's next look for circles."""
+    loaded: list[weakref.ref[Any]] = []
+    with opened(tmp_path, Kept(), experts="high_noise") as run:
+        own = run.family.sampler
+
+        def watched(*given: Any) -> Any:
+            sampler: Any = own(*given)
+            loaded.extend(weakref.ref(getattr(sampler._pipeline, part)) for part in ("transformer_2", "text_encoder"))
+            return sampler
+
+        run.family = replace(run.family, sampler=watched)
+        gc.disable()
+        try:
+            validate(run)
+            assert [one() for one in loaded] == [None, None]
+        finally:
+            gc.enable()
