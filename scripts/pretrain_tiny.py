@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import json
 import math
 import time
 from collections.abc import Collection, Iterator, Sequence
@@ -328,6 +329,12 @@ def save(pipeline: WanPipeline, folder: Path, parts: Collection[str]) -> None:
         stored = copy.deepcopy(component).half() if part in PARTS else component
         stored.save_pretrained(folder / part)
     pipeline.save_config(folder)
+    for name, key, value in (
+        ("model_index.json", "tokenizer", ["transformers", "PreTrainedTokenizerFast"]),
+        ("tokenizer/tokenizer_config.json", "tokenizer_class", "PreTrainedTokenizerFast"),
+    ):  # the name that transformers 4 and 5 both know
+        described = json.loads((folder / name).read_text()) | {key: value}
+        (folder / name).write_text(json.dumps(described, indent=2) + "\n")
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     print(f"saved {', '.join(parts)} in {folder}: {size / 1e6:.2f} MB", flush=True)
 
