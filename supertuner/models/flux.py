@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -33,16 +33,16 @@ def read(source: Source) -> Model:
         title=f"Flux, {'guidance is an input' if distilled else 'without guidance'}",
         experts=(Expert("model", "transformer"),),
         kinds=frozenset({MediaKind.IMAGE}),
-        shift=_shift(configs["scheduler"]),
+        shift=_shift(source, configs),
         configs=configs,
     )
 
 
-def _shift(scheduler: Config) -> float:
+def _shift(source: Source, configs: Mapping[str, Config]) -> float:
     """With dynamic shifting the scheduler's shift grows with the picture; this is that of the largest, 1024×1024."""
-    if scheduler.get("use_dynamic_shifting"):
-        return math.exp(float(scheduler.get("max_shift", 1.15)))
-    return float(scheduler.get("shift", 1.0))
+    if configs["scheduler"].get("use_dynamic_shifting"):
+        return math.exp(reading.positive(source, configs, "scheduler", ("max_shift",), 1.15))
+    return reading.positive(source, configs, "scheduler", ("shift",), 1.0)
 
 
 def media_files(model: Model) -> Sequence[Path]:

@@ -38,8 +38,8 @@ def module(model: Model, part: str, dtype: torch.dtype) -> nn.Module:
                 loaded = _from_single_file(kind, single, folder, part, dtype)
             else:
                 loaded = _from_folder(kind, model, folder, part, dtype)
-        except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
-            where = single or folder / part
+        except (OSError, ValueError, TypeError, AttributeError, RuntimeError, KeyError, ImportError) as error:
+            where = single or folder / part  # a config of another class, or of nonsense, fails in any of these ways
             raise ModelError(f"{where} cannot be loaded as {kind.__name__}: {_first_line(error)}") from error
     align(loaded)
     return loaded.eval().requires_grad_(False)

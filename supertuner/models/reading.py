@@ -53,6 +53,15 @@ def read_parts(source: Source, index: Config, parts: Sequence[str]) -> Mapping[s
     return configs
 
 
+def positive(source: Source, configs: Mapping[str, Config], part: str, keys: Sequence[str], default: float) -> float:
+    """The first of these entries that a part's config has; a number above 0, or an error that names it."""
+    key = next((key for key in keys if configs[part].get(key) is not None), None)
+    value = default if key is None else configs[part][key]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ModelError(f"{source.path}: the config of {part}: {key} is {value!r}, not a number above 0")
+    return float(value)
+
+
 def folder_of(source: Source, parts: Sequence[str]) -> Path:
     """The folder of the pipeline, with every file of these parts in it."""
     if (local := _local(source)) is not None:

@@ -25,7 +25,7 @@ TRAIN_STEPS: Final = 1000
 
 def read(source: Source) -> Model:
     source, index = reading.read_index(source, NAME)
-    experts = _experts(index)
+    experts = _experts(source, index)
     parts = (*(expert.part for expert in experts), "vae", "text_encoder", "tokenizer", "scheduler")
     configs = reading.read_parts(source, index, parts)
     if why := _unsupported(index, configs):
@@ -35,17 +35,19 @@ def read(source: Source) -> Model:
         title=_title(index, len(experts)),
         experts=experts,
         kinds=frozenset({MediaKind.VIDEO} if _from_image(index) else {MediaKind.IMAGE, MediaKind.VIDEO}),
-        shift=float(configs["scheduler"].get("flow_shift", configs["scheduler"].get("shift", 1.0))),
+        shift=reading.positive(source, configs, "scheduler", ("flow_shift", "shift"), 1.0),
         configs=configs,
         starts_from_frame=_from_image(index),
     )
 
 
-def _experts(index: Config) -> tuple[Expert, ...]:
+def _experts(source: Source, index: Config) -> tuple[Expert, ...]:
     """The pipeline gives timesteps from the boundary on to the first, and those below it to the second."""
     boundary = index.get("boundary_ratio")
     if boundary is None:
         return (Expert("model", "transformer"),)
+    if not isinstance(boundary, float) or not 0 < boundary < 1:
+        raise ModelError(f"{source.path}: {reading.INDEX}: boundary_ratio is {boundary!r}, not between 0 and 1")
     return (
         Expert("high_noise", "transformer", low=float(boundary)),
         Expert("low_noise", "transformer_2", high=float(boundary)),

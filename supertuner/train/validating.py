@@ -66,7 +66,8 @@ def plan(
 ) -> SamplePlan:
     """What is sampled at every validation of the run; `other` is held-out data.
 
-    A size that the model cannot make is refused now: it would else end the run at its first validation.
+    A size that the model cannot make is refused now, not at the first validation. One that nobody set is a bucket's,
+    and buckets are judged as such.
     """
     planned = plan_samples(
         config.validation,
@@ -75,7 +76,9 @@ def plan(
         data=_captioned(corpus, model.starts_from_frame),
         sink=sink,
     )
-    size = planned.size
+    size, settings = planned.size, config.validation
+    if settings.width is None and settings.frames is None:
+        return planned
     frames = () if size.frames == 1 else (size.frames,)
     if why := family.why_not(model, (3, *frames, size.height, size.width)):
         raise TrainError(

@@ -276,3 +276,22 @@ def test_aligning_keeps_tied_weights_tied(tiny_wan: Source) -> None:
     shared = encoder.get_parameter("shared.weight")
     assert encoder.get_submodule("encoder.embed_tokens").weight is shared
     assert shared.data_ptr() % 64 == 0
+
+
+@pytest.mark.parametrize("boundary", ["0.875", 0, 1, 1.5, True])
+def test_a_border_that_divides_nothing_is_refused(folder: Path, boundary: object) -> None:
+    edit(folder / "model_index.json", boundary_ratio=boundary)
+    assert "boundary_ratio is" in refusal(lambda: read(folder))
+
+
+def test_a_shift_that_is_not_said_is_none_and_one_that_is_nonsense_is_refused(folder: Path) -> None:
+    scheduler = folder / "scheduler" / "scheduler_config.json"
+    edit(scheduler, flow_shift=None)
+    assert read(folder).shift == 1.0
+    edit(scheduler, flow_shift="3")
+    assert "flow_shift is '3', not a number above 0" in refusal(lambda: read(folder))
+
+
+def test_a_config_of_nonsense_is_named_not_traced(folder: Path) -> None:
+    edit(folder / "transformer" / "config.json", num_attention_heads="x")
+    assert "transformer cannot be loaded as WanTransformer3DModel" in refusal(lambda: high(read(folder)))
