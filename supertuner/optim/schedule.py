@@ -108,6 +108,10 @@ class Course:
             return self.total_steps
         return _step_at(consumed, self.stretches)
 
+    def consumed(self, steps: int) -> int:
+        """Samples that so many optimizer steps consume."""
+        return self.total_samples if steps >= self.total_steps else self.window_of(steps).start
+
     def window_of(self, step: int) -> range:
         """The positions that optimizer step `step` consumes; the last window may be short."""
         assert 0 <= step < self.total_steps, f"step {step} of {self.total_steps}"

@@ -70,8 +70,7 @@ class Run:
     @property
     def samples(self) -> int:
         """Samples consumed: a function of the step."""
-        done = self.step >= self.course.total_steps
-        return self.course.total_samples if done else self.course.window_of(self.step).start
+        return self.course.consumed(self.step)
 
     def factor(self, step: int) -> float:
         """What learning rates are multiplied by in a step."""

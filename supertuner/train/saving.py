@@ -105,14 +105,6 @@ def _tell_changed_data(run: Run, loaded: Loaded) -> None:
         run.sink.emit(Warned(str(loaded.path), text))
 
 
-def samples_of(loaded: Loaded) -> int:
-    """Samples consumed before the checkpoint."""
-    samples = loaded.state.get("samples")
-    if not isinstance(samples, int) or samples < 0:
-        raise CheckpointError(f"{loaded.path}: state.json has samples {samples!r}; use another checkpoint")
-    return samples
-
-
 def _position(loaded: Loaded, name: str) -> tuple[int, str]:
     match loaded.state.get(name):
         case [int(nbytes), str(digest)]:

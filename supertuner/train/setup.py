@@ -39,7 +39,7 @@ from supertuner.train.loss_log import LOSSES, LossLog
 from supertuner.train.model_source import opened_model
 from supertuner.train.parallel import Alone, Parallel
 from supertuner.train.run import HELD_OUT, Run
-from supertuner.train.saving import restore, samples_of
+from supertuner.train.saving import restore
 from supertuner.train.validating import plan
 
 FINGERPRINTS = ".fingerprints.json"
@@ -81,7 +81,7 @@ def open_run(
         course = _course(config, corpus, parallel, sink)
         samples_plan = plan(config, family, model, corpus, other, sink)  # before hours of encoding: it may be refused
         maker_of = partial(_maker, config, encoding_of(config, family, model, precision), folder, opened, outside)
-        maker = maker_of(corpus, 0 if begin is None else samples_of(begin), course.total_samples)
+        maker = maker_of(corpus, course.consumed(0 if begin is None else begin.step), course.total_samples)
         held_out = None if other is None else maker_of(other, 0, _measured(config, other))
         trained = {expert.name: _trained(config, family, model, expert, precision, sink) for expert in experts}
         run = Run(

@@ -89,11 +89,17 @@ def plan(
 
 
 def _captioned(corpus: Corpus, with_frame: bool) -> Iterator[Captioned]:
-    """The first samples in the order of training, with their captions, and their first frames if those are needed."""
-    order = corpus.order
+    """The first samples in the order of training, with their captions, and their first frames if those are needed.
+
+    A caption comes once: to decode hundreds of clips because all of them are called the same would take minutes.
+    """
+    order, told = corpus.order, set[str]()
     for micro in micro_batches(order, range(min(LOOKED_AT, order.epoch_length(0))), 1):
         part = corpus.parts[order.groups[int(micro.draws.group[0])].dataset]
         caption = caption_of(corpus.seed, part, int(micro.draws.sample[0]), int(micro.draws.cycle[0]))
+        if caption.strip() in told:
+            continue
+        told.add(caption.strip())
         yield Captioned(caption, _first_frame(corpus, micro) if with_frame else None)
 
 

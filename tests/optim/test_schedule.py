@@ -87,6 +87,11 @@ def test_the_course_agrees_with_counting(ramp: Ramp, samples: int, max_steps: in
     assert [course.window_of(step) for step in range(course.total_steps)] == counted
     assert all(course.step_at(p) == step for step, window in enumerate(counted) for p in (window[0], window[-1]))
     assert course.step_at(course.total_samples) == course.total_steps
+    assert [course.consumed(step) for step in range(course.total_steps + 2)] == [
+        *(window[0] for window in counted),
+        course.total_samples,
+        course.total_samples,
+    ]
     sizes = [window_samples(window.start, course.ramp) for window in counted]
     changed = [step for step in range(1, len(sizes)) if sizes[step] != sizes[step - 1]]
     assert [step for step in range(course.total_steps) if course.changes_at(step)] == changed

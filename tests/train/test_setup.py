@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from supertuner.config.load import load
 from supertuner.config.tree import RunConfig
+from supertuner.core.events import Silence
+from supertuner.core.host import Host
+from supertuner.data.opened import open_corpus
 from supertuner.models.fingerprint import fingerprint
 from supertuner.models.spec import Source
 from supertuner.models.table import family
 from supertuner.step.precision import Precision
 from supertuner.train.setup import encoding_of
+from supertuner.train.validating import _captioned
 from tests.models.pipelines import tiny_wan, tiny_wan_image_to_video
 from tests.train.runs import Parent, config
 
 __all__ = ["tiny_wan", "tiny_wan_image_to_video"]
 
-REFUSED = {
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a sample too narrow for a patch": ({"validation": {"width": 50, "height": 32}}, "multiples of 16"),
     "a sample of three frames": ({"validation": {"frames": 3}}, "3 frames"),
     "a picture with frames": ({"model": {"family": "flux"}, "validation": {"frames": 5}}, "takes pictures"),
@@ -45,3 +51,15 @@ def test_of_one_vae_image_to_video_and_text_to_video_have_entries_of_their_own(
     precision = Precision("fp32", torch.device("cpu"))
     made = [encoding_of(settings, wan, model, precision).identities for model in models]
     assert made[0].media != made[1].media and made[0].text == made[1].text
+
+
+def test_samples_that_are_called_the_same_are_looked_at_once_for_prompts(tmp_path: Path) -> None:
+    """Each look decodes a whole clip where the model starts from a frame."""
+    settings = load(config(tmp_path, "a")).config
+    same = settings.datasets[0].model_copy(
+        update={"captions": settings.datasets[0].captions.model_copy(update={"constant": "x"})}
+    )
+    part = settings.model_copy(update={"datasets": (same,)})
+    with open_corpus(part, host=Host(), sink=Silence(), progress=Silence()) as corpus:
+        (only,) = _captioned(corpus, with_frame=True)
+    assert only.caption == "x" and only.image is not None and only.image.shape == (32, 32, 3)
