@@ -15,7 +15,12 @@ from supertuner.core.errors import TrainError
 
 ENCODERS = ("libx264", "libopenh264", "mpeg4")
 """The first that PyAV's FFmpeg has is used; its wheels have them all but the second."""
-QUALITY = {"libx264": {"crf": "12", "preset": "medium"}, "libopenh264": {"b": "20000000"}, "mpeg4": {"qscale": "2"}}
+QUALITY = {
+    # Without mbtree: on pictures of less than 64 pixels it reads memory that nobody wrote, and the bytes differ.
+    "libx264": {"crf": "12", "preset": "medium", "x264-params": "mbtree=0"},
+    "libopenh264": {"b": "20000000"},
+    "mpeg4": {"qscale": "2"},
+}
 BT709 = 1
 """Colour matrix, primaries and transfer of ITU-R BT.709 in FFmpeg's counting."""
 
