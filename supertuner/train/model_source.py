@@ -18,14 +18,17 @@ TINY = "tiny"
 TINY_FOLDER = "tiny-model"
 
 
-def opened_model(config: RunConfig, folder: Path) -> tuple[Family, Model]:
-    """The model that the configuration names, as its config files describe it."""
+def opened_model(config: RunConfig, folder: Path, pinned: str | None = None) -> tuple[Family, Model]:
+    """The model that the configuration names, as its config files describe it.
+
+    `pinned` is the commit that a run on the hub's model began with: it goes on with that, whatever the branch is now.
+    """
     settings = config.model
     family = family_of(settings.family)
     if settings.path is None:
         raise ModelError('model.path is not set; name a folder, a model on the hub, or "tiny"')
     path = str(_tiny(family, folder)) if settings.path == TINY else settings.path
-    model = family.read(Source(path, settings.revision, settings.variant, settings.offline))
+    model = family.read(Source(path, settings.revision or pinned, settings.variant, settings.offline))
     return family, _with_single_files(config, family, model)
 
 

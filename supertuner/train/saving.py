@@ -40,6 +40,7 @@ def save(run: Run) -> Path:
         "nonfinite": run.nonfinite,
         "versions": versions(),
         "data": {**data_of(run)},
+        "revision": run.model.source.revision,
         "experts": experts,
         "losses": list(run.losses.position()),
         "validations": list(run.validations.position()),
@@ -88,6 +89,12 @@ def restore(run: Run, loaded: Loaded) -> None:
 def versions() -> dict[str, JSON]:
     """Of what decides the bits of a step."""
     return {"supertuner": __version__, "torch": torch.__version__, "threads": torch.get_num_threads()}
+
+
+def revision_of(loaded: Loaded) -> str | None:
+    """The commit of the model on the hub that a checkpoint was trained on; None: it was a folder."""
+    revision = loaded.state.get("revision")
+    return revision if isinstance(revision, str) else None
 
 
 def data_of(run: Run) -> dict[str, str]:

@@ -39,7 +39,7 @@ from supertuner.train.loss_log import LOSSES, LossLog
 from supertuner.train.model_source import opened_model
 from supertuner.train.parallel import Alone, Parallel
 from supertuner.train.run import HELD_OUT, Run
-from supertuner.train.saving import restore
+from supertuner.train.saving import restore, revision_of
 from supertuner.train.validating import plan
 
 FINGERPRINTS = ".fingerprints.json"
@@ -71,7 +71,7 @@ def open_run(
     device = device_of(config.train.device)
     precision = Precision(config.train.mixed_precision, device)
     begin = _checkpoint(folder, resume or config.checkpoints.resume, outside)
-    family, model = opened_model(config, folder)
+    family, model = opened_model(config, folder, None if begin is None else revision_of(begin))
     sink.emit(Decided("model", model.title, f"what {model.source.path} says of itself"))
     sink.emit(Decided("train.device", str(device), _why_device(config.train.device)))
     experts = experts_of(config, model)

@@ -10,6 +10,7 @@ import torch
 
 from supertuner.config.load import load
 from supertuner.config.tree import RunConfig
+from supertuner.core.errors import ModelError
 from supertuner.core.events import Silence
 from supertuner.core.host import Host
 from supertuner.data.opened import open_corpus
@@ -17,6 +18,7 @@ from supertuner.models.fingerprint import fingerprint
 from supertuner.models.spec import Source
 from supertuner.models.table import family
 from supertuner.step.precision import Precision
+from supertuner.train.model_source import opened_model
 from supertuner.train.setup import encoding_of
 from supertuner.train.validating import _captioned
 from tests.models.pipelines import tiny_wan, tiny_wan_image_to_video
@@ -63,3 +65,12 @@ def test_samples_that_are_called_the_same_are_looked_at_once_for_prompts(tmp_pat
     with open_corpus(part, host=Host(), sink=Silence(), progress=Silence()) as corpus:
         (only,) = _captioned(corpus, with_frame=True)
     assert only.caption == "x" and only.image is not None and only.image.shape == (32, 32, 3)
+
+
+def test_a_run_goes_on_with_the_commit_that_it_began_with_unless_a_revision_is_set(tmp_path: Path) -> None:
+    """A branch of the hub may have moved since: an adapter would go on on weights that it was not made for."""
+    named = {"family": "wan2.2", "path": "nobody/has-this", "offline": True}
+    for given, wanted in (({}, "revision abc"), ({"revision": "v2"}, "revision v2")):
+        settings = RunConfig.model_validate({"model": {**named, **given}})
+        with pytest.raises(ModelError, match=wanted):
+            opened_model(settings, tmp_path, "abc")
