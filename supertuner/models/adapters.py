@@ -51,7 +51,7 @@ def attach(module: nn.Module, settings: AdapterSettings, targets: Sequence[str],
     """
     if settings.type == "full":
         return _all_weights(module, name)
-    _check_targets(module, targets, name)
+    check_targets(module, targets, name)
     parameters = _inject(module, settings, targets)
     for key, parameter in parameters.items():
         parameter.data = _initial(key, parameter, seed, name).to(parameter.device)
@@ -198,7 +198,8 @@ def _alpha(settings: AdapterSettings) -> float:
     return float(settings.rank) if settings.alpha is None else settings.alpha
 
 
-def _check_targets(module: nn.Module, targets: Sequence[str], name: str) -> None:
+def check_targets(module: nn.Module, targets: Sequence[str], name: str) -> None:
+    """ModelError, with the nearest that there is, for a target that is no layer of the module."""
     if not targets:
         raise ModelError("adapter.targets is empty; name a preset of the family, or endings of module names")
     for target in targets:

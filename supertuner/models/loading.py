@@ -45,6 +45,20 @@ def module(model: Model, part: str, dtype: torch.dtype) -> nn.Module:
     return loaded.eval().requires_grad_(False)
 
 
+def skeleton(model: Model, part: str) -> nn.Module:
+    """A part without its weights: names and shapes of layers, in no memory, in a moment."""
+    kind = _class_of(model, part)
+    with quietly(), torch.device("meta"):
+        try:
+            made = kind.from_config(dict(model.configs[part]))
+        except (ValueError, TypeError, AttributeError, RuntimeError, KeyError) as error:
+            raise ModelError(
+                f"{model.source.path}: the config of {part} describes no {kind.__name__}: {_first_line(error)}"
+            ) from error
+    assert isinstance(made, nn.Module)
+    return made
+
+
 def plain(model: Model, part: str) -> Any:
     """A part without weights: a tokenizer or a scheduler."""
     kind = _class_of(model, part)

@@ -17,7 +17,7 @@ from supertuner.core.events import Decided, Noted, Progress, Sink
 from supertuner.core.host import Host
 from supertuner.data.corpus import Corpus
 from supertuner.data.opened import open_corpus
-from supertuner.models import adapters
+from supertuner.models import adapters, loading
 from supertuner.models.attention import require_backend, use_backend
 from supertuner.models.compiled import compile_blocks, try_compiler
 from supertuner.models.fingerprint import fingerprint
@@ -76,6 +76,10 @@ def open_run(
     sink.emit(Decided("train.device", str(device), _why_device(config.train.device)))
     experts = experts_of(config, model)
     _require_machinery(config, precision)
+    if config.adapter.type == "lora":
+        targets = adapters.targets_of(config.adapter, family.targets)
+        for expert in experts:
+            adapters.check_targets(loading.skeleton(model, expert.part), targets, expert.name)
     with ExitStack() as opened:
         corpus, other = _opened_data(config, opened, outside)
         course = _course(config, corpus, parallel, sink)

@@ -30,6 +30,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a sample too narrow for a patch": ({"validation": {"width": 50, "height": 32}}, "multiples of 16"),
     "a sample of three frames": ({"validation": {"frames": 3}}, "3 frames"),
     "a picture with frames": ({"model": {"family": "flux"}, "validation": {"frames": 5}}, "takes pictures"),
+    "an adapter on a layer that is not there": (
+        {"adapter": {"targets": ["to_x"]}},
+        "no module of high_noise is called",
+    ),
     "an optimizer of the future": ({"optimizer": {"name": "automagic"}}, "not part of this version"),
 }
 
