@@ -54,7 +54,7 @@ def test_everything_that_is_shown_is_there(made: Quickstart) -> None:
     for picture in (made.sheet, made.both, made.trained.curve):
         assert picture is not None
         with Image.open(picture) as opened:
-            assert len(np.unique(np.asarray(opened.convert("RGB")).reshape(-1, 3), axis=0)) > 50
+            assert len(np.unique(np.asarray(opened.convert("RGB").reduce(4)).reshape(-1, 3), axis=0)) > 50
     assert [path.name for path in made.trained.exports] == [
         "quickstart_high_noise.safetensors",
         "quickstart_low_noise.safetensors",
@@ -64,7 +64,7 @@ def test_everything_that_is_shown_is_there(made: Quickstart) -> None:
 def test_the_exported_adapters_load_in_diffusers_and_change_what_both_experts_predict(made: Quickstart) -> None:
     from diffusers import WanPipeline
 
-    pipe = WanPipeline.from_pretrained(shapes.BASE, torch_dtype=torch.float32)
+    pipe = WanPipeline.from_pretrained(shapes.BASE, dtype=torch.float32)
     noisy = torch.randn((1, 8, 1, 6, 6), generator=torch.Generator().manual_seed(0))
     text, when = torch.zeros(1, 512, pipe.text_encoder.config.d_model), torch.tensor([900.0])
 
