@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from supertuner.tools.figure import FIGURES, draw_figure
+
 if TYPE_CHECKING:
     from PIL.Image import Image
 
@@ -24,14 +26,14 @@ COLOURS = {
     "orange": (230, 120, 30),
 }
 GROUNDS = {"white": (245, 245, 240), "grey": (176, 182, 190), "pale blue": (200, 220, 240), "dark": (44, 48, 58)}
-SHAPES = ("circle", "square", "triangle", "star")
+SHAPES = FIGURES
 PICTURE_SIZES = ((640, 640), (768, 512), (512, 768), (896, 512), (700, 500))
 VIDEO_SIZES = ((320, 192), (192, 320))
 TONES = {"low": 196.0, "middle": 392.0, "high": 784.0}
 WAVES = ("sine", "square", "sawtooth")
 VIDEO_FPS, AUDIO_RATE = 16, 24_000
 _FINER = 3
-"""Pictures are drawn so much larger and reduced, which smooths their edges."""
+"""Pictures are drawn so much larger and reduced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,25 +65,8 @@ def make_sample_data(folder: Path, *, images: int = 30, videos: int = 6, sounds:
 
 def draw(size: tuple[int, int], look: tuple[str, str, str], centre: tuple[float, float], radius: float) -> Image:
     """A shape of one colour on a ground of another. Centre and radius are shares of the sides and the shorter side."""
-    from PIL import Image, ImageDraw
-
     colour, shape, ground = look
-    width, height = size[0] * _FINER, size[1] * _FINER
-    picture = Image.new("RGB", (width, height), GROUNDS[ground])
-    pen = ImageDraw.Draw(picture)
-    x, y, r = centre[0] * width, centre[1] * height, radius * min(width, height)
-    if shape == "circle":
-        pen.ellipse((x - r, y - r, x + r, y + r), fill=COLOURS[colour])
-    else:
-        corners = {"square": 4, "triangle": 3, "star": 10}[shape]
-        turn = np.pi / 4 if shape == "square" else np.pi / 2
-        angles = turn + 2 * np.pi * np.arange(corners) / corners
-        reach = r * np.where((np.arange(corners) % 2 == 1) & (shape == "star"), 0.45, 1.0)
-        points = [
-            (float(x + a), float(y - b)) for a, b in zip(reach * np.cos(angles), reach * np.sin(angles), strict=True)
-        ]
-        pen.polygon(points, fill=COLOURS[colour])
-    return picture.resize(size, Image.Resampling.BOX)
+    return draw_figure(size, shape, COLOURS[colour], GROUNDS[ground], centre, radius, _FINER)
 
 
 def tone(wave: str, hertz: float, seconds: float) -> NDArray[np.float32]:

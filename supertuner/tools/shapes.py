@@ -18,14 +18,15 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from supertuner.tools.figure import FIGURES, Colour, draw_figure
+
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-Colour: TypeAlias = tuple[int, int, int]
 Pair: TypeAlias = tuple[str, str]
 """Name of a colour, name of a shape."""
 
-SHAPES = ("circle", "square", "triangle", "star")
+SHAPES = FIGURES
 CHALKS: dict[str, Colour] = {
     "black": (44, 46, 52),
     "grey": (150, 152, 156),
@@ -59,7 +60,7 @@ BASE = Path(__file__).resolve().parent.parent / "assets" / "tiny-wan22"
 """The tiny base model, which comes with the package; scripts/pretrain_tiny.py made it."""
 TRUTH_FILE = "truth.json"
 _FINER = 4
-"""Pictures are drawn so much larger and reduced, which smooths their edges."""
+"""Pictures are drawn so much larger and reduced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,17 +121,8 @@ def drawings(pairs: Iterable[Pair], each: int, random: Random, ground: Colour = 
 
 def draw(drawing: Drawing, side: int = SIDE) -> Image:
     """The picture, `side` pixels wide and high."""
-    from PIL import Image, ImageDraw
-
-    fine = side * _FINER
-    picture = Image.new("RGB", (fine, fine), drawing.ground)
-    pen = ImageDraw.Draw(picture)
-    x, y, r = drawing.centre[0] * fine, drawing.centre[1] * fine, drawing.radius * fine
-    if drawing.shape == "circle":
-        pen.ellipse((x - r, y - r, x + r, y + r), fill=COLOURS[drawing.colour])
-    else:
-        pen.polygon([(x + r * a, y - r * b) for a, b in _corners(drawing.shape)], fill=COLOURS[drawing.colour])
-    return picture.resize((side, side), Image.Resampling.BOX)
+    fill = COLOURS[drawing.colour]
+    return draw_figure((side, side), drawing.shape, fill, drawing.ground, drawing.centre, drawing.radius, _FINER)
 
 
 def draw_all(pictures: Sequence[Drawing], side: int = SIDE) -> NDArray[np.uint8]:
@@ -159,11 +151,3 @@ def write_shapes(
     return ShapesData(
         folder / "train", folder / "held_out", folder / TRUTH_FILE, len(made["train"]), len(made["held_out"])
     )
-
-
-def _corners(shape: str) -> list[tuple[float, float]]:
-    """Corners on the unit circle (every other one of a star nearer), upright, y upwards."""
-    count, turn = {"square": (4, np.pi / 4), "triangle": (3, np.pi / 2), "star": (10, np.pi / 2)}[shape]
-    angles = turn + 2 * np.pi * np.arange(count) / count
-    reach = np.where((np.arange(count) % 2 == 1) & (shape == "star"), 0.45, 1.0)
-    return [(float(a), float(b)) for a, b in zip(reach * np.cos(angles), reach * np.sin(angles), strict=True)]

@@ -1,0 +1,46 @@
+"""One flat figure on a flat ground: what sample data and the quickstart are drawn with."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+Colour: TypeAlias = tuple[int, int, int]
+
+FIGURES = ("circle", "square", "triangle", "star")
+
+
+def draw_figure(
+    size: tuple[int, int],
+    shape: str,
+    fill: Colour,
+    ground: Colour,
+    centre: tuple[float, float],
+    radius: float,
+    finer: int,
+) -> Image:
+    """Centre and radius are shares of the sides, and of the shorter side. Drawn `finer` times as large and reduced,
+    which smooths the edges."""
+    from PIL import Image, ImageDraw
+
+    width, height = size[0] * finer, size[1] * finer
+    picture = Image.new("RGB", (width, height), ground)
+    pen = ImageDraw.Draw(picture)
+    x, y, r = centre[0] * width, centre[1] * height, radius * min(width, height)
+    if shape == "circle":
+        pen.ellipse((x - r, y - r, x + r, y + r), fill=fill)
+    else:
+        pen.polygon([(x + r * a, y - r * b) for a, b in _corners(shape)], fill=fill)
+    return picture.resize(size, Image.Resampling.BOX)
+
+
+def _corners(shape: str) -> list[tuple[float, float]]:
+    """Corners on the unit circle (every other one of a star nearer), upright, y upwards."""
+    count, turn = {"square": (4, np.pi / 4), "triangle": (3, np.pi / 2), "star": (10, np.pi / 2)}[shape]
+    angles = turn + 2 * np.pi * np.arange(count) / count
+    reach = np.where((np.arange(count) % 2 == 1) & (shape == "star"), 0.45, 1.0)
+    return [(float(a), float(b)) for a, b in zip(reach * np.cos(angles), reach * np.sin(angles), strict=True)]
