@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from supertuner.arena.reader import Reader
 from supertuner.cache.keys import WIDTH, Keys
 from supertuner.core.errors import ArenaDamaged, CacheError
+from supertuner.core.events import Progress
 
 Tensors: TypeAlias = dict[str, torch.Tensor]
 """An entry, or a batch of them: named tensors."""
@@ -20,8 +21,9 @@ Refs: TypeAlias = NDArray[np.int64]
 """Where entries are: an arena's place in the table, and the unit's number in it."""
 
 MISSING = -1
-_SHIFT = 40
-_UNIT = (1 << _SHIFT) - 1
+SHIFT = 40
+"""Bits of a ref below the arena's place."""
+_UNIT = (1 << SHIFT) - 1
 
 
 class Entries:
@@ -56,7 +58,7 @@ class Entries:
         try:
             if len(self._readers) == 1:  # it refuses numbers that are none of its own
                 return self._readers[0].gathered(refs, threads=threads)
-            numbers = refs >> _SHIFT
+            numbers = refs >> SHIFT
             assert numbers.min() >= 0, "an entry that was never made is asked for"
             edges = [0, *(np.flatnonzero(numbers[1:] != numbers[:-1]) + 1).tolist(), len(refs)]
             parts = [  # neighbours in one arena go in one call
@@ -87,6 +89,16 @@ class Entries:
             return error
         return self.entry(ref)
 
+    def damaged(self, progress: Progress) -> frozenset[int]:
+        """Places of the arenas that are not what was written, every byte of them looked at."""
+        found = set()
+        for number, reader in enumerate(self._readers):
+            try:
+                reader.verify(progress)
+            except ArenaDamaged:
+                found.add(number)  # which entries are hit, is asked next
+        return frozenset(found)
+
     def close(self) -> None:
         """Give up the arenas; entries that were given out stay good."""
         while self._readers:
@@ -97,13 +109,13 @@ class Entries:
         if table is None or not len(table) or not len(keys):
             return np.full(len(keys), MISSING, np.int64)
         at = np.minimum(np.searchsorted(table, keys), len(table) - 1)
-        refs = np.where(table[at] == keys, at + (number << _SHIFT), MISSING)
+        refs = np.where(table[at] == keys, at + (number << SHIFT), MISSING)
         if self._dropped:
             refs[np.isin(refs, np.fromiter(self._dropped, np.int64))] = MISSING
         return refs
 
     def _reader(self, ref: int) -> Reader:
-        return self._readers[ref >> _SHIFT]
+        return self._readers[ref >> SHIFT]
 
     def _damaged(self, error: ArenaDamaged) -> CacheError:
         return CacheError(f"{error.file}: {error.what}; {self._remedy or error.remedy}")

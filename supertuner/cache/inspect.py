@@ -35,7 +35,7 @@ class Held:
     what: str
     identity: str
     used: int
-    """Entries that the configuration uses."""
+    """Entries that the configuration uses: of those that were made again, the last."""
     stale: bool
     """Made by another encoder, in another number format, or in another version of ours."""
 
@@ -60,8 +60,16 @@ def holdings(homes: Sequence[Home], needed: Sequence[Needed]) -> list[Held]:
     spaces = {one.space.name: one for one in needed}
     found: list[Held] = []
     for home in {home.path: home for home in homes}.values():
-        found += [_held(home, info, spaces) for info in home.ls() if _is_cache(info)]
+        taken: dict[str, Keys] = {}
+        newest_first = sorted(filter(_is_cache, home.ls()), key=lambda info: -_number(info.name))
+        held = [_held(home, info, spaces, taken) for info in newest_first]
+        found += sorted(held, key=lambda one: (one.name.rpartition("-")[0], _number(one.name)))
     return found
+
+
+def _number(name: str) -> int:
+    last = name.rpartition("-")[2]
+    return int(last) if last.isdigit() else -1
 
 
 def verify_held(held: Held, progress: Progress) -> str | None:
@@ -84,18 +92,24 @@ def _is_cache(info: ArenaInfo) -> bool:
     return info.meta.get("holds") == "cache" if info.meta is not None else bool(_NAME.fullmatch(info.name))
 
 
-def _held(home: Home, info: ArenaInfo, spaces: Mapping[str, Needed]) -> Held:
+def _held(home: Home, info: ArenaInfo, spaces: Mapping[str, Needed], taken: dict[str, Keys]) -> Held:
+    """`taken` are keys, by space, of which a later arena has the entries."""
     meta = info.meta or {}
     what = str(meta.get("what") or info.name.partition("-")[0])
     needed = next((one for name, one in spaces.items() if info.name.startswith(f"{name}-")), None)
-    used = _used(home, info, needed) if needed is not None and info.state == "sealed" else 0
+    used = _used(home, info, needed, taken) if needed is not None and info.state == "sealed" else 0
     return Held(home, info, what, str(meta.get("identity", "")), used, needed is None)
 
 
-def _used(home: Home, info: ArenaInfo, needed: Needed) -> int:
+def _used(home: Home, info: ArenaInfo, needed: Needed, taken: dict[str, Keys]) -> int:
     try:
         with home.attach(info.name) as reader:
             keys = reader.keys_of_width(WIDTH)
-            return 0 if keys is None else int(np.isin(keys, needed.keys).sum())
+            if keys is None:
+                return 0
+            earlier = taken.get(needed.space.name, keys[:0])
+            used = keys[np.isin(keys, needed.keys) & ~np.isin(keys, earlier)]
+            taken[needed.space.name] = np.concatenate([earlier, used])
+            return len(used)
     except (ArenaMissing, ArenaBusy, ArenaDamaged):
         return 0  # removed or damaged since it was listed

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
+from dataclasses import replace
 
 import numpy as np
 
-from supertuner.cache.entries import Tensors
+from supertuner.cache.entries import MISSING, SHIFT, Tensors
 from supertuner.cache.filling import Places, Wanted
 from supertuner.cache.store import Store
 from supertuner.core.errors import ArenaDamaged, CacheError
@@ -42,17 +43,32 @@ def loaded(source: Store, wanted: Wanted, *, host: Host, progress: Progress, sin
 
 
 def mend(store: Store, wanted: Wanted, *, host: Host, progress: Progress, sink: Sink) -> int:
-    """Check the bytes of all wanted entries that are there, and make damaged ones again; how many those were."""
-    present = np.flatnonzero(store.find(wanted.keys) >= 0)
-    damaged = []
-    with progress.phase(f"checking {store.space.what}", items=len(present), noun="entries") as phase:
-        for place, found in _checked(store, wanted, present):
-            if isinstance(found, ArenaDamaged):
-                damaged.append(place)
-                _tell(store, found, sink)
-            phase.advance(items=1)
-    _make_again(store, wanted, damaged, host, progress)
-    return len(damaged)
+    """Check every byte of the store's arenas, and make damaged entries again; how many those were.
+
+    An arena that is damaged anywhere is replaced: its whole entries are copied beside those that are made again. Nothing
+    of it is used any more then, and `supertuner cache prune` removes it.
+    """
+    spoiled = store.entries.damaged(progress)
+    refs = store.find(wanted.keys)
+    inside = np.flatnonzero(np.isin(refs >> SHIFT, list(spoiled)) & (refs != MISSING))
+    whole: dict[int, Tensors] = {}
+    for place, found in _checked(store, wanted, inside):
+        if isinstance(found, ArenaDamaged):
+            _tell(store, found, sink)
+        else:
+            whole[place] = found
+    store.entries.drop(refs[inside].tolist())
+
+    def make(places: Places) -> Generator[tuple[int, Tensors], None, None]:
+        yield from ((place, whole[place]) for place in places.tolist() if place in whole)
+        rest = np.array([place for place in places.tolist() if place not in whole], np.intp)
+        if len(rest):
+            yield from wanted.make(rest)
+
+    if len(inside):
+        store.fill(replace(wanted, make=make), host=host, progress=progress)
+        store.made -= len(whole)
+    return len(inside) - len(whole)
 
 
 def _checked(store: Store, wanted: Wanted, places: Places) -> Iterator[tuple[int, Tensors | ArenaDamaged]]:

@@ -48,13 +48,16 @@ def verify(config: Config, sets: Sets = None) -> None:
     from supertuner.tools.caches import verify as verify_caches
     from supertuner.tools.session import load_narrowed
 
-    state, damaged = verify_caches(load_narrowed(config, sets or []))
-    for held in state.held:
-        typer.echo(f"{line(held)}: {'DAMAGED' if held.name in damaged else 'whole'}")
+    state, problems = verify_caches(load_narrowed(config, sets or []))
+    damaged = [(held, problem) for held, problem in zip(state.held, problems, strict=True) if problem is not None]
+    for held, problem in zip(state.held, problems, strict=True):
+        typer.echo(f"{line(held)}: {'whole' if problem is None else 'DAMAGED'}")
     _tell_missing(state.missing)
-    for name, problem in damaged.items():
-        typer.echo(f"{name}: damaged: {problem}", err=True)
-    if damaged:
+    for held, problem in damaged:
+        typer.echo(f"{held.name}: damaged: {problem}", err=True)
+    if any(not held.used for held, _ in damaged):
+        typer.echo("nothing is used of some that are damaged; `supertuner cache prune` removes those", err=True)
+    if any(held.used for held, _ in damaged):
         typer.echo("`supertuner cache build --check` encodes what is damaged again", err=True)
         raise typer.Exit(1)
 

@@ -71,11 +71,10 @@ def look(loaded: Loaded) -> State:
         return state
 
 
-def verify(loaded: Loaded) -> tuple[State, dict[str, str]]:
-    """The same, and what is damaged: arena → what is wrong."""
+def verify(loaded: Loaded) -> tuple[State, tuple[str | None, ...]]:
+    """The same, and for each arena what is wrong with it; None if it is whole."""
     with _looking(loaded) as (console, state):
-        problems = {held.name: verify_held(held, console) for held in state.held}
-        return state, {name: problem for name, problem in problems.items() if problem is not None}
+        return state, tuple(verify_held(held, console) for held in state.held)
 
 
 def prunable(state: State) -> list[Held]:

@@ -82,6 +82,22 @@ def test_verify_finds_damage_and_a_checked_build_mends_it(run_file: Path, tmp_pa
     assert "0000.data" in output and "cache build --check" in output
     built = json.loads(call("build", run_file, "--check", "--json"))
     assert built[0]["made"] == 1
+    assert call("verify", run_file).count("DAMAGED") == 1, "and nothing of it is used"
+    assert call("prune", run_file, "--yes").count("removed latents") == 1
+    assert call("verify", run_file).count("whole") == 4
+
+
+def test_damage_between_entries_is_mended_too(run_file: Path, tmp_path: Path) -> None:
+    call("build", run_file)
+    data = next((tmp_path / "runs" / "cache").glob("latents-*-0/0000.data"))
+    content = bytearray(data.read_bytes())
+    content[4096 + 3000] ^= 1  # behind the first entry of 1 KiB, before the next page
+    data.write_bytes(content)
+    assert "DAMAGED" in call("verify", run_file, fails=1)
+    assert json.loads(call("build", run_file, "--check", "--json"))[0]["made"] == 0
+    assert call("verify", run_file).count("DAMAGED") == 1
+    call("prune", run_file, "--yes")
+    assert "DAMAGED" not in call("verify", run_file)
 
 
 def test_prune_lists_first_and_removes_only_when_told_to(run_file: Path, tmp_path: Path) -> None:
