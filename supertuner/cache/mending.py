@@ -45,8 +45,8 @@ def loaded(source: Store, wanted: Wanted, *, host: Host, progress: Progress, sin
 def mend(store: Store, wanted: Wanted, *, host: Host, progress: Progress, sink: Sink) -> int:
     """Check every byte of the store's arenas, and make damaged entries again; how many those were.
 
-    An arena that is damaged anywhere is replaced: its whole entries are copied beside those that are made again. Nothing
-    of it is used any more then, and `supertuner cache prune` removes it.
+    An arena that is damaged anywhere is replaced: its whole entries are copied beside those that are made again. It is
+    not used any more then, and `supertuner cache prune` removes it.
     """
     spoiled = store.entries.damaged(progress)
     refs = store.find(wanted.keys)

@@ -43,12 +43,15 @@ class FluxTextEncoder:
         self._clip_tokenizer, self._clip = clip[0], clip[1].to(device)
         self._t5_tokenizer, self._t5 = t5[0], t5[1].to(device)
         self._device = device
+        self.cut = 0
+        """CLIP, which gives only a summary, reads 77 tokens of any caption; what counts here is T5."""
 
     @torch.no_grad()
     def encode(self, captions: Sequence[str]) -> list[Tensors]:
         return [self._one(caption) for caption in captions]
 
     def _one(self, caption: str) -> Tensors:
+        self.cut += len(self._t5_tokenizer(caption, verbose=False).input_ids) > TEXT_LENGTH
         pooled = self._clip(self._ids(self._clip_tokenizer, caption, self._clip_tokenizer.model_max_length))
         embeds = self._t5(self._ids(self._t5_tokenizer, caption, TEXT_LENGTH))
         return {"embeds": embeds.last_hidden_state[0].cpu().clone(), "pooled": pooled.pooler_output[0].cpu().clone()}

@@ -88,6 +88,10 @@ class MediaEncoder(Protocol):
 
 
 class TextEncoder(Protocol):
+    @property
+    def cut(self) -> int:
+        """How many captions so far were longer than the model reads, and were cut."""
+
     def encode(self, captions: Sequence[str]) -> list[Tensors]:
         """For each caption its fields, on the CPU, detached, without padding and without a batch dimension."""
 

@@ -64,6 +64,7 @@ class WanTextEncoder:
         self._tokenizer = tokenizer
         self._encoder = encoder.to(device)
         self._device = device
+        self.cut = 0
 
     @torch.no_grad()
     def encode(self, captions: Sequence[str]) -> list[Tensors]:
@@ -71,8 +72,10 @@ class WanTextEncoder:
 
     def _one(self, caption: str) -> torch.Tensor:
         """Encoded at the full length, as the pipeline does: the same bits, whatever the caption's neighbours."""
+        text = prompt_clean(caption)
+        self.cut += len(self._tokenizer(text, verbose=False).input_ids) > TEXT_LENGTH
         tokens = self._tokenizer(
-            [prompt_clean(caption)],
+            [text],
             padding="max_length",
             max_length=TEXT_LENGTH,
             truncation=True,

@@ -8,7 +8,8 @@
     events.jsonl           everything that was said, in order
     .lock                  held by flock while the run is in use; it dies with its owner
 
-A folder belongs to one configuration. Another one, or files that are not a run's, are refused and left as they are.
+A folder belongs to one configuration once something came of it. Another one, or files that are not a run's, are refused
+and left as they are.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ DECISIONS = "decisions.json"
 SET_ASIDE = "set_aside.jsonl"
 EVENTS = "events.jsonl"
 LOCK = ".lock"
+RESULTS = ("checkpoints", "samples", "exports")
+"""Folders of a run that hold what came of it."""
 DIFFERENCES_SHOWN = 5
 
 
@@ -44,6 +47,8 @@ class RunFolder:
 
     def __init__(self, path: Path, name: str, config: KeptConfig) -> None:
         self.path = path
+        self.replaced: tuple[str, ...] = ()
+        """How the settings differ from those of an earlier start of which nothing came, if there was one."""
         _refuse_foreign(path)
         _make(path)
         self._lock = _lock(path)
@@ -103,14 +108,18 @@ class RunFolder:
         _sweep_temporaries(self.path)
         run = self.path / RUN
         if run.exists():
-            _refuse_other_run(self.path, config)
-            return
+            self.replaced = _differences(self.path, config)
+            if not self.replaced:
+                return
         for file, content in config.files().items():
             durable.write_bytes(self.path / file, content)
         durable.write_json(self.path / DECISIONS, [])
         durable.write_json(self.path / RESOLVED, {"config": config.resolved, "origins": config.origins})
         facts = {"config_file": next(iter(config.files())), "config_digest": config.digest}
         durable.write_json(run, {"format": FORMAT, "name": name, "begun": now_text(), **facts})
+        for entry in self.path.iterdir():
+            if entry.name.startswith(f"{GIVEN}.") and entry.name not in config.files():
+                entry.unlink()  # of the settings that were replaced
 
     def _remember(self, event: Decided) -> bool:
         """A decision that repeats the last one of its name is not kept twice."""
@@ -183,16 +192,19 @@ def _refuse_foreign(path: Path) -> None:
         )
 
 
-def _refuse_other_run(path: Path, config: KeptConfig) -> None:
+def _differences(path: Path, config: KeptConfig) -> tuple[str, ...]:
+    """How the settings differ from those that the folder was begun with. Refused, if anything came of those."""
     run = _read_object(path / RUN)
     if run.get("format") != FORMAT:
         raise RunFolderError(
             f"{path / RUN} has format {run.get('format')}, this version reads {FORMAT}; use another run.name"
         )
     if run.get("config_digest") == config.digest:
-        return
+        return ()
     kept = _read_object(path / RESOLVED).get("config")
     lines = differences(config.resolved, kept if isinstance(kept, Mapping) else {})
+    if not _has_results(path):
+        return tuple(lines) or ("they are written down differently",)
     shown = [f"  {line}" for line in lines[:DIFFERENCES_SHOWN]]
     if len(lines) > DIFFERENCES_SHOWN:
         shown.append(f"  and {len(lines) - DIFFERENCES_SHOWN} more")
@@ -205,6 +217,14 @@ def _refuse_other_run(path: Path, config: KeptConfig) -> None:
             ]
         )
     )
+
+
+def _has_results(path: Path) -> bool:
+    """Whether the run got as far as a result: a start that was refused leaves none."""
+    losses = path / "losses.jsonl"
+    if losses.is_file() and losses.stat().st_size:
+        return True
+    return any((path / name).is_dir() and any((path / name).iterdir()) for name in RESULTS)
 
 
 def _is_temporary(name: str) -> bool:

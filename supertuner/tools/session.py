@@ -11,7 +11,7 @@ from supertuner.arena.format import Life
 from supertuner.config.load import Loaded, load
 from supertuner.config.tree import RunConfig
 from supertuner.core.errors import ConfigError, SourceError
-from supertuner.core.events import Decided, Sink, Together
+from supertuner.core.events import Decided, Noted, Sink, Together
 from supertuner.core.host import Host
 from supertuner.data.homes import home_path
 from supertuner.data.staging.earlier import staged_earlier
@@ -69,6 +69,9 @@ def session(loaded: Loaded) -> Iterator[Session]:
         folder.emit_all(loaded.notes)
         for note in loaded.notes:
             console.emit(note)
+        if folder.replaced:
+            text = f"begun before with other settings, and nothing came of it; now: {'; '.join(folder.replaced[:3])}"
+            sink.emit(Noted("run", text))
         if config.run.name is None:
             sink.emit(Decided("run.name", name, "not given: the file's name and a digest of its settings"))
         for dataset in config.datasets:

@@ -15,7 +15,6 @@ from supertuner.models.spec import Family, Model, Source
 from supertuner.models.table import family as family_of
 
 TINY = "tiny"
-TINY_FOLDER = "tiny-model"
 
 
 def opened_model(config: RunConfig, folder: Path, pinned: str | None = None) -> tuple[Family, Model]:
@@ -51,7 +50,8 @@ def _with_single_files(config: RunConfig, family: Family, model: Model) -> Model
 
 def _tiny(family: Family, folder: Path) -> Path:
     """The family's tiny model in the run's folder, made now if it is not there: whole or not at all."""
-    made, making = folder / TINY_FOLDER, folder / f".making-{TINY_FOLDER}"
+    name = f"{TINY}-{family.name}"
+    made, making = folder / name, folder / f".making-{name}"
     if not made.exists():
         if making.exists():
             shutil.rmtree(making)

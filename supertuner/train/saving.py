@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -88,7 +89,8 @@ def restore(run: Run, loaded: Loaded) -> None:
 
 def versions() -> dict[str, JSON]:
     """Of what decides the bits of a step."""
-    return {"supertuner": __version__, "torch": torch.__version__, "threads": torch.get_num_threads()}
+    libraries: dict[str, JSON] = {name: version(name) for name in ("diffusers", "peft")}
+    return {"supertuner": __version__, "torch": torch.__version__, **libraries, "threads": torch.get_num_threads()}
 
 
 def revision_of(loaded: Loaded) -> str | None:

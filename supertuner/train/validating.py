@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import nn
 
 from supertuner.config.tree import RunConfig
 from supertuner.core.errors import TrainError
@@ -15,6 +16,8 @@ from supertuner.data.batching.batches import Decoders
 from supertuner.data.batching.render import caption_of
 from supertuner.data.corpus import Corpus
 from supertuner.data.ordering.windows import MicroBatch, micro_batches
+from supertuner.models.attention import use_backend
+from supertuner.models.quantise import quantise
 from supertuner.models.spec import Family, Model
 from supertuner.sinks.training import HeldOut, measured_held_out
 from supertuner.train import held_out
@@ -44,7 +47,7 @@ def _validate(run: Run, asked: bool) -> Path:
     folder = run.folder / SAMPLES / ASKED if asked else run.folder / SAMPLES
     modules = {trainee.expert.part: trainee.module for trainee in run.trainees}
     with undisturbed(modules.values()):
-        sampler = run.family.sampler(run.model, modules, run.device, run.dtype)
+        sampler = run.family.sampler(run.model, {**modules, **_others(run)}, run.device, run.dtype)
     made = make_samples(
         run.samples_plan,
         sampler,
@@ -59,6 +62,20 @@ def _validate(run: Run, asked: bool) -> Path:
     release(run.device)
     run.sink.emit(made)
     return folder / folder_name(run.step)
+
+
+def _others(run: Run) -> dict[str, nn.Module]:
+    """Experts that are not trained, in 8 bits if the trained ones are: there may be no room for more. Otherwise the
+    sampler loads them itself."""
+    kind = run.config.model.base_weights
+    found: dict[str, nn.Module] = {}
+    for expert in run.model.experts:
+        if kind != "as_computed" and expert not in run.experts:
+            module = run.family.denoiser(run.model, expert, run.dtype).to(run.device)
+            use_backend(module, run.config.model.attention)
+            quantise(module, kind, run.device)
+            found[expert.part] = module
+    return found
 
 
 def plan(

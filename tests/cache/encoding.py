@@ -52,6 +52,10 @@ def counted(family: Family) -> tuple[Family, Counted]:
             count.made.append("text")
             self.inner = family.text_encoder(*of)
 
+        @property
+        def cut(self):
+            return self.inner.cut
+
         def encode(self, captions):
             count.captions += captions
             return self.inner.encode(captions)

@@ -253,3 +253,11 @@ def test_a_tiny_version_is_small_and_a_function_of_its_seed(written: Written, tm
         return model, fingerprint(files, None)
 
     assert weights("a", 1)[1] == weights("b", 1)[1] != weights("c", 2)[1]
+
+
+def test_captions_that_are_longer_than_the_model_reads_are_counted(written: Written) -> None:
+    encoder = written.family.text_encoder(written.model, CPU, torch.float32)
+    encoder.encode(["a red circle", ""])
+    assert encoder.cut == 0
+    encoder.encode(["a red circle, " * 400])
+    assert encoder.cut == 1

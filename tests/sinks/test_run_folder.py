@@ -107,7 +107,7 @@ def test_a_file_name_that_is_not_utf8_survives(tmp_path: Path) -> None:
 
 def test_other_settings_are_refused_with_what_differs_and_change_nothing(tmp_path: Path) -> None:
     with RunFolder(tmp_path / "run", "cats", config(seed=0)):
-        pass
+        (tmp_path / "run" / "losses.jsonl").write_text("{}\n")
     before = tree(tmp_path)
     with pytest.raises(RunFolderError) as refused:
         RunFolder(tmp_path / "run", "cats", config(seed=7))
@@ -118,9 +118,26 @@ def test_other_settings_are_refused_with_what_differs_and_change_nothing(tmp_pat
     }
 
 
+@pytest.mark.parametrize("result", ["checkpoints", "samples", "exports"])
+def test_a_run_of_which_nothing_came_takes_other_settings_and_says_which(tmp_path: Path, result: str) -> None:
+    with RunFolder(tmp_path / "run", "cats", config(seed=0)) as folder:
+        folder.emit(Decided("limit", 1, "first file"))
+        assert folder.replaced == ()
+    with RunFolder(tmp_path / "run", "cats", config(seed=7)) as folder:
+        assert folder.replaced == ("run.seed: 0 there, 7 here",)
+        assert json.loads((tmp_path / "run" / "decisions.json").read_text()) == []
+    kept = json.loads((tmp_path / "run" / "config.resolved.json").read_text())["config"]
+    assert kept["run"]["seed"] == 7
+    with RunFolder(tmp_path / "run", "cats", config(seed=7)) as folder:
+        assert folder.replaced == ()
+        (tmp_path / "run" / result / "step-1").mkdir(parents=True)
+    with pytest.raises(RunFolderError, match="another run"):
+        RunFolder(tmp_path / "run", "cats", config(seed=0))
+
+
 def test_after_a_refusal_the_run_itself_can_be_opened(tmp_path: Path) -> None:
     with RunFolder(tmp_path / "run", "cats", config(seed=0)):
-        pass
+        (tmp_path / "run" / "losses.jsonl").write_text("{}\n")
     with pytest.raises(RunFolderError):
         RunFolder(tmp_path / "run", "cats", config(seed=7))
     with RunFolder(tmp_path / "run", "cats", config(seed=0)):

@@ -33,8 +33,8 @@ def test_a_run_without_a_name_gets_a_folder_of_its_own_for_each_configuration(co
 
 
 def test_a_named_run_refuses_other_settings_and_says_which(config: Path) -> None:
-    with session(load_narrowed(config, ["run.name=mine"])):
-        pass
+    with session(load_narrowed(config, ["run.name=mine"])) as work:
+        (work.folder.path / "losses.jsonl").write_text("{}\n")
     with pytest.raises(RunFolderError, match=r"run\.seed: 0 there, 7 here"):
         session(load_narrowed(config, ["run.name=mine", "run.seed=7"])).__enter__()
 

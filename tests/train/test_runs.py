@@ -53,7 +53,7 @@ WAYS = {
     "adafactor": {"optimizer": {"name": "adafactor"}},
     "adamw8bit": {"optimizer": {"name": "adamw8bit"}, "adapter": {"rank": 64}},
     "full": {"adapter": {"type": "full"}, "train": {"ema_decay": None}},
-    "int8 base": {"model": {"base_weights": "int8"}, "train": {"mixed_precision": "bf16"}},
+    "int8 base": {"model": {"base_weights": "int8", "experts": "high_noise"}, "train": {"mixed_precision": "bf16"}},
     "low noise only": {"model": {"experts": "low_noise"}},
     "flux": {"model": {"family": "flux", "switch_boundary_every": 1}},
     "no caches": {"cache_config": {"vae_cache_type": "none", "text_cache_type": "none"}},
@@ -153,7 +153,7 @@ def test_an_epoch_ends_with_a_window_that_is_short(parent, tmp_path):
 def test_losses_that_are_no_numbers_end_the_run_with_their_samples_named(parent, tmp_path):
     """A base whose last layer is broken: every window is left out, and the third ends the run."""
     base = tmp_path / "base"
-    shutil.copytree(trained(parent, tmp_path, "whole", **SHORT) / "tiny-model", base)
+    shutil.copytree(trained(parent, tmp_path, "whole", **SHORT) / "tiny-wan2.2", base)
     weights = base / "transformer" / "diffusion_pytorch_model.safetensors"
     tensors = load_file(weights)
     tensors["proj_out.bias"].fill_(float("nan"))

@@ -75,6 +75,11 @@ class Encoders:
     def text(self, caption: str) -> Tensors:
         return self._alone(lambda: self._encode_text(caption))
 
+    @property
+    def cut(self) -> int:
+        """How many captions were longer than the model reads, since the text encoder was made."""
+        return 0 if self._text is None else self._text.cut
+
     def drop(self, what: str) -> None:
         """Free the encoder of latents or text; it is made again if it is needed again."""
         if what == "latents":

@@ -16,7 +16,7 @@ from supertuner.cache.room import Place
 from supertuner.cache.rotation import Rotation
 from supertuner.cache.store import Store
 from supertuner.config.tree import RunConfig
-from supertuner.core.events import Decided, Measured, Progress, Sink
+from supertuner.core.events import Decided, Measured, Progress, Sink, Warned
 from supertuner.core.host import Host
 from supertuner.data.corpus import Corpus
 from supertuner.train.caching.encoders import Encoders, Encoding, LazyDecoders
@@ -54,6 +54,9 @@ class Caching:
         """
         wanted = self._wanted(what)
         store = self._open(self.places(what), self.needs.space(what), wanted, check, load)
+        if what == "text" and self.encoders.cut:
+            message = f"{self.encoders.cut} captions are longer than the model reads; their ends are left out"
+            self.sink.emit(Warned("captions", message))
         if not self.needs.any_is(what, How.EACH_EPOCH) and not self.needs.any_is(what, How.AT_USE):
             self.encoders.drop(what)
             if what == "latents":
