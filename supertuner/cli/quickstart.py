@@ -25,7 +25,7 @@ def quickstart(
     if trained.stopped_by is not None:
         typer.echo(f"stopped by {trained.stopped_by} after {trained.steps} steps; the same command goes on from here")
         raise typer.Exit(130)
-    supertuner = "supertuner" if shutil.which("supertuner") else sys.argv[0]
+    supertuner, tensorboard = (_command(name) for name in ("supertuner", "tensorboard"))
     fell = 100 * (1 - made.after / made.before)
     exported = "\n".join(f"  {path}" for path in trained.exports)
     typer.echo(
@@ -43,7 +43,8 @@ exported adapters (diffusers: load_lora_weights; the second with load_into_trans
 next:
   {supertuner} run show {trained.run}
   {supertuner} checkpoint ls {trained.run}
-  tensorboard --logdir {trained.run / "tensorboard"}
+  {supertuner} arena ls
+  {tensorboard} --logdir {trained.run / "tensorboard"}
 with a real model and your own pictures or clips: copy {made.config}, and in the copy let
   model.path name the model              "Wan-AI/Wan2.2-T2V-A14B-Diffusers", or a folder
   datasets[0].instance_data_dir          your folder, with a caption in a .txt beside each file
@@ -53,3 +54,8 @@ then
   {supertuner} config validate my.json
   {supertuner} train my.json"""
     )
+
+
+def _command(name: str) -> str:
+    """How a command of this environment can be typed here."""
+    return name if shutil.which(name) else str(Path(sys.argv[0]).with_name(name))
