@@ -74,8 +74,12 @@ def _folders(path: Path) -> list[Path]:
     from supertuner.core.errors import CheckpointError
     from supertuner.sinks.run_folder import RUN
 
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not a folder; name a checkpoint's folder or a run's")
     if not (path / RUN).is_file():
-        return [path]
+        from supertuner.train.checkpoint import find
+
+        return [one.path for one in find(path)] or [path]
     folders = [one.path for one in _found(path)]
     if not folders:
         raise CheckpointError(f"{path} has no checkpoints yet")

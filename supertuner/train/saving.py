@@ -65,10 +65,7 @@ def restore(run: Run, loaded: Loaded) -> None:
             f"{loaded.path}: is of step {step}, and this run has {run.course.total_steps} ({run.course.why}); "
             "raise train.max_steps or train.num_epochs"
         )
-    saved_by = state.get("versions")
-    if saved_by != versions():
-        text = f"was saved by {saved_by}, this is {versions()}; going on works, and the bits may differ"
-        run.sink.emit(Warned(str(loaded.path), text))
+    _tell_versions(run, loaded)
     for trainee in run.trainees:
         _restore_expert(run, trainee, loaded, experts)
     run.step, run.nonfinite = step, nonfinite
@@ -85,6 +82,17 @@ def restore(run: Run, loaded: Loaded) -> None:
     else:
         run.losses.begin()
         run.validations.begin()
+
+
+def _tell_versions(run: Run, loaded: Loaded) -> None:
+    """Other versions may compute other bits: going on with them is allowed, and said."""
+    then, now = loaded.state.get("versions"), versions()
+    then = then if isinstance(then, dict) else {}
+    changed = [
+        f"{name} {then.get(name)} then, {now.get(name)} now" for name in now | then if then.get(name) != now.get(name)
+    ]
+    if changed:
+        run.sink.emit(Warned(str(loaded.path), f"{'; '.join(changed)}: going on works, and bits may differ"))
 
 
 def versions() -> dict[str, JSON]:

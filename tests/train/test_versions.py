@@ -1,0 +1,32 @@
+"""Going on under other versions is said, with what changed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from supertuner.core.events import Warned
+from supertuner.train.saving import _tell_versions, versions
+from tests.train.validation.making import Kept
+
+
+def told(saved: object) -> list[str]:
+    sink = Kept()
+    run: Any = SimpleNamespace(sink=sink)
+    loaded: Any = SimpleNamespace(path="step-1", state={"versions": saved})
+    _tell_versions(run, loaded)
+    return [event.message for event in sink.events if isinstance(event, Warned)]
+
+
+def test_the_same_versions_are_not_worth_a_word():
+    assert told(versions()) == []
+
+
+def test_what_changed_is_named_and_nothing_else():
+    (message,) = told({**versions(), "torch": "2.12.0"})
+    assert message.startswith("torch 2.12.0 then") and "diffusers" not in message
+
+
+def test_a_checkpoint_that_does_not_say_is_told_too():
+    (message,) = told(None)
+    assert "torch None then" in message
