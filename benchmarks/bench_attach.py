@@ -10,19 +10,15 @@ from __future__ import annotations
 import gc
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.harness import Row, Spread, at_most, report, say
+from benchmarks.harness import Row, Spread, at_most, in_memory_folder, report, say
 from supertuner.arena.home import Home
 from supertuner.core.host import Host
 
@@ -33,15 +29,6 @@ DIRTY_LIMIT_MB = 16.0
 SAMPLE_NBYTES = 100_000
 SAMPLES = (500, 10_000)
 BATCH = 64
-
-
-@contextmanager
-def shared_home() -> Iterator[Home]:
-    path = Path(tempfile.mkdtemp(prefix="supertuner-bench-", dir="/dev/shm"))
-    try:
-        yield Home(path)
-    finally:
-        shutil.rmtree(path)
 
 
 def build(home: Home, name: str, count: int, payload: bytes) -> None:
@@ -132,7 +119,8 @@ def sample_rows(home: Home) -> list[Row]:
 
 
 def rows() -> list[Row]:
-    with shared_home() as home:
+    with in_memory_folder() as folder:
+        home = Home(folder)
         return million_rows(home) + sample_rows(home)
 
 

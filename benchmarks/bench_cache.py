@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.bench_gather import in_memory_folder
-from benchmarks.harness import Row, at_least, interleave, paired, report, say
+from benchmarks.harness import Row, at_least, in_memory_folder, interleave, paired, report, say
 from supertuner.arena.home import Home
 from supertuner.cache.entries import Tensors
 from supertuner.cache.filling import Places, Wanted

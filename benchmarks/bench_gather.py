@@ -11,9 +11,7 @@ with one thread per CPU, which no limit asks for.
 
 from __future__ import annotations
 
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,7 +24,7 @@ from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.harness import Row, Timing, at_least, interleave, noted, paired, report, say, skipped
+from benchmarks.harness import Row, Timing, at_least, in_memory_folder, interleave, noted, paired, report, say, skipped
 from benchmarks.peers import PEERS, Bytes, Gather, Opener, dataloader_rounds, webdataset_gather
 from supertuner.arena.home import Home
 from supertuner.core.host import Host
@@ -216,16 +214,6 @@ def tell(scene: Scene, name: str, timing: Timing) -> None:
     per_second = scene.round_samples / timing.median_s
     gigabytes = per_second * scene.samples.shape[1] / 1e9
     say(f"  {name:<28} {per_second:>12,.0f} samples/s  {gigabytes:6.2f} GB/s   a round: {timing}")
-
-
-@contextmanager
-def in_memory_folder() -> Iterator[Path]:
-    """A folder on tmpfs, gone afterwards."""
-    folder = Path(tempfile.mkdtemp(prefix="supertuner-bench-", dir="/dev/shm"))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder)
 
 
 def main() -> int:

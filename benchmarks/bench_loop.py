@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.harness import Row, Spread, at_most, interleave, report, say
-from benchmarks.runs import NearlyNothing, lighten, nearly_nothing, opened, rewind, workplace, write_config
+from benchmarks.harness import Row, Spread, at_most, in_memory_folder, interleave, report, say
+from benchmarks.runs import NearlyNothing, lighten, nearly_nothing, opened, rewind, write_config
 from supertuner.train.loop import train
 from supertuner.train.run import Run
 
@@ -58,7 +58,7 @@ def bare_loop(run: Run) -> Callable[[], None]:
 
 def overhead() -> Row:
     blocks = {"train": {"batch_size": BATCH, "gradient_accumulation_steps": MICRO, "max_steps": STEPS}}
-    with workplace() as folder, opened(write_config(folder, **blocks)) as (_, run):
+    with in_memory_folder() as folder, opened(write_config(folder, **blocks)) as (_, run):
         lighten(run)
 
         def ours() -> None:
@@ -89,7 +89,7 @@ def waiting() -> Row:
 
     blocks = {"train": {"batch_size": BATCH, "max_steps": STEPS}}
     waited: list[float] = []
-    with workplace() as folder, opened(write_config(folder, **blocks)) as (_, run):
+    with in_memory_folder() as folder, opened(write_config(folder, **blocks)) as (_, run):
         lighten(run, sleepy)
         with run.feed() as feed:
             from supertuner.train import loop

@@ -7,8 +7,8 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks.harness import Row, Spread, at_most, report, say
-from benchmarks.runs import workplace, write_config
+from benchmarks.harness import Row, Spread, at_most, in_memory_folder, report, say
+from benchmarks.runs import write_config
 from supertuner.train.loss_log import read
 
 ROUNDS = 5
@@ -43,7 +43,7 @@ def first_step_s(config: Path, folder: Path, number: int) -> float:
 
 def rows() -> list[Row]:
     beyond = []
-    with workplace() as folder:
+    with in_memory_folder() as folder:
         config = write_config(folder, train={"max_steps": 2})
         first_step_s(config, folder, 0)  # fills the caches, and those of the file system
         for number in range(1, ROUNDS + 1):

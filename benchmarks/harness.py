@@ -15,11 +15,14 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
+import shutil
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +161,16 @@ def _split(figure: Spread | float) -> tuple[float, tuple[float, float] | None]:
     if isinstance(figure, Spread):
         return figure.median, (figure.low, figure.high)
     return float(figure), None
+
+
+@contextlib.contextmanager
+def in_memory_folder() -> Iterator[Path]:
+    """A folder on tmpfs, gone afterwards."""
+    folder = Path(tempfile.mkdtemp(prefix="supertuner-bench-", dir="/dev/shm"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder)
 
 
 @contextlib.contextmanager

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -26,16 +24,6 @@ from supertuner.train.setup import Outside, open_run
 
 SIDE = 256
 PICTURES = 32
-
-
-@contextmanager
-def workplace() -> Iterator[Path]:
-    """A folder on tmpfs, gone afterwards: the disk is not the subject."""
-    path = Path(tempfile.mkdtemp(prefix="supertuner-bench-", dir="/dev/shm"))
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path)
 
 
 def write_config(folder: Path, **blocks: Any) -> Path:

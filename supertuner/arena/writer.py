@@ -28,7 +28,7 @@ from supertuner.arena.format import (
 from supertuner.arena.journal import Placed, pack_entry
 from supertuner.arena.payload import Payload, as_bytes, compressed
 from supertuner.core.errors import ArenaBusy, ArenaError, BrokenMedia
-from supertuner.core.many import write_all
+from supertuner.core.many import read_all, write_all
 
 _CHUNK = 256 << 10
 """Read, checksummed and written in such pieces, each is in the cache all three times."""
@@ -268,9 +268,6 @@ def _claim(folder: Folder) -> tuple[int, int]:
 
 
 def _read_full(fd: int, chunk: memoryview, at: int, nbytes: int) -> None:
-    done = 0
-    while done < len(chunk):
-        got = os.preadv(fd, [chunk[done:]], at + done)
-        if got == 0:
-            raise BrokenMedia(f"ends after {at + done} of {nbytes} bytes; it changed while it was read")
-        done += got
+    done = read_all(fd, chunk, at)
+    if done < len(chunk):
+        raise BrokenMedia(f"ends after {at + done} of {nbytes} bytes; it changed while it was read")

@@ -85,6 +85,17 @@ class Together:
         return Found(0, status.st_size, status.st_mtime_ns, stat.S_ISREG(status.st_mode))
 
 
+def read_all(fd: int, into: memoryview, offset: int) -> int:
+    """Fill `into` from a place in a file; how many bytes there were, fewer than asked for only where the file ends."""
+    done = 0
+    while done < len(into):
+        count = os.preadv(fd, [into[done:]], offset + done)
+        if count == 0:
+            break
+        done += count
+    return done
+
+
 def write_all(fd: int, content: bytes | memoryview, offset: int) -> None:
     """pwrite until all is there. Not through a map: on a full tmpfs that is a SIGBUS, here it is an error."""
     done = os.pwrite(fd, content, offset)

@@ -51,6 +51,12 @@ def open_corpus(
         yield corpus
 
 
+def portion(config: RunConfig, *, held_out: bool) -> RunConfig | None:
+    """The configuration with only those datasets that are trained on, or held out; None if there are none."""
+    datasets = tuple(dataset for dataset in config.datasets if dataset.held_out is held_out)
+    return config.model_copy(update={"datasets": datasets}) if datasets else None
+
+
 def stagers(
     config: RunConfig, host: Host, sink: Sink, progress: Progress, life: Life
 ) -> Iterator[tuple[Stager, Dataset, str]]:

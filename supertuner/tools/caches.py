@@ -105,7 +105,7 @@ def cachings(
 ) -> Iterator[list[tuple[str, Caching]]]:
     """What opens the caches of the data that are trained on, and of those held out, with the data staged."""
     with progress.phase("loading libraries"):
-        from supertuner.data.opened import open_corpus
+        from supertuner.data.opened import open_corpus, portion
         from supertuner.step.precision import Precision
         from supertuner.train.caching.stores import open_caching
         from supertuner.train.model_source import opened_model
@@ -116,10 +116,9 @@ def cachings(
     with ExitStack() as opened:
         found = []
         for data, held_out in (("training", False), ("held-out", True)):
-            datasets = tuple(dataset for dataset in config.datasets if dataset.held_out is held_out)
-            if not datasets:
+            part = portion(config, held_out=held_out)
+            if part is None:
                 continue
-            part = config.model_copy(update={"datasets": datasets})
             corpus = opened.enter_context(open_corpus(part, host=host, sink=sink, progress=progress, life=life))
             until = config.validation.held_out_samples if held_out else None
             caching = open_caching(

@@ -24,7 +24,7 @@ from supertuner.train.requests import Requests
 from supertuner.train.run import Run
 from supertuner.train.saving import save
 from supertuner.train.signals import Signals
-from supertuner.train.validating import validate
+from supertuner.train.validate import validate
 
 LESS_MEMORY = 'lower train.batch_size, set train.gradient_checkpointing: true, or model.base_weights: "int8"'
 

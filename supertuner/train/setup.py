@@ -16,7 +16,7 @@ from supertuner.core.errors import CheckpointError, TrainError
 from supertuner.core.events import Decided, Noted, Progress, Sink
 from supertuner.core.host import Host
 from supertuner.data.corpus import Corpus
-from supertuner.data.opened import open_corpus
+from supertuner.data.opened import open_corpus, portion
 from supertuner.models import adapters, loading
 from supertuner.models.attention import require_backend, use_backend
 from supertuner.models.compiled import compile_blocks, try_compiler
@@ -40,7 +40,7 @@ from supertuner.train.model_source import opened_model
 from supertuner.train.parallel import Alone, Parallel
 from supertuner.train.run import HELD_OUT, Run
 from supertuner.train.saving import restore, revision_of
-from supertuner.train.validating import plan
+from supertuner.train.validate import plan
 
 FINGERPRINTS = ".fingerprints.json"
 """Below `run.output_dir`: fingerprints of models by their files' names, sizes and dates."""
@@ -203,12 +203,12 @@ def _checkpoint(folder: Path, resume: str, outside: Outside) -> Loaded | None:
 def _opened_data(config: RunConfig, opened: ExitStack, outside: Outside) -> tuple[Corpus, Corpus | None]:
     """The datasets that are trained on, and those that are held out, if there are any."""
 
-    def corpus_of(held_out: bool) -> Corpus:
-        datasets = tuple(dataset for dataset in config.datasets if dataset.held_out is held_out)
-        part = config.model_copy(update={"datasets": datasets})
+    def corpus_of(part: RunConfig) -> Corpus:
         return opened.enter_context(open_corpus(part, host=outside.host, sink=outside.sink, progress=outside.progress))
 
-    return corpus_of(False), corpus_of(True) if any(dataset.held_out for dataset in config.datasets) else None
+    trained_on, held_out = portion(config, held_out=False), portion(config, held_out=True)
+    assert trained_on is not None, "a configuration that holds everything out is refused"
+    return corpus_of(trained_on), None if held_out is None else corpus_of(held_out)
 
 
 def _course(config: RunConfig, corpus: Corpus, parallel: Parallel, sink: Sink) -> Course:

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from supertuner.core.many import read_all
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -180,9 +182,6 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 
 def _read_into(fd: int, content: memoryview, offset: int) -> None:
-    done = 0
-    while done < len(content):
-        count = os.preadv(fd, [content[done:]], offset + done)
-        if count == 0:
-            raise Malformed(f"it ends at byte {offset + done}")
-        done += count
+    done = read_all(fd, content, offset)
+    if done < len(content):
+        raise Malformed(f"it ends at byte {offset + done}")

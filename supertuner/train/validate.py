@@ -1,209 +1,149 @@
-"""Samples of a model in training: each prompt with each seed, through the family's own pipeline, into a folder.
-
-    samples/step-00000040/
-        prompt-00-seed-0.png        a picture; of a video an .mp4, and .frames.png: its first, middle and last frame
-        grid.png                    all of them, labelled; grid.mp4 too if they are videos
-        samples.json                what they were made of, and the SHA-256 of every file
-
-The run is not changed by one bit: random states, modes and gradients are afterwards what they were. Nothing in the
-folder depends on the moment, so the same weights give the same bytes.
-"""
+"""A validation of a run: held-out loss and samples with the weights that would be exported; the run stays as it is."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from PIL import Image
 from torch import nn
 
-from supertuner.core.durable import write_bytes
-from supertuner.core.events import Measured, Progress
-from supertuner.core.types import JSON
-from supertuner.models.adapters import Trained, applied
-from supertuner.models.spec import Sampler, SampleRequest
-from supertuner.sinks.drawing import png_bytes
-from supertuner.sinks.training import sampled
-from supertuner.step.window import Trainee, evaluation_weights
-from supertuner.train.film import first_middle_last, mp4_bytes
-from supertuner.train.grid import FilmGrid, Grid, Labels, strip
-from supertuner.train.new_folder import new_folder, writing
-from supertuner.train.sample_plan import SamplePlan
+from supertuner.config.tree import RunConfig
+from supertuner.core.errors import TrainError
+from supertuner.core.events import Sink
+from supertuner.data.batching.batches import Decoders
+from supertuner.data.batching.render import caption_of
+from supertuner.data.corpus import Corpus
+from supertuner.data.ordering.windows import MicroBatch, micro_batches
+from supertuner.models.attention import use_backend
+from supertuner.models.quantise import quantise
+from supertuner.models.spec import Family, Model
+from supertuner.sinks.training import HeldOut, measured_held_out
+from supertuner.train import held_out
+from supertuner.train.full import fitting, release
+from supertuner.train.run import SAMPLES, Run
+from supertuner.train.sample_plan import LOOKED_AT, Captioned, SamplePlan, largest, plan_samples
+from supertuner.train.samples import Weights, evaluated, folder_name, make_samples, undisturbed
 
-FORMAT = 1
-FACTS, GRID, FILM = "samples.json", "grid.png", "grid.mp4"
-
-
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """The weights that samples are made with."""
-
-    label: str = "weights in training"
-    """For people: `moving average`, `schedule-free average`."""
-    applied: Callable[[], AbstractContextManager[None]] = nullcontext
-    """While it is open the modules hold them; afterwards their own, to the bit."""
+ASKED = "asked"
+"""Below `samples`, what somebody asked for while the run went on: no part of its result."""
 
 
-def evaluated(trainees: Sequence[Trainee], trained: Mapping[str, Trained]) -> Weights:
-    """The weights that a run is judged by: averages where there are any, else those in training."""
-    pairs = [(trained[one.expert.name], values) for one in trainees if (values := evaluation_weights(one)) is not None]
-    if not pairs:
-        return Weights()
-
-    @contextmanager
-    def lent() -> Iterator[None]:
-        with ExitStack() as stack:
-            for own, values in pairs:
-                stack.enter_context(applied(own, values))
-            yield
-
-    return Weights("moving average" if any(one.ema is not None for one in trainees) else "schedule-free average", lent)
+def validate(run: Run, *, asked: bool = False) -> Path:
+    """Measure the held-out loss, make samples; the folder of the samples."""
+    with fitting("samples do", "lower validation.width, height or frames"):
+        return _validate(run, asked)
 
 
-def folder_name(step: int) -> str:
-    return f"step-{step:08d}"
+def _validate(run: Run, asked: bool) -> Path:
+    weights = evaluated(run.trainees, run.trained)
+    rows = _held_out(run, weights)
+    if rows:
+        run.sink.emit(measured_held_out(run.step, rows))
+        if not asked:
+            for row in rows:
+                run.validations.append_line(held_out.line_of(run.step, row))
+    folder = run.folder / SAMPLES / ASKED if asked else run.folder / SAMPLES
+    modules = {trainee.expert.part: trainee.module for trainee in run.trainees}
+    with undisturbed(modules.values()):
+        sampler = run.family.sampler(run.model, {**modules, **_others(run)}, run.device, run.dtype)
+    made = make_samples(
+        run.samples_plan,
+        sampler,
+        run=run.name,
+        step=run.step,
+        modules=modules.values(),
+        folder=folder,
+        progress=run.progress,
+        weights=weights,
+    )
+    del sampler
+    release(run.device)
+    run.sink.emit(made)
+    return folder / folder_name(run.step)
 
 
-def make_samples(
-    plan: SamplePlan,
-    sampler: Sampler,
-    *,
-    run: str,
-    step: int,
-    modules: Iterable[nn.Module],
-    folder: Path,
-    progress: Progress,
-    weights: Weights | None = None,
-) -> Measured:
-    """Write the samples of `step` below `folder`; `modules` are those in training. Returns `train/samples`."""
-    weights = weights or Weights()
+def _others(run: Run) -> dict[str, nn.Module]:
+    """Experts that are not trained, in 8 bits if the trained ones are: there may be no room for more. Otherwise the
+    sampler loads them itself."""
+    kind = run.config.model.base_weights
+    found: dict[str, nn.Module] = {}
+    for expert in run.model.experts:
+        if kind != "as_computed" and expert not in run.experts:
+            module = run.family.denoiser(run.model, expert, run.dtype).to(run.device)
+            use_backend(module, run.config.model.attention)
+            quantise(module, kind, run.device)
+            found[expert.part] = module
+    return found
+
+
+def plan(
+    config: RunConfig, family: Family, model: Model, corpus: Corpus, other: Corpus | None, sink: Sink
+) -> SamplePlan:
+    """What is sampled at every validation of the run; `other` is held-out data.
+
+    A size that the model cannot make is refused now, not at the first validation. One that nobody set is a bucket's,
+    and buckets are judged as such.
+    """
+    planned = plan_samples(
+        config.validation,
+        default=largest(group.bucket for group in corpus.order.groups),
+        held_out=() if other is None else _captioned(other, model.starts_from_frame),
+        data=_captioned(corpus, model.starts_from_frame),
+        sink=sink,
+    )
+    size, settings = planned.size, config.validation
+    if settings.width is None and settings.frames is None:
+        return planned
+    frames = () if size.frames == 1 else (size.frames,)
+    if why := family.why_not(model, (3, *frames, size.height, size.width)):
+        raise TrainError(
+            f"validation.width, height and frames are {size.width}, {size.height} and {size.frames}, of which the "
+            f"model can make no sample: {why}; change them"
+        )
+    return planned
+
+
+def _captioned(corpus: Corpus, with_frame: bool) -> Iterator[Captioned]:
+    """The first samples in the order of training, with their captions, and their first frames if those are needed.
+
+    A caption comes once: to decode hundreds of clips because all of them are called the same would take minutes.
+    """
+    order, told = corpus.order, set[str]()
+    for micro in micro_batches(order, range(min(LOOKED_AT, order.epoch_length(0))), 1):
+        part = corpus.parts[order.groups[int(micro.draws.group[0])].dataset]
+        caption = caption_of(corpus.seed, part, int(micro.draws.sample[0]), int(micro.draws.cycle[0]))
+        if caption.strip() in told:
+            continue
+        told.add(caption.strip())
+        yield Captioned(caption, _first_frame(corpus, micro) if with_frame else None)
+
+
+def _first_frame(corpus: Corpus, micro: MicroBatch) -> NDArray[np.uint8]:
+    with Decoders(corpus, 1) as decoders:
+        media = decoders.make(micro).media[0]
+    frame_CHW = media[:, 0] if media.ndim == 4 else media
+    return np.ascontiguousarray(frame_CHW.permute(1, 2, 0).numpy())
+
+
+def _held_out(run: Run, weights: Weights) -> list[HeldOut]:
+    maker, settings = run.held_out, run.config.validation
+    if maker is None:
+        return []
+    levels = held_out.plan_levels(run.experts, settings.held_out_levels, run.sink)
+    modules = [trainee.module for trainee in run.trainees]
+    title = f"held-out loss of step {run.step}"
+    rows: list[HeldOut] = []
     with (
-        new_folder(folder, folder_name(step), _same) as new,
         undisturbed(modules),
         weights.applied(),
-        progress.phase(f"samples of step {step}", items=len(plan), noun="samples") as phase,
+        run.progress.phase(title, items=len(modules), noun="experts") as phase,
     ):
-        sheet = SampleSheet(new, plan, run, step, weights.label)
-        for row, column, request in plan.requests():
-            sheet.add(row, column, request, sampler.sample(request))
+        for trainee in run.trainees:
+            batch_size = run.config.train.batch_size
+            probes = held_out.probes(maker, trainee.expert, samples=settings.held_out_samples, batch_size=batch_size)
+            own = levels[trainee.expert.name]
+            rows += held_out.measure(trainee, probes, own, seed=run.config.run.seed, rules=run.rules)
             phase.advance(1)
-        film = sheet.close()
-    made = folder / folder_name(step)
-    return sampled(step=step, folder=made, grid=made / GRID, film=made / FILM if film else None, weights=weights.label)
-
-
-@contextmanager
-def undisturbed(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Look, and leave no trace: random states, train and eval modes are afterwards what they were; no gradients."""
-    modes = [(part, part.training) for module in modules for part in module.modules()]
-    states = random.getstate(), np.random.get_state()
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
-    try:
-        with torch.random.fork_rng(devices), torch.no_grad():
-            yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        for part, training in modes:
-            part.training = training
-
-
-class SampleSheet:
-    """The files of one validation, written as samples come."""
-
-    def __init__(self, folder: Path, plan: SamplePlan, run: str, step: int, weights: str) -> None:
-        self._folder = folder
-        self._plan = plan
-        self._facts: dict[str, JSON] = {"format": FORMAT, "run": run, "step": step, "weights": weights}
-        self._labels = _labels(plan, run, step, weights)
-        self._grid: Grid | None = None
-        self._film: FilmGrid | None = None
-        self._samples: list[dict[str, JSON]] = []
-        self._hashes: dict[str, str] = {}
-
-    def add(self, row: int, column: int, request: SampleRequest, frames: NDArray[np.uint8]) -> None:
-        assert frames.ndim == 4 and frames.shape[3] == 3 and frames.dtype == np.uint8, (frames.shape, frames.dtype)
-        shown = first_middle_last(frames)
-        self._begin(frames, len(shown))
-        assert self._grid is not None
-        self._grid.put(row, column, shown)
-        if self._film is not None:
-            self._film.put(row, column, list(frames))
-        name = f"prompt-{row:02d}-seed-{request.seed}"
-        self._samples.append({**_request_facts(request, frames, self._plan), "files": self._write(name, frames)})
-
-    def close(self) -> bool:
-        """Write the grids and `samples.json`; whether there is a film."""
-        assert self._grid is not None, "a plan has a prompt and a seed"
-        self._keep(GRID, png_bytes(self._grid.picture()))
-        if self._film is not None:
-            self._keep(FILM, mp4_bytes(self._film.frames(), self._plan.fps))
-        facts = {**self._facts, "samples": self._samples, "sha256": self._hashes}
-        text = json.dumps(facts, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-        with writing(self._folder):
-            write_bytes(self._folder / FACTS, text.encode(errors="backslashreplace"))
-        return self._film is not None
-
-    def _begin(self, frames: NDArray[np.uint8], shown: int) -> None:
-        """The sheets are as large as the first sample makes them."""
-        if self._grid is None:
-            _, height, width, _ = frames.shape
-            self._grid = Grid(self._labels, width, height, shown)
-            if len(frames) > 1:
-                self._film = FilmGrid(self._labels, width, height)
-
-    def _write(self, name: str, frames: NDArray[np.uint8]) -> list[str]:
-        if len(frames) == 1:
-            return [self._keep(f"{name}.png", png_bytes(Image.fromarray(frames[0])))]
-        strips = png_bytes(Image.fromarray(strip(first_middle_last(frames))))
-        return [
-            self._keep(f"{name}.mp4", mp4_bytes(iter(frames), self._plan.fps)),
-            self._keep(f"{name}.frames.png", strips),
-        ]
-
-    def _keep(self, name: str, content: bytes) -> str:
-        with writing(self._folder):
-            write_bytes(self._folder / name, content)
-        self._hashes[name] = hashlib.sha256(content).hexdigest()
-        return name
-
-
-def _labels(plan: SamplePlan, run: str, step: int, weights: str) -> Labels:
-    size = plan.size
-    frames = f", {size.frames} frames" if size.frames > 1 else ""
-    note = f"{weights}; {size.width}×{size.height}{frames}; {plan.inference_steps} inference steps, "
-    note += f"guidance {plan.guidance_scale:g}"
-    if plan.negative_prompt:
-        note += f", not: {plan.negative_prompt}"
-    return Labels(f"{run}, step {step}", note, plan.prompts, plan.seeds)
-
-
-def _request_facts(request: SampleRequest, frames: NDArray[np.uint8], plan: SamplePlan) -> dict[str, JSON]:
-    return {
-        "prompt": request.prompt,
-        "negative_prompt": request.negative_prompt,
-        "seed": request.seed,
-        "width": int(frames.shape[2]),
-        "height": int(frames.shape[1]),
-        "frames": len(frames),
-        "fps": plan.fps if len(frames) > 1 else None,
-        "inference_steps": request.inference_steps,
-        "guidance_scale": request.guidance_scale,
-    }
-
-
-def _same(there: Path, new: Path) -> bool:
-    """Whether a folder holds what the new one holds: the same facts, and files that are still what the facts say."""
-    if not (there / FACTS).is_file() or (there / FACTS).read_bytes() != (new / FACTS).read_bytes():
-        return False
-    hashes = json.loads((new / FACTS).read_bytes())["sha256"]
-    files = {name: there / name for name in hashes}
-    return all(f.is_file() and hashlib.sha256(f.read_bytes()).hexdigest() == hashes[n] for n, f in files.items())
+    return held_out.with_means(rows)

@@ -39,7 +39,7 @@ def test_pairs_that_were_never_shown_are_drawn_more_often_after_training(made: Q
     assert after >= before + 6, f"{before} before, {after} after, of 24"
 
 
-def test_the_loss_on_pictures_that_were_not_trained_on_falls_by_a_third_or_more(made: Quickstart) -> None:
+def test_the_loss_on_pictures_that_were_not_trained_on_falls_by_30_percent_or_more(made: Quickstart) -> None:
     assert made.after <= 0.7 * made.before, f"{made.before} before, {made.after} after"
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from supertuner.core.events import Event, Warned
 from supertuner.core.types import JSON
 
 
@@ -36,3 +37,16 @@ def bytes_of(checkpoint: Path) -> dict[str, bytes]:
 def tree(folder: Path) -> dict[str, bytes]:
     """Every file below a folder, hidden ones included, with its content."""
     return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else b"/" for p in sorted(folder.rglob("*"))}
+
+
+class Heard:
+    """A sink that remembers."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def emit(self, event: Event, /) -> None:
+        self.events.append(event)
+
+    def text(self) -> str:
+        return "\n".join(f"{e.what}: {e.message}" for e in self.events if isinstance(e, Warned))

@@ -11,24 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from supertuner.core.errors import CheckpointError
-from supertuner.core.events import Event, Warned
 from supertuner.core.host import Host
 from supertuner.train import tensor_file
 from supertuner.train.checkpoint import find, latest, load, save, turn_back, verify
-from tests.train.checkpoints import bytes_of, parts_at, state_at, tree
-
-
-class Heard:
-    """A sink that remembers."""
-
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-
-    def emit(self, event: Event, /) -> None:
-        self.events.append(event)
-
-    def text(self) -> str:
-        return "\n".join(f"{e.what}: {e.message}" for e in self.events if isinstance(e, Warned))
+from tests.train.checkpoints import Heard, bytes_of, parts_at, state_at, tree
 
 
 class Full(Host):

@@ -20,7 +20,7 @@ from supertuner.core.host import Host
 from supertuner.train.loop import train
 from supertuner.train.run import Run
 from supertuner.train.setup import Outside, open_run
-from supertuner.train.validating import validate
+from supertuner.train.validate import validate
 from tests.train.runs import config
 
 

@@ -15,27 +15,13 @@ from typer.testing import CliRunner
 
 from supertuner.cli import app
 from supertuner.core.errors import RunFolderError
-from supertuner.core.events import Event, Warned
 from supertuner.core.host import Host
 from supertuner.sinks.kept_config import KeptConfig
 from supertuner.sinks.run_folder import RunFolder
 from supertuner.tools.requesting import ask, drop
 from supertuner.train.checkpoint import save
 from supertuner.train.requests import Requests
-from tests.train.checkpoints import parts_at, state_at
-
-
-class Heard:
-    """A sink that remembers."""
-
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-
-    def emit(self, event: Event, /) -> None:
-        self.events.append(event)
-
-    def text(self) -> str:
-        return "\n".join(f"{e.what}: {e.message}" for e in self.events if isinstance(e, Warned))
+from tests.train.checkpoints import Heard, parts_at, state_at
 
 
 def locked(path: Path) -> RunFolder:

@@ -20,7 +20,7 @@ from supertuner.models.table import family
 from supertuner.step.precision import Precision
 from supertuner.train.model_source import opened_model
 from supertuner.train.setup import encoding_of
-from supertuner.train.validating import _captioned
+from supertuner.train.validate import _captioned
 from tests.models.pipelines import tiny_wan, tiny_wan_image_to_video
 from tests.train.runs import Parent, config
 
