@@ -14,8 +14,6 @@ CONTRADICTION: Final = "contradiction"
 
 AUTOMAGIC: Final[Any] = Field(json_schema_extra={"pending": "the Automagic optimizer"})
 """Marks a setting that nothing reads until that optimizer lands; a user who sets it is told."""
-MEMORY_ENGINE: Final[Any] = Field(json_schema_extra={"pending": "the memory engine"})
-"""Marks a setting that nothing reads until the memory engine lands."""
 
 
 def name_or_folder(*words: str) -> dict[str, Any]:

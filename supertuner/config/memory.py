@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
-from supertuner.config.block import MEMORY_ENGINE, Block, Remark
+from supertuner.config.block import Block, Remark
 
 
 class Gh200Optimizations(Block):
-    enable_uvm_hints: Annotated[bool | None, MEMORY_ENGINE] = None
+    enable_uvm_hints: bool | None = None
     """Force residency hints on or off; unset: on where the machine supports them and something asks for them."""
     enable_batch_size_rampup: bool = False
     """Grow the effective batch size at the beginning of training."""
@@ -40,13 +40,34 @@ class Gh200Optimizations(Block):
                 yield Remark(name, "has no effect while enable_batch_size_rampup is false")
 
 
+Pattern: TypeAlias = Literal["gpu_first", "balanced", "cpu_first"]
+
+
+class ClassPatterns(Block):
+    weights: Pattern | None = None
+    """Frozen weights."""
+    state: Pattern | None = None
+    """Gradients and optimizer state of what is trained."""
+
+
 class Overflow(Block):
-    enabled: Annotated[bool, MEMORY_ENGINE] = False
+    enabled: bool = False
     """Let allocations beyond GPU memory continue in managed memory instead of failing."""
-    oversubscription_ratio: Annotated[float, Field(ge=1.0, le=100.0), MEMORY_ENGINE] = 5.0
-    """Hard limit of all live bytes, as a multiple of GPU memory."""
-    access_pattern: Annotated[Literal["gpu_first", "balanced", "cpu_first"], MEMORY_ENGINE] = "gpu_first"
-    """Which memory an allocation prefers once there is a choice."""
+    oversubscription_ratio: Annotated[float, Field(ge=1.0, le=100.0)] = 5.0
+    """Hard limit of all live bytes, as a multiple of GPU memory; beyond it an allocation fails."""
+    access_pattern: Pattern = "gpu_first"
+    """Where managed memory prefers to be: the GPU; wherever it is used; or the host, read over the link."""
+    class_patterns: ClassPatterns = ClassPatterns()
+    """Another access pattern for a class of tensors; unset: as all the others."""
+    gpu_reserve_gb: Annotated[float | None, Field(ge=0)] = None
+    """GPU memory that stays free: an allocation that would leave less is managed; unset: 5 % of it."""
+    host_floor_gb: Annotated[float | None, Field(ge=0)] = None
+    """Host memory that spilling leaves free, or else an allocation fails; unset: 10 % of it."""
+
+    def doubts(self) -> Iterator[Remark]:
+        for name in sorted(self.model_fields_set - {"enabled"}):
+            if not self.enabled and getattr(self, name) != type(self).model_fields[name].default:
+                yield Remark(name, "has no effect while enabled is false")
 
 
 class MemorySettings(Block):

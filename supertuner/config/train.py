@@ -51,3 +51,5 @@ class ReportSettings(Block):
     """Report to this project of Weights & Biases; needs the package wandb."""
     every_steps: Annotated[int, Field(ge=1)] = 1
     """Optimizer steps between two points of TensorBoard and wandb; the run's own log has every step."""
+    memory_every_steps: Annotated[int, Field(ge=0)] = 10
+    """Optimizer steps between two samples of the machine's memory; 0: none."""
