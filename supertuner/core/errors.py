@@ -10,6 +10,7 @@
     ├── BrokenMedia                 one file's bytes are not what they should be; becomes a line in the set-aside list
     ├── ModelError                  a model: missing, gated, broken, of another family, or not made for this data
     ├── CacheError                  a cache of encoded samples cannot be made or trusted
+    ├── MemoryEngineError           what was asked of the machine's memory cannot be had here: overflow, hints, a fact
     ├── TrainError                  training cannot begin or go on
     │   └── NotFinite               losses or gradients that are not numbers, too many times in a row
     ├── CheckpointError             a checkpoint cannot be written, or is not what was written
@@ -88,6 +89,10 @@ class ModelError(SuperTunerError):
 
 
 class CacheError(SuperTunerError):
+    pass
+
+
+class MemoryEngineError(SuperTunerError):
     pass
 
 
