@@ -11,6 +11,7 @@ from supertuner.cli.arena import app as arena
 from supertuner.cli.cache import app as cache
 from supertuner.cli.checkpoint import app as checkpoint
 from supertuner.cli.config import app as config
+from supertuner.cli.env import register as register_env
 from supertuner.cli.preview import register as register_preview
 from supertuner.cli.quickstart import register as register_quickstart
 from supertuner.cli.run import app as run
@@ -31,6 +32,7 @@ register_train(app)
 register_stage(app)
 register_preview(app)
 register_validate(app)
+register_env(app)
 app.add_typer(config, name="config")
 app.add_typer(arena, name="arena")
 app.add_typer(cache, name="cache")

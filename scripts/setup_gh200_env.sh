@@ -1,0 +1,24 @@
+# Exports the defaults of a GH200 job. Source it, from bash, zsh, dash or any POSIX shell and from any folder:
+#
+#     . scripts/setup_gh200_env.sh          with another value:  GH200_UVM_OVERSUBSCRIPTION_RATIO=3.0; . scripts/…
+#
+# What is set already keeps its value, an empty one too. It changes no option of the shell, defines no function and no
+# variable but these four, never exits, needs no Python, and sets nothing that a stock PyTorch refuses.
+# The values are those of supertuner/config/exports.py (`supertuner env`); tests/tools/test_env.py compares them.
+# shellcheck shell=sh
+
+: "${SIMPLETUNER_GH200_ENABLE_UVM_HINTS=1}"
+: "${GH200_UVM_OVERSUBSCRIPTION_RATIO=5.0}"
+: "${GH200_UVM_ACCESS_PATTERN=gpu_first}"
+: "${ACCELERATE_MIXED_PRECISION=bf16}"
+
+# Without a value, so that a variable the shell holds read-only is exported all the same.
+export SIMPLETUNER_GH200_ENABLE_UVM_HINTS GH200_UVM_OVERSUBSCRIPTION_RATIO GH200_UVM_ACCESS_PATTERN ACCELERATE_MIXED_PRECISION
+
+# A script that is run, not sourced, sets nothing for its caller. ($0 is this file in a sourcing zsh too.)
+case "${ZSH_VERSION-}/$0" in
+/setup_gh200_env.sh | /*/setup_gh200_env.sh)
+    printf '%s\n' "gh200 env: run, not sourced: nothing is set in your shell; use:  . $0" >&2 || : ;;
+*)
+    printf '%s\n' "gh200 env: hints $SIMPLETUNER_GH200_ENABLE_UVM_HINTS, ratio $GH200_UVM_OVERSUBSCRIPTION_RATIO, $GH200_UVM_ACCESS_PATTERN, $ACCELERATE_MIXED_PRECISION" >&2 || : ;;
+esac
