@@ -56,6 +56,11 @@ class Reader:
         return self._folder.path.name
 
     @property
+    def memory(self) -> tuple[int, int]:
+        """Where its records lie in this process: address and bytes. They stay there until the last view is gone."""
+        return self._pages.ctypes.data, self._pages.nbytes
+
+    @property
     def meta(self) -> Mapping[str, JSON]:
         """What was given to `seal`."""
         return self._catalog.meta

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from supertuner.arena.format import PAGE, Life, round_up
@@ -32,6 +33,8 @@ class Place:
     """What to do about a damaged entry."""
     more_room: str
     """What to do about too little room."""
+    attached: Callable[[int, int], None] | None = None
+    """Told the address and the bytes of every arena as it is attached, so that somebody can say where they belong."""
 
 
 def entry_bytes(entry: Tensors) -> int:

@@ -113,6 +113,8 @@ class Store:
     def _show(self, number: int, reader: Reader) -> None:
         self.entries.add(reader)
         self._numbers[number] = True
+        if self.place.attached is not None:
+            self.place.attached(*reader.memory)
 
     def _build(self, progress: Progress, stop: Callable[[], bool]) -> Build | None:
         """A build of the next arena, or of the one that a dead builder left; None: look again what is missing."""

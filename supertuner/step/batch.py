@@ -28,17 +28,25 @@ class StepBatch:
     def tensors(self) -> Iterator[torch.Tensor]:
         yield from (self.latents, self.noise, self.levels, *self.text.values(), *self.conditions.values())
 
+    def named(self) -> dict[str, torch.Tensor]:
+        """Every tensor under a name that says what it is; text and conditions keep theirs behind a dot."""
+        named = {"latents": self.latents, "noise": self.noise, "levels": self.levels}
+        named.update({f"text.{name}": one for name, one in self.text.items()})
+        named.update({f"conditions.{name}": one for name, one in self.conditions.items()})
+        return named
+
     def to(self, device: torch.device) -> StepBatch:
         """The same batch on a device; the copies are begun, not waited for."""
         if self.latents.device == device:
             return self
-        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+        return self.each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pinned(self) -> StepBatch:
         """The same batch in memory that a GPU fetches from without the CPU."""
-        return self._each(lambda tensor: tensor.pin_memory())
+        return self.each(lambda tensor: tensor.pin_memory())
 
-    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> StepBatch:
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> StepBatch:
+        """The same batch with each tensor changed into another."""
         return replace(
             self,
             latents=change(self.latents),

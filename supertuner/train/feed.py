@@ -48,8 +48,8 @@ class Maker:
     law_of: Callable[[tuple[int, ...]], Law]
     """Shape of latents without batch → how their noise levels are drawn."""
     seed: int
-    pin: bool
-    """Put batches where a GPU can fetch them without the CPU."""
+    place: Callable[[StepBatch], StepBatch] | None
+    """Puts a batch where the GPU can fetch it without the CPU; None: it stays where it is made."""
 
     def make(self, micro: MicroBatch, expert: Expert) -> StepBatch:
         fields = dict(self.encoded.latents(micro))
@@ -66,7 +66,7 @@ class Maker:
             conditions=fields,
             positions=tuple(positions),
         )
-        return batch.pinned() if self.pin else batch
+        return batch if self.place is None else self.place(batch)
 
     def name(self, position: int) -> str:
         """The sample at a position, for people."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TypeAlias
@@ -159,17 +159,26 @@ def open_encoded(
     progress: Progress,
     begin: int = 0,
     until: int | None = None,
+    attached: Callable[[int, int], None] | None = None,
 ) -> Iterator[Encoded]:
     """Encode what is not cached yet and serve batches; leaving ends what should not outlast the run.
 
     `begin` is the position that training starts or goes on from, `until` where it ends: samples that are never drawn
     are not encoded. Of several processes one encodes, and the others wait for it. Encoders are gone when this yields,
-    unless a dataset needs them on the way.
+    unless a dataset needs them on the way. `attached` is told what unified memory comes into use.
     """
     with ExitStack() as opened:
         caching = opened.enter_context(
             open_caching(
-                config, corpus, encoding, run_folder=run_folder, host=host, sink=sink, progress=progress, until=until
+                config,
+                corpus,
+                encoding,
+                run_folder=run_folder,
+                host=host,
+                sink=sink,
+                progress=progress,
+                until=until,
+                attached=attached,
             )
         )
         stores = [caching.open("latents"), caching.open("text")]

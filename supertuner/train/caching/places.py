@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -29,15 +30,19 @@ def cache_dir(config: RunConfig) -> Path:
     return config.cache_config.cache_dir or config.run.output_dir / "cache"
 
 
-def places(kind: Kind, config: RunConfig, run_folder: Path, life: Life) -> Places:
-    """`life` is how long entries stay that are not persistent."""
+def places(
+    kind: Kind, config: RunConfig, run_folder: Path, life: Life, attached: Callable[[int, int], None] | None = None
+) -> Places:
+    """`life` is how long entries stay that are not persistent; `attached` is told what unified memory is in use."""
     in_memory = kind == "unified_memory"
     if config.cache_config.persistent_cache:
         kept = _disk(cache_dir(config), "until_removed", check=not in_memory)
         why = "persistent_cache: kept here" + (", loaded into shared memory once" if in_memory else " and mapped")
-        return Places(kept, _memory(config, "run") if in_memory else None, why)
+        return Places(kept, _memory(config, "run", attached) if in_memory else None, why)
     if in_memory:
-        return Places(_memory(config, life), None, "one copy in memory for all processes; it ends with the run")
+        return Places(
+            _memory(config, life, attached), None, "one copy in memory for all processes; it ends with the run"
+        )
     return Places(_disk(run_folder / "cache", life, check=True), None, "a mapped file; it ends with the run")
 
 
@@ -61,7 +66,7 @@ def _home(folder: Path) -> Home:
         raise CacheError(f"{error}; {remedy}") from error
 
 
-def _memory(config: RunConfig, life: Life) -> Place:
+def _memory(config: RunConfig, life: Life, attached: Callable[[int, int], None] | None) -> Place:
     return Place(
         home=Home(config.arena.home or default_home()),
         life=life,
@@ -69,4 +74,5 @@ def _memory(config: RunConfig, life: Life) -> Place:
         verify="on_demand",
         remedy="start the run again",
         more_room='free memory (`supertuner arena ls` lists what we hold), or set cache_config to type "disk"',
+        attached=attached,
     )

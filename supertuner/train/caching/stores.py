@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,12 +39,13 @@ class Caching:
     host: Host
     sink: Sink
     progress: Progress
+    attached: Callable[[int, int], None] | None = None
 
     def places(self, what: What) -> Places | None:
         """Where entries of a kind live; None if they are not cached."""
         cache = self.config.cache_config
         kind = cache.vae_cache_type if what == "latents" else cache.text_cache_type
-        return None if kind == "none" else places(kind, self.config, self.run_folder, self.life)
+        return None if kind == "none" else places(kind, self.config, self.run_folder, self.life, self.attached)
 
     def open(self, what: What, *, check: bool = False, load: bool = True) -> Store | None:
         """The store of all entries of a kind that are cached once, everything in it; None if the kind is not cached.
@@ -134,10 +135,12 @@ def open_caching(
     progress: Progress,
     until: int | None = None,
     life: Life = "run",
+    attached: Callable[[int, int], None] | None = None,
 ) -> Iterator[Caching]:
     """What makes and opens a corpus's caches; leaving it ends its threads and frees the encoders.
 
-    `life` is how long entries stay that are not persistent.
+    `life` is how long entries stay that are not persistent. `attached` is told the address and the bytes of entries in
+    unified memory as they come into use.
     """
     require_buckets(corpus, encoding.family, encoding.model)
     for doubt in doubts([part.settings for part in corpus.parts], config.cache_config):
@@ -148,7 +151,7 @@ def open_caching(
         opened.callback(encoders.close)
         decoders = LazyDecoders(corpus, config.loader.num_workers or host.cpus())
         opened.callback(decoders.close)
-        yield Caching(config, needs, encoders, decoders, run_folder, life, host, sink, progress)
+        yield Caching(config, needs, encoders, decoders, run_folder, life, host, sink, progress, attached)
 
 
 def _for_epochs(where: Places | None) -> Place | None:
