@@ -91,6 +91,8 @@ class Device:
     """The NUMA node that this GPU's memory is to the kernel."""
     host_node: int | None = None
     """The NUMA node of the CPU next to it."""
+    uuid: str | None = None
+    """Its identity in NVML's spelling, `GPU-2dee1e25-b3b5-…`: the two count GPUs differently."""
 
 
 class Refused(Exception):
