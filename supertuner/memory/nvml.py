@@ -1,0 +1,128 @@
+"""What NVIDIA's management library says of the GPUs: names and limits once, memory, power and clocks as often as asked.
+
+Read-only, and every answer may be missing: no library, no driver behind it, or a GPU that does not say (GB10's memory).
+What is missing is None or left out, never zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, TypeVar
+
+from supertuner.memory.driver import Missing
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class NvmlGpu:
+    """A GPU as NVML knows it, in NVML's own order, which is not always the driver's."""
+
+    index: int
+    name: str | None
+    uuid: str | None
+    """As in `GPU-2dee1e25-b3b5-007e-2b55-79f2d0f2ebe5`: the same text that the driver's identity makes."""
+    total_bytes: int | None
+    """None on GB10, whose memory is the host's."""
+    sm_clock_limit_mhz: int | None
+    power_limit_w: float | None
+
+
+def open_nvml() -> Nvml | Missing:
+    """The library, opened; or why there is none."""
+    try:
+        import pynvml
+    except ImportError:
+        return Missing("nvidia-ml-py is not installed")
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError_LibraryNotFound:
+        return Missing("no NVML (libnvidia-ml.so.1) here")
+    except pynvml.NVMLError_DriverNotLoaded:
+        return Missing("NVML is here, but the NVIDIA kernel driver is not loaded")
+    except pynvml.NVMLError as error:
+        return Missing(f"NVML does not start: {error}")
+    return Nvml(pynvml)
+
+
+class Nvml:
+    """NVML, open until `close`. A question that a GPU does not support is asked once and then no more."""
+
+    def __init__(self, library: ModuleType) -> None:
+        self._library: Any = library
+        count = self._ask(library.nvmlDeviceGetCount) or 0
+        self._handles = {index: self._ask(library.nvmlDeviceGetHandleByIndex, index) for index in range(count)}
+        self._questions = {index: self._gauges(handle) for index, handle in self._handles.items() if handle is not None}
+
+    def driver_version(self) -> str | None:
+        """Of the kernel driver, as in 580.95.05."""
+        return _text(self._ask(self._library.nvmlSystemGetDriverVersion))
+
+    def gpus(self) -> tuple[NvmlGpu, ...]:
+        """The GPUs that can be opened; one that fell off the bus is not among them."""
+        return tuple(self._describe(index, handle) for index, handle in self._handles.items() if handle is not None)
+
+    def sample(self, index: int) -> dict[str, float]:
+        """Gauges of the GPU with this NVML index, as of now; what it does not say is left out."""
+        found: dict[str, float] = {}
+        for name, question in tuple(self._questions.get(index, {}).items()):
+            try:
+                found.update(question())
+            except (self._library.NVMLError_NotSupported, self._library.NVMLError_FunctionNotFound):
+                del self._questions[index][name]
+            except self._library.NVMLError:
+                # Lost, reset or forbidden for the moment: no figure this time, and training does not need one.
+                continue
+        return found
+
+    def close(self) -> None:
+        self._library.nvmlShutdown()
+
+    def _describe(self, index: int, handle: object) -> NvmlGpu:
+        ask, library = self._ask, self._library
+        memory = ask(library.nvmlDeviceGetMemoryInfo, handle)
+        power_mw = ask(library.nvmlDeviceGetEnforcedPowerLimit, handle)
+        return NvmlGpu(
+            index=index,
+            name=_text(ask(library.nvmlDeviceGetName, handle)),
+            uuid=_text(ask(library.nvmlDeviceGetUUID, handle)),
+            total_bytes=None if memory is None else int(memory.total),
+            sm_clock_limit_mhz=ask(library.nvmlDeviceGetMaxClockInfo, handle, library.NVML_CLOCK_SM),
+            power_limit_w=None if power_mw is None else power_mw / 1000,
+        )
+
+    def _gauges(self, handle: object) -> dict[str, Callable[[], Mapping[str, float]]]:
+        """The questions of `sample`, each with the figures that its answer makes."""
+        library = self._library
+
+        def memory() -> dict[str, float]:
+            answer = library.nvmlDeviceGetMemoryInfo(handle)
+            return {"used_bytes": int(answer.used), "free_bytes": int(answer.free)}
+
+        def busy() -> dict[str, float]:
+            answer = library.nvmlDeviceGetUtilizationRates(handle)
+            return {"gpu_busy_percent": int(answer.gpu), "memory_busy_percent": int(answer.memory)}
+
+        return {
+            "memory": memory,
+            "busy": busy,
+            "power": lambda: {"power_w": library.nvmlDeviceGetPowerUsage(handle) / 1000},
+            "clock": lambda: {"sm_clock_mhz": library.nvmlDeviceGetClockInfo(handle, library.NVML_CLOCK_SM)},
+            "heat": lambda: {
+                "temperature_c": library.nvmlDeviceGetTemperature(handle, library.NVML_TEMPERATURE_GPU),
+            },
+        }
+
+    def _ask(self, question: Callable[..., T], *arguments: object) -> T | None:
+        try:
+            return question(*arguments)
+        except self._library.NVMLError:
+            # Not supported, lost, forbidden: whatever the reason, this fact is unknown.
+            return None
+
+
+def _text(answer: str | bytes | None) -> str | None:
+    """Some versions of the bindings answer in bytes."""
+    return answer.decode() if isinstance(answer, bytes) else answer

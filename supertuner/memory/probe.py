@@ -1,0 +1,275 @@
+"""What this machine is: its GPUs by the driver and NVML, its memory by the kernel. Unknown is None, never zero.
+
+Everything about the host is read below `host.root`, so that a test describes another machine by a folder of files.
+Nothing is decided here, and nothing is changed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from supertuner.core.host import Host
+from supertuner.core.types import KIB
+from supertuner.memory.driver import Device, Driver, Missing
+from supertuner.memory.machines import MACHINES, Machine, machine_of, machine_of_cpu
+from supertuner.memory.nvml import Nvml, NvmlGpu
+
+AT_PAGESZ: Final = 6
+"""The key of the page size in the auxiliary vector that the kernel hands every process."""
+RECLAIMABLE: Final = ("Active(file)", "Inactive(file)", "SReclaimable")
+"""Cache that the kernel gives up when somebody needs the memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFacts:
+    """One NUMA node that has CPUs or memory."""
+
+    number: int
+    total_bytes: int | None
+    available_bytes: int | None
+    """Free, and cache that would be given up: an upper estimate, because the kernel keeps a little."""
+    cpus: bool | None
+    gpu: int | None = None
+    """The GPU whose memory this node is (Grace superchips)."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuFacts:
+    """One GPU, by those who know it."""
+
+    device: Device
+    """What the CUDA driver says."""
+    nvml: NvmlGpu | None = None
+    """What NVML says; None: no NVML, or not clear which of its GPUs this one is."""
+    machine: Machine | None = None
+    """Its row of the table."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """This machine, as of the moment it was probed."""
+
+    arch: str | None
+    """`aarch64`, `x86_64`."""
+    kernel: str | None
+    cpu_name: str | None
+    """None on most Arm machines, whose kernel does not name the CPU."""
+    cpus: int
+    """That this process may use."""
+    page_bytes: int | None
+    memory_total: int | None
+    """For this process: a container's limit counts. On a Grace superchip the kernel counts GPU memory in."""
+    memory_available: int | None
+    swap_used: int | None
+    numa_balancing: bool | None
+    """The kernel samples accesses by unmapping pages: bad for GPUs that share page tables."""
+    transparent_hugepages: str | None
+    """`always`, `madvise` or `never`."""
+    nodes: tuple[NodeFacts, ...]
+    uvm_parameters: Mapping[str, str]
+    """Parameters of the kernel module nvidia_uvm; none where it is not loaded."""
+    nvidia_driver: str | None
+    """Version of NVIDIA's kernel driver, as in 580.95.05."""
+    driver_version: int | None
+    """Of the driver API, as in 13000 for CUDA 13.0."""
+    gpus: tuple[GpuFacts, ...]
+    machine: Machine | None
+    """The row of the first GPU; `cpu` where there is none; None for a machine that the table does not know."""
+    one_pool: bool | None
+    """CPU and GPU share one memory, so that spilling buys nothing."""
+    ats: bool | None
+    """The GPU reads ordinary memory through the host's page tables."""
+    no_gpu_reason: str | None
+
+
+def probe(host: Host, driver: Driver | Missing, nvml: Nvml | Missing) -> Facts:
+    """Ask everybody once."""
+    gpus = _gpus(driver, nvml)
+    proc, meminfo = host.root / "proc", kernel_fields(host.root / "proc/meminfo")
+    cpu_name = _cpu_name(proc / "cpuinfo")
+    machine = _machine(gpus, cpu_name)
+    return Facts(
+        arch=_first_line(proc / "sys/kernel/arch") or (os.uname().machine if _is_here(host) else None),
+        kernel=_first_line(proc / "sys/kernel/osrelease"),
+        cpu_name=cpu_name,
+        cpus=host.cpus(),
+        page_bytes=_page_bytes(proc / "self/auxv") or (None if isinstance(driver, Missing) else driver.page_bytes),
+        memory_total=host.memory_total(),
+        memory_available=host.memory_available(),
+        swap_used=meminfo["SwapTotal"] - meminfo["SwapFree"] if {"SwapTotal", "SwapFree"} <= meminfo.keys() else None,
+        numa_balancing=_switch(_first_line(proc / "sys/kernel/numa_balancing")),
+        transparent_hugepages=_chosen(_first_line(host.root / "sys/kernel/mm/transparent_hugepage/enabled")),
+        nodes=_nodes(host, [gpu.device for gpu in gpus]),
+        uvm_parameters=uvm_parameters(host),
+        nvidia_driver=_nvidia_driver(proc / "driver/nvidia/version", nvml),
+        driver_version=None if isinstance(driver, Missing) else driver.version(),
+        gpus=gpus,
+        machine=machine,
+        one_pool=_one_pool(gpus, machine),
+        ats=gpus[0].device.host_page_tables if gpus else None,
+        no_gpu_reason=driver.reason if isinstance(driver, Missing) else None,
+    )
+
+
+def free_gpu_bytes(facts: Facts, driver: Driver | Missing, host: Host, device: int = 0) -> int | None:
+    """Bytes that can still be had on a GPU. None: no GPU, or nobody knows.
+
+    The driver counts as taken what the kernel uses for cache and would give up. So on a one-pool machine this is
+    MemAvailable, and where GPU memory is a NUMA node (GH200), that node's free pages and its cache.
+    """
+    gpu = next((gpu for gpu in facts.gpus if gpu.device.number == device), None)
+    if isinstance(driver, Missing) or gpu is None:
+        return None
+    free, total = driver.free_bytes(device), gpu.device.total_bytes
+    if facts.one_pool:
+        available = host.memory_available()
+        return free if available is None else min(available, total)
+    if gpu.device.numa_node is None:
+        return free
+    available = _node_available(kernel_fields(_node_folder(host, gpu.device.numa_node) / "meminfo"))
+    return free if available is None else min(max(free, available), total)
+
+
+def host_available_bytes(facts: Facts, host: Host) -> int | None:
+    """Bytes of host memory that can still be taken.
+
+    MemAvailable, but where GPU memory is a NUMA node the kernel counts it in, and this does not.
+    """
+    available = host.memory_available()
+    if not any(node.gpu is not None for node in facts.nodes):
+        return available
+    folders = (_node_folder(host, node.number) for node in facts.nodes if node.gpu is None)
+    parts = [_node_available(kernel_fields(folder / "meminfo")) for folder in folders]
+    known = [part for part in parts if part is not None]
+    return available if available is None or len(known) != len(parts) else min(available, sum(known))
+
+
+def kernel_fields(path: Path) -> dict[str, int]:
+    """The fields of a `meminfo`, the machine's or a node's, in bytes. None where there is no such file."""
+    found = {}
+    for line in _lines(path):
+        match = re.match(r"(?:Node\s+\d+\s+)?(\S+):\s+(\d+)(?:\s+kB)?$", line)
+        if match:
+            found[match[1]] = int(match[2]) * (KIB if line.endswith("kB") else 1)
+    return found
+
+
+def uvm_parameters(host: Host) -> dict[str, str]:
+    """The parameters of nvidia_uvm that this user may read."""
+    folder = host.root / "sys/module/nvidia_uvm/parameters"
+    names = sorted(folder.iterdir()) if folder.is_dir() else []
+    return {file.name: value for file in names if (value := _first_line(file)) is not None}
+
+
+def _gpus(driver: Driver | Missing, nvml: Nvml | Missing) -> tuple[GpuFacts, ...]:
+    if isinstance(driver, Missing):
+        return ()
+    devices, known = driver.devices(), () if isinstance(nvml, Missing) else nvml.gpus()
+    return tuple(GpuFacts(device, _same_gpu(device, devices, known), machine_of(device)) for device in devices)
+
+
+def _same_gpu(device: Device, devices: Iterable[Device], known: tuple[NvmlGpu, ...]) -> NvmlGpu | None:
+    """NVML's GPU that is this one. The two count differently (CUDA_VISIBLE_DEVICES), so a position proves nothing."""
+    if device.uuid is not None:
+        return next((gpu for gpu in known if gpu.uuid == device.uuid), None)
+    alone = len(known) == 1 and len(tuple(devices)) == 1
+    return known[0] if alone and known[0].name == device.name else None
+
+
+def _machine(gpus: tuple[GpuFacts, ...], cpu_name: str | None) -> Machine | None:
+    if gpus:
+        return gpus[0].machine
+    return machine_of_cpu(cpu_name or "") or MACHINES["cpu"]
+
+
+def _one_pool(gpus: tuple[GpuFacts, ...], machine: Machine | None) -> bool | None:
+    """The table or the driver: where either says yes, memory is shared; where nobody says, nobody knows."""
+    answers = [gpu.device.integrated for gpu in gpus[:1]]
+    answers += [machine.one_pool] if machine is not None and machine.key != "cpu" else []
+    known = [answer for answer in answers if answer is not None]
+    return any(known) if known else None
+
+
+def _nodes(host: Host, devices: list[Device]) -> tuple[NodeFacts, ...]:
+    """Nodes with CPUs or memory: Grace superchips also list empty ones, for slices of a GPU (MIG) that may come."""
+    folder = host.root / "sys/devices/system/node"
+    numbers = sorted(int(entry.name[4:]) for entry in folder.glob("node[0-9]*")) if folder.is_dir() else []
+    owners = {device.numa_node: device.number for device in devices if device.numa_node is not None}
+    found = []
+    for number in numbers:
+        here = _node_folder(host, number)
+        fields, cpus = kernel_fields(here / "meminfo"), _first_line(here / "cpulist")
+        node = NodeFacts(
+            number=number,
+            total_bytes=fields.get("MemTotal"),
+            available_bytes=_node_available(fields),
+            cpus=None if cpus is None else cpus != "",
+            gpu=owners.get(number),
+        )
+        if node.total_bytes != 0 or node.cpus:
+            found.append(node)
+    return tuple(found)
+
+
+def _node_folder(host: Host, number: int) -> Path:
+    return host.root / f"sys/devices/system/node/node{number}"
+
+
+def _node_available(fields: Mapping[str, int]) -> int | None:
+    free = fields.get("MemFree")
+    return None if free is None else free + sum(fields.get(name, 0) for name in RECLAIMABLE)
+
+
+def _page_bytes(auxv: Path) -> int | None:
+    try:
+        content = auxv.read_bytes()
+    except OSError:
+        return None  # a container without /proc does not tell
+    pairs = struct.iter_unpack("@LL", content[: len(content) // 16 * 16])
+    return next((value for key, value in pairs if key == AT_PAGESZ), None)
+
+
+def _nvidia_driver(version: Path, nvml: Nvml | Missing) -> str | None:
+    said = None if isinstance(nvml, Missing) else nvml.driver_version()
+    match = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", _first_line(version) or "")
+    return said or (match[1] if match else None)
+
+
+def _cpu_name(cpuinfo: Path) -> str | None:
+    names = (line.partition(":")[2].strip() for line in _lines(cpuinfo) if line.startswith("model name"))
+    return next(names, None)
+
+
+def _switch(text: str | None) -> bool | None:
+    return None if text is None else text != "0"
+
+
+def _chosen(text: str | None) -> str | None:
+    """The word in brackets of a line such as `always [madvise] never`."""
+    match = re.search(r"\[(\w+)\]", text or "")
+    return match[1] if match else None
+
+
+def _is_here(host: Host) -> bool:
+    return host.root == Path("/")
+
+
+def _first_line(path: Path) -> str | None:
+    """None where the file is not there or may not be read; an empty file is an empty line."""
+    try:
+        return path.read_text().split("\n", 1)[0].strip()
+    except OSError:
+        return None
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []

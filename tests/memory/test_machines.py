@@ -1,0 +1,88 @@
+"""The table of machines says where each figure comes from, and a GPU is recognised by what its driver says, or not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from supertuner.core.types import GIB
+from supertuner.memory.driver import Device
+from supertuner.memory.machines import MACHINES, machine_of, machine_of_cpu
+
+ROWS = list(MACHINES.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "key"),
+    [
+        ("NVIDIA GH200 480GB", 95.6, "gh200-96"),
+        ("GH200 480GB", 95.6, "gh200-96"),
+        ("NVIDIA GH200 120GB", 95.6, "gh200-96"),
+        ("NVIDIA GH200 144G HBM3e", 140.6, "gh200-144"),
+        ("NVIDIA GB200", 184.9, "gb200"),
+        ("NVIDIA GB10", 119.7, "gb10"),
+        ("NVIDIA H100 80GB HBM3", 79.6, "h100-80-sxm"),
+        ("NVIDIA H100 PCIe", 79.6, "h100-80-pcie"),
+        ("NVIDIA A100-SXM4-80GB", 79.3, "a100-80"),
+        ("NVIDIA A100 80GB PCIe", 79.3, "a100-80"),
+        ("NVIDIA GeForce RTX 4090", 23.6, "rtx-4090"),
+        ("NVIDIA GeForce RTX 5090", 31.4, "rtx-5090"),
+    ],
+)
+def test_a_gpu_is_recognised_by_its_name_and_its_memory(name: str, gib: float, key: str) -> None:
+    row = machine_of(Device(0, name, int(gib * GIB)))
+    assert row is not None and row.key == key
+
+
+@pytest.mark.parametrize(
+    ("name", "gib"),
+    [
+        ("NVIDIA GB300", 276.0),
+        ("NVIDIA A100-SXM4-40GB", 39.4),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", 15.9),
+        ("NVIDIA GeForce RTX 4090 D", 23.6),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", 9.8),
+        ("NVIDIA H100 80GB HBM3", 9.8),
+        ("NVIDIA GH200 480GB", 20.0),
+        ("NVIDIA H200", 140.4),
+        ("", 80.0),
+    ],
+)
+def test_a_relative_of_another_size_or_name_is_no_row(name: str, gib: float) -> None:
+    assert machine_of(Device(0, name, int(gib * GIB))) is None
+
+
+def test_a_name_that_the_attributes_contradict_is_no_row() -> None:
+    device = Device(0, "NVIDIA H100 80GB HBM3", 80 * GIB, integrated=False)
+    assert machine_of(device) is not None
+    assert machine_of(replace(device, integrated=True)) is None
+
+
+def test_an_accelerator_that_is_its_own_cpu_is_known_by_the_cpus_name() -> None:
+    row = machine_of_cpu("AMD Instinct MI300A Accelerator")
+    assert row is not None and row.key == "mi300a" and row.one_pool
+    assert machine_of_cpu("AMD EPYC 9654 96-Core Processor") is None
+
+
+@pytest.mark.parametrize(("key", "row"), ROWS)
+def test_every_figure_says_where_it_comes_from_and_an_unknown_one_why(key: str, row: object) -> None:
+    machine = MACHINES[key]
+    assert machine.key == key
+    for name, figure in machine.figures().items():
+        assert figure.source, name
+        assert (figure.value is None) == (figure.how == "unknown"), name
+        assert figure.value is None or figure.value > 0, name
+
+
+def test_the_table_has_every_machine_of_the_plan() -> None:
+    wanted = "gh200-96 gh200-144 gb200 gb10 mi300a h100-80-pcie h100-80-sxm a100-80 rtx-4090 rtx-5090 cpu"
+    assert set(wanted.split()) == set(MACHINES)
+    assert {key for key, row in MACHINES.items() if row.one_pool} == {"gb10", "mi300a"}
+
+
+@pytest.mark.parametrize("key", [key for key, row in MACHINES.items() if row.one_pool])
+def test_a_one_pool_machine_has_no_link(key: str) -> None:
+    row = MACHINES[key]
+    assert row.to_device_bytes_s.value is None and row.to_host_bytes_s.value is None
+    assert row.gpu_bytes.value == row.host_bytes.value
