@@ -150,7 +150,7 @@ def test_one_wish_in_simpletuners_words(load_text, tree, expected):
         ({"base_model_precision": "int4-quanto"}, "base_model_precision", "8 bits are used"),
         ({"attention_mechanism": "sageattention"}, "attention_mechanism", "no backward pass"),
         ({"lycoris_config": "a.json"}, "lycoris_config", "LyCORIS adapters come later"),
-        ({"ramtorch": True}, "ramtorch", "memory engine's, which has not landed"),
+        ({"ramtorch": True}, "ramtorch", "memory.overflow lets them spill"),
     ],
 )
 def test_what_simpletuner_asks_and_is_not_here_is_said(load_text, tree, place, says):
@@ -248,7 +248,7 @@ def test_an_ai_toolkit_job_says_what_is_trained_and_how(load_text):
     assert (config.report.wandb, config.report.every_steps) == ("bears", 10)
     said = {note.what.removeprefix("config.process[0]."): note.message for note in loaded.notes}
     assert "[trigger] is not replaced" in said["sample.prompts"]
-    assert "memory engine" in said["model.low_vram"]
+    assert "memory.overflow" in said["model.low_vram"]
 
 
 def test_its_samples_are_read(load_text):
