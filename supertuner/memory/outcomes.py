@@ -1,0 +1,129 @@
+"""What became of hints: one word of six, the reason, the range asked for and the ranges touched; and how often.
+
+Reasons are few and carry no figures, so that a run of a million hints is told in a handful of lines.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TypeAlias
+
+from supertuner.memory.driver import Span
+
+
+class Status(StrEnum):
+    APPLIED = "applied"
+    """Done, and read back as asked, or seen in place."""
+    UNVERIFIED = "applied-unverified"
+    """The driver took it, and nothing can tell more."""
+    NO_EFFECT = "no-effect"
+    """There is nothing to do, or doing it is documented to change nothing."""
+    UNSUPPORTED = "unsupported"
+    """This memory, this machine or this kind of tensor cannot do it at all."""
+    REFUSED = "refused"
+    """It could be done elsewhere or at another time, and was not."""
+    ERROR = "error"
+    """Something is wrong: the driver failed, or reads back what was not asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one request."""
+
+    status: Status
+    reason: str
+    asked: Span | None = None
+    """From the first byte of the tensor to its last; None: it has no address, or several."""
+    touched: tuple[Span, ...] = ()
+    """What the driver was really told: whole pages, and only those that belong to the tensor alone."""
+
+    @property
+    def told(self) -> bool:
+        """Whether the driver took the hint."""
+        return self.status in (Status.APPLIED, Status.UNVERIFIED)
+
+
+Counts: TypeAlias = Counter[tuple[Status, str]]
+"""Status and reason → how many hints."""
+
+# A tensor of several parts is what became of its worst part.
+WORST_FIRST = (
+    Status.ERROR,
+    Status.REFUSED,
+    Status.UNSUPPORTED,
+    Status.UNVERIFIED,
+    Status.APPLIED,
+    Status.NO_EFFECT,
+)
+
+
+def combined(parts: Iterable[Outcome]) -> Outcome:
+    """What became of a tensor that is made of others."""
+    outcomes = tuple(parts)
+    assert outcomes, "a tensor has at least one part"
+    worst = min(outcomes, key=lambda one: WORST_FIRST.index(one.status))
+    if len(outcomes) == 1:
+        return worst
+    same = all((one.status, one.reason) == (worst.status, worst.reason) for one in outcomes)
+    reason = worst.reason if same else f"a part of it: {worst.reason}"
+    return Outcome(worst.status, reason, None, tuple(span for one in outcomes for span in one.touched))
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """What became of the hints for one batch, the most frequent first."""
+
+    rows: tuple[tuple[Status, str, int], ...]
+
+    @classmethod
+    def of(cls, counts: Mapping[tuple[Status, str], int]) -> Counted:
+        ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+        return cls(tuple((status, reason, count) for (status, reason), count in ordered))
+
+    @property
+    def counts(self) -> Counts:
+        return Counter({(status, reason): count for status, reason, count in self.rows})
+
+    @property
+    def status(self) -> Status:
+        """The most frequent."""
+        return self.rows[0][0] if self.rows else Status.NO_EFFECT
+
+    @property
+    def reason(self) -> str:
+        """The most frequent."""
+        return self.rows[0][1] if self.rows else "no tensor in it"
+
+
+class Tally:
+    """Counts over a run. May be added to from several threads."""
+
+    def __init__(self) -> None:
+        self._counts: Counts = Counter()
+        self._lock = threading.Lock()
+
+    def add(self, what: Outcome | Counted | Counts) -> None:
+        with self._lock:
+            if isinstance(what, Outcome):
+                self._counts[what.status, what.reason] += 1
+            else:
+                self._counts.update(what.counts if isinstance(what, Counted) else what)
+
+    def counts(self) -> Counts:
+        with self._lock:
+            return Counter(self._counts)
+
+    def by_status(self) -> dict[str, int]:
+        """For telemetry: the statuses that occurred."""
+        sums: Counter[str] = Counter()
+        for (status, _), count in self.counts().items():
+            sums[status.value] += count
+        return dict(sums)
+
+    def lines(self) -> list[str]:
+        """For the summary, the most frequent first: `applied: read back as asked (96)`."""
+        return [f"{status}: {reason} ({count:,})" for status, reason, count in Counted.of(self.counts()).rows]
