@@ -1,0 +1,101 @@
+"""NVML through the real pynvml over a stand-in library: all answers, some, none, and a GPU that falls off the bus."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from supertuner.core.types import MIB
+from tests.fakes.nvml_and_cupti import fake_nvml
+
+ASK = """
+import ctypes, dataclasses, json, sys
+from supertuner.memory.driver import Missing
+from supertuner.memory.nvml import open_nvml
+
+nvml = open_nvml()
+if isinstance(nvml, Missing):
+    print(json.dumps({"missing": nvml.reason}))
+    sys.exit()
+library = ctypes.CDLL("libnvidia-ml.so.1")
+answer = {
+    "version": nvml.driver_version(),
+    "gpus": [dataclasses.asdict(gpu) for gpu in nvml.gpus()],
+    "samples": [[nvml.sample(index) for _ in range(3)] for index in range(2)],
+    "memory_calls": library.fakenvml_calls(b"nvmlDeviceGetMemoryInfo"),
+    "power_calls": library.fakenvml_calls(b"nvmlDeviceGetPowerUsage"),
+}
+nvml.close()
+print(json.dumps(answer))
+"""
+
+
+def asked(folder: Path | None, profile: str) -> dict[str, Any]:
+    """What a process finds in whose libraries NVML is the stand-in, or is missing."""
+    environment = dict(os.environ, FAKENVML_PROFILE=profile, LD_LIBRARY_PATH=str(folder or ""))
+    command = [sys.executable, "-W", "error", "-c", ASK]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+def test_a_gh200_answers_everything() -> None:
+    answer = asked(fake_nvml(), "gh200")
+    assert answer["version"] == "580.95.05"
+    assert answer["gpus"] == [
+        {
+            "index": 0,
+            "name": "NVIDIA GH200 480GB",
+            "uuid": "GPU-11111111-1111-1111-1111-111111111111",
+            "total_bytes": 97871 * MIB,
+            "sm_clock_limit_mhz": 1980,
+            "power_limit_w": 900.0,
+        }
+    ]
+    assert answer["samples"][0][2] == {
+        "used_bytes": 37871 * MIB,
+        "free_bytes": 60000 * MIB,
+        "gpu_busy_percent": 97,
+        "memory_busy_percent": 41,
+        "power_w": 412.5,
+        "sm_clock_mhz": 1905,
+        "temperature_c": 61,
+    }
+
+
+def test_what_a_gb10_does_not_say_is_left_out_and_not_asked_again() -> None:
+    answer = asked(fake_nvml(), "gb10")
+    gpu, sample = answer["gpus"][0], answer["samples"][0][2]
+    assert gpu["name"] == "NVIDIA GB10" and gpu["total_bytes"] is None and gpu["power_limit_w"] is None
+    assert "used_bytes" not in sample and "free_bytes" not in sample
+    assert sample["power_w"] == 38.25
+    assert answer["memory_calls"] == 2, "once for the facts, once for the first sample, and no more"
+    assert answer["power_calls"] == 3
+
+
+def test_a_gpu_that_fell_off_the_bus_gives_no_figures_and_its_neighbour_does() -> None:
+    answer = asked(fake_nvml(), "lost")
+    assert answer["samples"][0] == [{}, {}, {}]
+    assert answer["samples"][1][0]["free_bytes"] == 20000 * MIB
+    assert [gpu["uuid"] and gpu["uuid"][4] for gpu in answer["gpus"]] == [None, "4"]
+    assert answer["power_calls"] == 6, "it may come back, so it is asked again"
+
+
+def test_an_unknown_index_has_no_figures() -> None:
+    assert asked(fake_nvml(), "gh200")["samples"][1] == [{}, {}, {}]
+
+
+def test_a_library_without_its_kernel_driver_is_missing_with_that_reason() -> None:
+    assert asked(fake_nvml(), "no_driver") == {"missing": "NVML is here, but the NVIDIA kernel driver is not loaded"}
+
+
+@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there is an NVIDIA driver here")
+def test_no_library_is_missing_with_that_reason() -> None:
+    assert asked(None, "gh200") == {"missing": "no NVML (libnvidia-ml.so.1) here"}
