@@ -5,10 +5,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test check bench torture clean
+.PHONY: help setup quickstart test phantom test-phantom check bench torture clean
 
 help:  ## Show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup:  ## Make .venv with everything in it; instant when nothing changed (PYTHON=python3.12 chooses another Python)
 	@PYTHON="$(PYTHON)" scripts/setup.sh $(VENV)
@@ -18,6 +18,12 @@ quickstart: setup  ## Train both experts of a tiny Wan2.2 on drawn shapes, and s
 
 test: setup  ## Run the test suite
 	@$(BIN)/python -m pytest
+
+phantom: setup  ## Make .venv-phantom: torch's CUDA build on fake libraries, for a machine without a GPU (docs/phantom.md)
+	@scripts/setup_phantom.sh $(VENV) .venv-phantom
+
+test-phantom: phantom  ## Run the tests that need CUDA tensors, on the phantom; TESTS="tests/phantom/test_allocator.py" runs only those
+	@scripts/phantom_python.sh -m pytest -m '' $(or $(TESTS),tests/phantom)
 
 check: setup  ## Lint, format, types, and wheels for aarch64
 	$(BIN)/ruff check .
@@ -33,5 +39,5 @@ torture: setup  ## Run the long fault-injection tests (minutes)
 	@$(BIN)/python -m pytest -m torture tests/torture
 
 clean:  ## Remove what the commands above made; not your runs, and not .venv
-	@rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .venv-bench quickstart benchmarks/results
+	@rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .venv-bench .venv-phantom quickstart benchmarks/results
 	@find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +

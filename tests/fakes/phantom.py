@@ -1,0 +1,246 @@
+"""Builds the phantom: fake NVIDIA libraries on which the real CUDA build of torch runs without a GPU.
+
+usage: python phantom.py --cuda-include DIR --out DIR      (by scripts/setup_phantom.sh; needs gcc and nm)
+
+torch itself says what it needs: the libraries that its own ones name, and the symbols that they leave undefined, with
+their versions. What a C file here defines is taken from it; every other symbol becomes a generated function that gives
+one fixed answer. So a new release of torch that wants more still loads, and what is missing says so when it is called.
+Guarantees: the folder is replaced as a whole, and only if a source, this file or torch changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+HERE: Final = Path(__file__).resolve().parent
+# A fake has the parameters of what it stands for, and ignores most of them.
+FLAGS: Final = ("-std=gnu11", "-O1", "-g", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wno-unused-parameter", "-pthread")
+# Generated functions take no notice of their arguments, some of which have names that gcc knows better.
+GENERATED: Final = ("-std=gnu11", "-O1", "-fPIC", "-w", "-fno-builtin")
+STAMP: Final = ".built-from"
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """How one library is faked."""
+
+    otherwise: int
+    """What a function answers that no C file defines: the library's own word for success, or for "not supported"."""
+    sources: tuple[str, ...] = ()
+    succeeds: str = "$^"
+    """Names of further functions that answer success; a pattern that matches nothing, unless given."""
+    makers: str = "$^"
+    """Names of functions that make an object: their first argument receives an address."""
+    prefixes: tuple[str, ...] = ()
+    """How its symbols begin, where they carry no version that names it."""
+
+
+# By the name before ".so". Zero is success in all of them.
+LIBRARIES: Final = {
+    "libcuda": Library(801, ("libcuda/*.c",), prefixes=("cu",)),
+    "libcudart": Library(801, ("libcudart*.c",)),
+    "libcudnn": Library(
+        3000,
+        ("libcudnn.c",),
+        succeeds=r"cudnn(Set|Destroy|BatchNormalization)\w+",
+        makers=r"cudnnCreate\w+Descriptor",
+    ),
+    "libcublas": Library(0, ("libcublas.c",)),
+    "libcublasLt": Library(0, ("libcublasLt.c",), makers=r"cublasLt\w*Create"),
+    "libcusolver": Library(
+        0, ("libcusolver.c",), makers=r"cusolverDnCreate\w+"
+    ),  # the missing sizes are answered below
+    "libcusparse": Library(10, makers="cusparseCreate"),
+    "libcusparseLt": Library(10, prefixes=("cusparseLt",)),
+    "libcufft": Library(16),
+    "libcurand": Library(1, prefixes=("curand",)),
+    "libcufile": Library(5001, prefixes=("cuFile",)),
+    "libcupti": Library(27),
+    "libnvrtc": Library(11),
+    "libnvJitLink": Library(1, prefixes=("nvJitLink",)),
+    "libnccl": Library(5, prefixes=("nccl", "pnccl")),
+    "libnvshmem_host": Library(1, prefixes=("nvshmem",)),
+}
+# Sizes that nobody wrote must not be left unset: cuSOLVER's word for "not supported".
+CUSOLVER_SIZES: Final = re.compile(r"cusolver\w+_bufferSize")
+
+
+@dataclass
+class Wanted:
+    """What torch's libraries want from outside."""
+
+    sonames: set[str] = field(default_factory=set)
+    symbols: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    """Version (usually the library's name) → symbols; the empty version holds those without one."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cuda-include", type=Path, required=True, help="the folder that has cuda_runtime_api.h")
+    parser.add_argument("--out", type=Path, required=True, help="the folder for LD_LIBRARY_PATH")
+    parser.add_argument("--torch", type=Path, help="torch's folder (default: the one this Python would import)")
+    asked = parser.parse_args()
+    torch = asked.torch or torch_folder()
+    stamp = digest(torch)
+    if (asked.out / STAMP).is_file() and (asked.out / STAMP).read_text() == stamp:
+        return
+    asked.out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".building-", dir=asked.out.parent) as making:
+        made = Path(making) / "libraries"
+        made.mkdir()
+        build(torch, asked.cuda_include, made, Path(making))
+        (made / STAMP).write_text(stamp)
+        shutil.rmtree(asked.out, ignore_errors=True)
+        os.replace(made, asked.out)
+    sys.stdout.write(f"phantom: built {len(list(asked.out.glob('*.so*')))} fake libraries in {asked.out}\n")
+
+
+def build(torch: Path, include: Path, out: Path, scratch: Path) -> None:
+    """All libraries that torch asks for, into `out`."""
+    wanted = wanted_by(torch)
+    flags = [f"-I{include}", f"-DFAKE_CUDNN_VERSION={cudnn_version()}"]
+    objects = {name: compiled(library, flags, scratch / name) for name, library in LIBRARIES.items()}
+    # The fake runtime calls the fake driver, which therefore comes first and has what either of them wants.
+    wanted.symbols[""] |= {name for name in undefined(objects["libcudart"]) if re.match(r"cu[A-Z]", name)}
+    for soname in sorted(wanted.sonames, key=lambda name: (not name.startswith("libcuda."), name)):
+        name = soname.split(".so")[0]
+        library = LIBRARIES.get(name, Library(otherwise=1))
+        version = version_of(name, soname, wanted)
+        have = defined(objects.get(name, []))
+        missing = sorted(symbols_of(name, version, library, wanted) - have)
+        stubs = scratch / f"{name}_stubs.c"
+        stubs.write_text("".join(stub(symbol, library) for symbol in missing) + "extern int phantom_is_here;\n")
+        parts = [*objects.get(name, []), compile_one(stubs, GENERATED, scratch / f"{name}_stubs.o")]
+        if name == "libcudart":
+            parts.append(out / "libcuda.so.1")
+        link(soname, parts, version, out, scratch)
+
+
+def stub(symbol: str, library: Library) -> str:
+    """One generated function."""
+    if re.fullmatch(library.makers, symbol):
+        return f"int {symbol}(void **made) {{ static char one[64]; *made = one; return 0; }}\n"
+    answer = 0 if re.fullmatch(library.succeeds, symbol) else library.otherwise
+    if CUSOLVER_SIZES.fullmatch(symbol):
+        answer = 9
+    return f"int {symbol}(void) {{ return {answer}; }}\n"
+
+
+def symbols_of(name: str, version: str, library: Library, wanted: Wanted) -> set[str]:
+    """What torch wants from this library: what carries its version, and what has its prefix and no version."""
+    bare = {symbol for symbol in wanted.symbols[""] if owner(symbol) == name}
+    return bare | (wanted.symbols[version] if version else set())
+
+
+def owner(symbol: str) -> str | None:
+    """The library of a symbol without a version: the longest prefix that fits decides."""
+    fitting = [
+        (len(prefix), name)
+        for name, library in LIBRARIES.items()
+        for prefix in library.prefixes
+        # "cu" is the driver's only before a capital: cuMemAlloc, not curandCreate.
+        if symbol.startswith(prefix) and (prefix != "cu" or symbol[2:3].isupper())
+    ]
+    return max(fitting)[1] if fitting else None
+
+
+def version_of(name: str, soname: str, wanted: Wanted) -> str:
+    """The version that its symbols carry: its own soname, except for one that has a name of its own."""
+    if soname in wanted.symbols:
+        return soname
+    return "NVSHMEM" if name == "libnvshmem_host" and "NVSHMEM" in wanted.symbols else ""
+
+
+def wanted_by(torch: Path) -> Wanted:
+    wanted = Wanted()
+    for library in sorted((torch / "lib").glob("*.so*")):
+        for line in lines("readelf", "-d", str(library)):
+            needed = re.search(r"\(NEEDED\).*\[(lib(?:cu|nv|nccl)[^\]]*)\]", line)
+            if needed:
+                wanted.sonames.add(needed[1])
+        for line in lines("nm", "-D", "--undefined-only", str(library)):
+            name, _, version = line.split()[-1].partition("@")
+            wanted.symbols[version.lstrip("@")].add(name)
+    return wanted
+
+
+def compiled(library: Library, flags: Iterable[str], folder: Path) -> list[Path]:
+    folder.mkdir()
+    sources = sorted(path for pattern in library.sources for path in HERE.glob(pattern))
+    return [compile_one(source, (*FLAGS, *flags), folder / f"{source.stem}.o") for source in sources]
+
+
+def compile_one(source: Path, flags: Iterable[str], out: Path) -> Path:
+    run("gcc", "-c", *flags, "-o", str(out), str(source))
+    return out
+
+
+def link(soname: str, parts: Iterable[Path], version: str, out: Path, scratch: Path) -> None:
+    command = ["gcc", "-shared", "-pthread", f"-Wl,-soname,{soname}", "-o", str(out / soname), *map(str, parts), "-ldl", "-lm"]
+    if version:
+        script = scratch / "version.map"
+        script.write_text(f"{version} {{ global: *; }};\n")
+        command.append(f"-Wl,--version-script={script}")
+    run(*command)
+
+
+def defined(objects: Iterable[Path]) -> set[str]:
+    return {line.split()[-1] for path in objects for line in lines("nm", "--defined-only", "-g", str(path)) if line}
+
+
+def undefined(objects: Iterable[Path]) -> set[str]:
+    return {line.split()[-1] for path in objects for line in lines("nm", "--undefined-only", str(path)) if line}
+
+
+def torch_folder() -> Path:
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        raise SystemExit("phantom: there is no torch here; scripts/setup_phantom.sh makes the environment")
+    return Path(found.origin).parent
+
+
+def cudnn_version() -> int:
+    """Of the cuDNN that this torch was built with, by what it requires: torch refuses an older one at run time."""
+    for requirement in importlib.metadata.requires("torch") or ():
+        pinned = re.match(r"nvidia-cudnn-cu\d+==(\d+)\.(\d+)\.(\d+)", requirement)
+        if pinned:
+            major, minor, patch = map(int, pinned.groups())
+            return major * 10000 + minor * 100 + patch
+    raise SystemExit("phantom: this torch does not name the cuDNN it was built with; is it a CUDA build?")
+
+
+def digest(torch: Path) -> str:
+    """Of everything the libraries are made from."""
+    state = hashlib.sha256()
+    for path in sorted([*HERE.glob("lib*.[ch]"), *HERE.glob("libcuda/*.[ch]"), Path(__file__)]):
+        state.update(path.name.encode() + b"\0" + path.read_bytes())
+    state.update((torch / "version.py").read_bytes() + str(torch).encode())
+    return state.hexdigest()
+
+
+def lines(*command: str) -> list[str]:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
+def run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise SystemExit(f"phantom: {' '.join(command)}\n{done.stderr}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""Tests on the phantom: torch's real CUDA build on fake libraries. Elsewhere they are skipped, with the reason.
+
+`make test-phantom` runs them; scripts/phantom_python.sh sets what must be set before a process starts.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+ON_PHANTOM = "SUPERTUNER_PHANTOM" in os.environ
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not ON_PHANTOM:
+        skip = pytest.mark.skip(reason="needs CUDA tensors: run `make test-phantom`")
+        for item in items:
+            if HERE in item.path.parents:
+                item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def emptied_gpu() -> Iterator[None]:
+    """Each test begins with nothing cached and peaks at zero, so that it may count bytes."""
+    import torch
+
+    if ON_PHANTOM:
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.reset_accumulated_memory_stats()
+    yield
