@@ -32,6 +32,15 @@ class Host:
         left = None if limit is None or used is None else max(0, limit - used)
         return _least(self._meminfo("MemAvailable"), left)
 
+    def memory_cgroup(self) -> tuple[Path, int] | None:
+        """The cgroup that limits this process's memory most, as its folder and the limit; None: no limit."""
+        found = []
+        for folder in self._cgroup_folders("memory"):
+            limit = _least(_number(folder / "memory.max"), _number(folder / "memory.limit_in_bytes"))
+            if limit is not None and limit < 1 << 60:  # version 1 writes "no limit" as a huge number
+                found.append((folder, limit))
+        return min(found, key=lambda pair: pair[1], default=None)
+
     def free_bytes(self, folder: Path) -> int:
         """Free bytes of the file system below `folder`, for this user."""
         stat = os.statvfs(folder)
@@ -60,17 +69,12 @@ class Host:
 
     def _cgroup_memory(self) -> tuple[int | None, int | None]:
         """The tightest (limit, bytes in use) on the way up; reclaimable file cache does not count as used."""
-        tightest: tuple[int | None, int | None] = (None, None)
-        for folder in self._cgroup_folders("memory"):
-            limit = _least(_number(folder / "memory.max"), _number(folder / "memory.limit_in_bytes"))
-            used = _least(_number(folder / "memory.current"), _number(folder / "memory.usage_in_bytes"))
-            if limit is None or limit >= 1 << 60:  # version 1 writes "no limit" as a huge number
-                continue
-            if used is not None:
-                used = max(0, used - _reclaimable(folder / "memory.stat"))
-            if tightest[0] is None or limit < tightest[0]:
-                tightest = (limit, used)
-        return tightest
+        tightest = self.memory_cgroup()
+        if tightest is None:
+            return None, None
+        folder, limit = tightest
+        used = _least(_number(folder / "memory.current"), _number(folder / "memory.usage_in_bytes"))
+        return limit, None if used is None else max(0, used - _reclaimable(folder / "memory.stat"))
 
     def _cpu_quota(self) -> int | None:
         quotas = []
