@@ -24,6 +24,7 @@ API void fakecuda_reset(void) {
 
 /* What the host did with managed memory, which the double cannot see. */
 API void fakecuda_host_touch(uintptr_t address, size_t nbytes) { pages_touch(address, nbytes, CPU); }
+API void fakecuda_gpu_touch(uintptr_t address, size_t nbytes, int device) { pages_touch(address, nbytes, device); }
 
 /* move_pages(2) in its query form, with the pages of a GPU on the NUMA node that the device attribute names. */
 API long fakecuda_move_pages(int pid, unsigned long count, void **pages, const int *nodes, int *status, int flags) {
