@@ -2,8 +2,8 @@
  *
  * With it torch's convolutions take their cuDNN path, so that their memory is output and workspace, as on a GPU;
  * without it they unfold their input (im2col) into temporaries that no GPU has. The backend API is a store of
- * attributes: descriptors are made, given attributes, finalized, and asked. Only four answers are made up here: one
- * engine configuration per graph, its engine, an empty list of notes and knobs, and the plan's workspace.
+ * attributes: descriptors are made, given attributes, finalized, and asked. Few answers are made up here: one engine
+ * configuration per graph, its engine, no notes and no knobs, shared memory, and the plan's workspace.
  *
  * The workspace is a rule, not cuDNN's: tensor-core kernels want channels last, and cuDNN copies what lies otherwise
  * into the workspace, so each tensor of a convolution that is not channels last counts once. Real sizes depend on
@@ -22,7 +22,7 @@ enum { SUCCESS = 0, BAD_PARAM = 2000, NO_MEMORY = 4003 };
 enum { TYPE_BOOLEAN = 2, TYPE_INT64 = 3, TYPE_DESCRIPTOR = 15, TYPE_CHAR = 24, TYPE_FRACTION = 26 };
 enum { ENGINE = 2, ENGINECFG = 3, CONVOLUTION_FORWARD = 10, CONVOLUTION_BACKWARD_DATA = 12 };
 enum {
-    HEUR_GRAPH = 201, HEUR_RESULTS = 202, CFG_ENGINE = 300, CFG_WORKSPACE = 303, PLAN_CFG = 401, PLAN_WORKSPACE = 402,
+    HEUR_GRAPH = 201, HEUR_RESULTS = 202, CFG_ENGINE = 300, CFG_WORKSPACE = 303, CFG_SHARED_MEMORY = 304, PLAN_CFG = 401, PLAN_WORKSPACE = 402,
     GRAPH_OPERATIONS = 801, GRAPH_ENGINE_COUNT = 802, TENSOR_DATA_TYPE = 901, TENSOR_DIMENSIONS = 902,
     TENSOR_STRIDES = 903, ENGINE_GRAPH = 1300, ENGINE_INDEX = 1301,
 };
@@ -210,6 +210,11 @@ int cudnnBackendGetAttribute(void *d, int name, int type, int64_t room, int64_t 
     if (d == NULL) return BAD_PARAM;
     if (name == PLAN_WORKSPACE) return answer_one(count, values, workspace(child(d, PLAN_CFG)));
     if (name == CFG_WORKSPACE) return answer_one(count, values, workspace(d));
+    if (name == CFG_SHARED_MEMORY) { /* an engine that fits any SM of the table: without an answer it would be skipped */
+        if (count != NULL) *count = 1;
+        if (values != NULL) *(int32_t *)values = 49152;
+        return SUCCESS;
+    }
     if (name == GRAPH_ENGINE_COUNT) return answer_one(count, values, 1);
     if (name == HEUR_RESULTS) {
         if (count != NULL) *count = 1;

@@ -51,7 +51,7 @@ class Library:
 
 # By the name before ".so". Zero is success in all of them.
 LIBRARIES: Final = {
-    "libcuda": Library(801, ("libcuda/*.c",), prefixes=("cu",)),
+    "libcuda": Library(801, ("libcuda/*.c", "libcuda_kernels.c"), prefixes=("cu",)),
     "libcudart": Library(801, ("libcudart*.c",)),
     "libcudnn": Library(
         3000,
@@ -61,22 +61,22 @@ LIBRARIES: Final = {
     ),
     "libcublas": Library(0, ("libcublas.c",)),
     "libcublasLt": Library(0, ("libcublasLt.c",), makers=r"cublasLt\w*Create"),
-    "libcusolver": Library(
-        0, ("libcusolver.c",), makers=r"cusolverDnCreate\w+"
-    ),  # the missing sizes are answered below
+    "libcusolver": Library(0, ("libcusolver.c",), makers=r"cusolverDnCreate\w+"),
     "libcusparse": Library(10, makers="cusparseCreate"),
     "libcusparseLt": Library(10, prefixes=("cusparseLt",)),
     "libcufft": Library(16),
     "libcurand": Library(1, prefixes=("curand",)),
     "libcufile": Library(5001, prefixes=("cuFile",)),
     "libcupti": Library(27),
-    "libnvrtc": Library(11),
+    "libnvrtc": Library(11, ("libnvrtc.c",)),
     "libnvJitLink": Library(1, prefixes=("nvJitLink",)),
     "libnccl": Library(5, prefixes=("nccl", "pnccl")),
     "libnvshmem_host": Library(1, prefixes=("nvshmem",)),
 }
 # Sizes that nobody wrote must not be left unset: cuSOLVER's word for "not supported".
 CUSOLVER_SIZES: Final = re.compile(r"cusolver\w+_bufferSize")
+# Functions that return words, whatever the library.
+WORDS: Final = re.compile(r"\w+Get(Last)?(Error|Status)(String|Name)?")
 
 
 @dataclass
@@ -134,6 +134,8 @@ def stub(symbol: str, library: Library) -> str:
     """One generated function."""
     if re.fullmatch(library.makers, symbol):
         return f"int {symbol}(void **made) {{ static char one[64]; *made = one; return 0; }}\n"
+    if WORDS.fullmatch(symbol):
+        return f'const char *{symbol}(void) {{ return "not supported by the phantom: see docs/phantom.md"; }}\n'
     answer = 0 if re.fullmatch(library.succeeds, symbol) else library.otherwise
     if CUSOLVER_SIZES.fullmatch(symbol):
         answer = 9
@@ -190,7 +192,8 @@ def compile_one(source: Path, flags: Iterable[str], out: Path) -> Path:
 
 
 def link(soname: str, parts: Iterable[Path], version: str, out: Path, scratch: Path) -> None:
-    command = ["gcc", "-shared", "-pthread", f"-Wl,-soname,{soname}", "-o", str(out / soname), *map(str, parts), "-ldl", "-lm"]
+    command = ["gcc", "-shared", "-pthread", f"-Wl,-soname,{soname}", "-o", str(out / soname)]
+    command += [*map(str, parts), "-ldl", "-lm"]
     if version:
         script = scratch / "version.map"
         script.write_text(f"{version} {{ global: *; }};\n")
