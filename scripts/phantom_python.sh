@@ -10,6 +10,6 @@ phantom=${PHANTOM_VENV:-$root/.venv-phantom}
 
 # The loader reads this once, at the start of a process: it cannot be set from inside Python.
 export LD_LIBRARY_PATH="$phantom/phantom${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
-export SUPERTUNER_PHANTOM="$phantom/phantom"
+export FAKECUDA_PHANTOM="$phantom/phantom"
 export FAKECUDA_HBM=${FAKECUDA_HBM:-$((96 * 1000 * 1000 * 1000))}
 exec "$phantom/bin/python" "$@"

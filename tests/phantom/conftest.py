@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-ON_PHANTOM = "SUPERTUNER_PHANTOM" in os.environ
+ON_PHANTOM = "FAKECUDA_PHANTOM" in os.environ
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
