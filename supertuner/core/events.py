@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 from supertuner.core.types import JSON
 
@@ -52,6 +52,9 @@ class Measured:
     what: str
     figures: Mapping[str, JSON] = field(default_factory=dict)
 
+
+MEMORY: Final = "memory"
+"""The name of a measurement of the machine's memory: who takes it and who shows it do not know each other."""
 
 Event: TypeAlias = Decided | Warned | Noted | SetAside | Measured
 

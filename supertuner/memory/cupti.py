@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -93,7 +93,7 @@ class Cupti:
         """Register, configure, enable; the first refusal, in CUPTI's words."""
         library = self._library
         configs = (_Config * len(COUNTERS))(*(_Config(SCOPE_ONE_DEVICE, kind, device, 1) for kind in COUNTERS))
-        steps = (
+        steps: tuple[tuple[str, Callable[[], int]], ...] = (
             ("cuptiActivityRegisterCallbacks", lambda: library.cuptiActivityRegisterCallbacks(*self._callbacks)),
             (
                 "cuptiActivityConfigureUnifiedMemoryCounter",

@@ -5,6 +5,7 @@
     train/held_out   the loss on held-out samples at fixed noise levels, per expert and level
     train/samples    a folder of samples was written
     train/end        where training stopped, and how long it took
+    memory           the machine's memory at a step: whatever figures this machine gives
 
 A figure that is not a number is None: it cannot be written to JSON, and a display says so.
 """
@@ -98,6 +99,15 @@ def rows_of(figures: Mapping[str, JSON]) -> list[HeldOut]:
             level = row["level"]
             found.append(HeldOut(_name(row["expert"]), level if isinstance(level, float) else None, row["loss"]))
     return found
+
+
+def memory_values(figures: Mapping[str, JSON]) -> dict[str, float]:
+    """The figures of a `memory` that are numbers, by the names they have where figures are drawn."""
+    return {
+        f"memory/{name}": value
+        for name, value in figures.items()
+        if name != "step" and isinstance(value, int | float) and not isinstance(value, bool)
+    }
 
 
 def _name(value: JSON) -> str | None:

@@ -11,9 +11,9 @@ from types import TracebackType
 from typing import Any
 
 from supertuner.core.errors import SuperTunerError
-from supertuner.core.events import Event, Measured
+from supertuner.core.events import MEMORY, Event, Measured
 from supertuner.core.types import JSON
-from supertuner.sinks.training import HELD_OUT, SAMPLES, STEP, rows_of
+from supertuner.sinks.training import HELD_OUT, SAMPLES, STEP, memory_values, rows_of
 
 REMEDY = "pip install 'supertuner[wandb]', or leave report.wandb out"
 
@@ -49,6 +49,8 @@ class Wandb:
             self._log(event.figures, held_out_values(event.figures))
         elif event.what == SAMPLES:
             self._log(event.figures, self._pictures(event.figures))
+        elif event.what == MEMORY:
+            self._log(event.figures, memory_values(event.figures))
 
     def close(self) -> None:
         self._run.finish()

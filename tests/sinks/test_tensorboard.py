@@ -11,9 +11,9 @@ import pytest
 from PIL import Image
 
 from supertuner.core.errors import RunFolderError, SuperTunerError
-from supertuner.core.events import Warned
+from supertuner.core.events import MEMORY, Measured, Warned
 from supertuner.sinks.tensorboard import TensorBoard
-from supertuner.sinks.training import HeldOut, Thinned, measured_held_out, sampled
+from supertuner.sinks.training import HeldOut, Thinned, measured_held_out, memory_values, sampled
 from supertuner.sinks.wandb import Wandb, held_out_values, require_wandb, run_id, step_values
 from tests.sinks.test_training_display import step_event
 
@@ -43,6 +43,17 @@ def test_every_figure_of_a_step_is_a_scalar(tmp_path: Path) -> None:
     assert points(train, "samples_per_s") == [(1, 8.0), (2, 16.0), (3, 8.0)]
     assert [step for step, _ in points(train, "grad_norm")] == [1, 2, 3]
     assert points(train, "rate")[0] == (1, pytest.approx(1e-4))
+
+
+def test_figures_of_memory_are_scalars_and_its_words_are_not(tmp_path: Path) -> None:
+    figures = {"host.available_bytes": 1 << 33, "uvm.stage": "managed", "nvml.power_w": 412.5, "a.switch": True}
+    with TensorBoard(tmp_path) as board:
+        board.emit(Measured(MEMORY, {"step": 3, **figures}))
+        board.emit(Measured(MEMORY, {"step": 5, "host.available_bytes": 1 << 32}))
+    memory = tmp_path / "memory"
+    assert points(memory, "memory/host.available_bytes") == [(3, float(1 << 33)), (5, float(1 << 32))]
+    assert points(memory, "memory/nvml.power_w") == [(3, 412.5)], "absent at step 5, and not zero"
+    assert read(memory).Tags()["scalars"] == ["memory/host.available_bytes", "memory/nvml.power_w"]
 
 
 def test_a_resumed_run_shows_no_point_twice_and_loses_none(tmp_path: Path) -> None:
@@ -150,3 +161,7 @@ def test_wandb_gets_figures_by_expert_and_level() -> None:
         "held_out/loss/low_noise": 0.25,
         "held_out/loss/low_noise/0.30": 0.125,
     }
+
+
+def test_wandb_gets_memory_by_the_names_that_tensorboard_shows() -> None:
+    assert memory_values({"step": 3, "gpu.free_bytes": 5, "uvm.stage": "device"}) == {"memory/gpu.free_bytes": 5}
