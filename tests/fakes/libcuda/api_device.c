@@ -19,12 +19,15 @@ struct event {
 };
 
 static struct context primary[MAX_DEVICES];
-static _Thread_local struct context *current;
+enum { DEEPEST = 16 };
+static _Thread_local struct context *stack[DEEPEST]; /* of this thread: the last is current */
+static _Thread_local int depth;
 
 /* The two handles that stand for the NULL stream and the per-thread stream. */
 static bool is_builtin(CUstream stream) { return (uintptr_t)stream <= 2; }
 
-int current_device(void) { return current ? current->device : -1; }
+static struct context *current(void) { return depth ? stack[depth - 1] : NULL; }
+int current_device(void) { return current() ? current()->device : -1; }
 
 CUresult stream_device(CUstream stream, int *device) {
     if (current_device() < 0) return INVALID_CONTEXT;
@@ -120,11 +123,30 @@ API CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned *flags, int *a
 API CUresult cuDevicePrimaryCtxSetFlags_v2(CUdevice device, unsigned flags) {
     CALL("cuDevicePrimaryCtxSetFlags", check(device), "%d %u", device, flags);
 }
+static CUresult push(CUcontext context) {
+    if (!context || depth == DEEPEST) return INVALID_CONTEXT;
+    stack[depth++] = context;
+    return OK;
+}
+static CUresult pop(CUcontext *context) {
+    if (!depth) return INVALID_CONTEXT;
+    depth--;
+    if (context) *context = stack[depth];
+    return OK;
+}
+static CUresult set_current(CUcontext context) { /* in place of the current one; NULL: none */
+    if (depth) depth--;
+    return context ? push(context) : OK;
+}
+API CUresult cuCtxPushCurrent_v2(CUcontext context) {
+    CALL("cuCtxPushCurrent", push(context), "%d", context ? context->device : -1);
+}
+API CUresult cuCtxPopCurrent_v2(CUcontext *context) { CALL("cuCtxPopCurrent", pop(context), "from %d", current_device()); }
 API CUresult cuCtxSetCurrent(CUcontext context) {
-    CALL("cuCtxSetCurrent", (current = context, OK), "%d", context ? context->device : -1);
+    CALL("cuCtxSetCurrent", set_current(context), "%d", context ? context->device : -1);
 }
 API CUresult cuCtxGetCurrent(CUcontext *context) {
-    CALL("cuCtxGetCurrent", (*context = current, OK), "%d", current_device());
+    CALL("cuCtxGetCurrent", (*context = current(), OK), "%d", current_device());
 }
 API CUresult cuCtxGetDevice(CUdevice *device) {
     CALL("cuCtxGetDevice", (*device = current_device(), have_context()), "%d", current_device());

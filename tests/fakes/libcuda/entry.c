@@ -25,6 +25,8 @@
     X(11000, "cuDevicePrimaryCtxRelease", cuDevicePrimaryCtxRelease_v2)                \
     X(7000, "cuDevicePrimaryCtxGetState", cuDevicePrimaryCtxGetState)                  \
     X(11000, "cuDevicePrimaryCtxSetFlags", cuDevicePrimaryCtxSetFlags_v2)              \
+    X(4000, "cuCtxPushCurrent", cuCtxPushCurrent_v2)                                   \
+    X(4000, "cuCtxPopCurrent", cuCtxPopCurrent_v2)                                     \
     X(4000, "cuCtxSetCurrent", cuCtxSetCurrent)                                        \
     X(4000, "cuCtxGetCurrent", cuCtxGetCurrent)                                        \
     X(2000, "cuCtxGetDevice", cuCtxGetDevice)                                          \

@@ -1,4 +1,5 @@
-/* Which machine is pretended. FAKECUDA_PROFILE picks a row; FAKECUDA_HBM, _DEVICES, _DRIVER, _PAGE and _ATTR change it.
+/* Which machine is pretended. FAKECUDA_PROFILE picks a row; FAKECUDA_HBM, _DEVICES, _DRIVER, _NAME, _PAGE (bytes;
+ * the host's) and _ATTR ("89=0,131=2") change it.
  *
  * A zero where a real GPU has a number shows up as a division by zero far away, so the attributes are those of a real
  * Hopper (sm_90), as far as they are published; unlisted ones are zero there too, or of no use to anybody here. */
@@ -7,6 +8,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 enum { ATTRIBUTES = 192 };
 enum { /* those that profiles change, by the names of CUdevice_attribute */
@@ -65,18 +67,18 @@ static const struct profile {
     bool one_pool;
     struct change changes[16]; /* from Hopper; ends at 0 */
 } profiles[] = {
-    {"gh200", "Fake NVIDIA GH200 480GB", false, {{0, 0}}},
+    {"gh200", "NVIDIA GH200 480GB", false, {{0, 0}}},
     /* One pool: the GPU's memory is no NUMA node of its own, and there is no link to cross. */
-    {"gb10", "Fake NVIDIA GB10", true,
+    {"gb10", "NVIDIA GB10", true,
      {{CAPABILITY_MAJOR, 12}, {CAPABILITY_MINOR, 1}, {INTEGRATED, 1}, {MULTIPROCESSOR_COUNT, 48}, {CLOCK_RATE, 2418000},
       {GLOBAL_MEMORY_BUS_WIDTH, 256}, {L2_CACHE_SIZE, 25165824}, {MAX_THREADS_PER_MULTIPROCESSOR, 1536},
       {SHARED_PER_MULTIPROCESSOR, 102400}, {SHARED_PER_BLOCK_OPTIN, 101376}, {NUMA_CONFIG, 0}, {NUMA_ID, -1}}},
-    {"pcie", "Fake NVIDIA H100 PCIe", false,
+    {"pcie", "NVIDIA H100 PCIe", false,
      {{MULTIPROCESSOR_COUNT, 114}, {CLOCK_RATE, 1755000}, {GLOBAL_MEMORY_BUS_WIDTH, 5120}, {L2_CACHE_SIZE, 52428800},
       {HOST_NATIVE_ATOMICS, 0}, {PAGEABLE_MEMORY_ACCESS, 0}, {USES_HOST_PAGE_TABLES, 0},
       {DIRECT_MANAGED_ACCESS_FROM_HOST, 0}, {NUMA_CONFIG, 0}, {NUMA_ID, -1}}},
     /* A virtual GPU without unified memory. */
-    {"no_uvm", "Fake NVIDIA H100 vGPU", false,
+    {"no_uvm", "NVIDIA H100 PCIe", false,
      {{MULTIPROCESSOR_COUNT, 114}, {CLOCK_RATE, 1755000}, {L2_CACHE_SIZE, 52428800}, {MANAGED_MEMORY, 0},
       {CONCURRENT_MANAGED_ACCESS, 0}, {HOST_NATIVE_ATOMICS, 0}, {PAGEABLE_MEMORY_ACCESS, 0},
       {USES_HOST_PAGE_TABLES, 0}, {DIRECT_MANAGED_ACCESS_FROM_HOST, 0}, {NUMA_CONFIG, 0}, {NUMA_ID, -1}}},
@@ -90,7 +92,6 @@ static size_t number(const char *variable, size_t otherwise) {
     return text && *text ? strtoull(text, NULL, 0) : otherwise;
 }
 
-/* FAKECUDA_ATTR="89=0,131=2" */
 static void read_attributes(const char *text) {
     char *copy = strdup(text), *rest = copy;
     for (char *item; (item = strsep(&rest, ","));) {
@@ -120,7 +121,7 @@ __attribute__((constructor)) static void pretend(void) {
         .driver_version = (int)number("FAKECUDA_DRIVER", 13000),
         .host_nodes = 1,
         .gpu_bytes = number("FAKECUDA_HBM", 64u << 20),
-        .page_bytes = number("FAKECUDA_PAGE", 65536),
+        .page_bytes = number("FAKECUDA_PAGE", (size_t)sysconf(_SC_PAGESIZE)),
     };
     if (pretended.devices > MAX_DEVICES) abort();
 }

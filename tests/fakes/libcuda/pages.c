@@ -23,6 +23,7 @@ struct page {
     struct place home, preferred, last_prefetch;
     uint32_t accessed_by;
     bool read_mostly;
+    bool counted; /* in the account of its GPU, or of the pool */
 };
 struct range {
     uintptr_t base;
@@ -68,9 +69,13 @@ static int by_address(const void *a, const void *b) {
     return x->base + x->nbytes <= y->base ? -1 : y->base + y->nbytes <= x->base ? 1 : 0;
 }
 
+static struct range *latest; /* most look-ups go where the last one went */
+
 static struct range *range_around(uintptr_t address) {
+    if (latest && address - latest->base < latest->nbytes) return latest;
     struct range key = {.base = address, .nbytes = 1};
     struct range **found = tfind(&key, &ranges, by_address);
+    if (found) latest = *found;
     return found ? *found : NULL;
 }
 
@@ -107,8 +112,8 @@ static void make_newest(struct page *page, int device) {
 }
 
 static void leave(struct page *page) { /* its home, and with it the GPU's account */
-    bool counted = machine()->one_pool ? page->home.type != AT_NOTHING : on_gpu(page);
-    if (counted) used[account(page->home.id)] -= machine()->page_bytes;
+    if (page->counted) used[account(page->home.id)] -= machine()->page_bytes;
+    page->counted = false;
     unlist(page);
     page->home = (struct place){AT_NOTHING, 0};
 }
@@ -178,7 +183,6 @@ static struct page *system_page(uintptr_t address) {
         entry->page = (struct page){.preferred = entry->page.preferred};
     } else if (entry->page.home.type == AT_NOTHING) {
         entry->page.home = (struct place){AT_HOST, 0};
-        if (machine()->one_pool) used[0] += machine()->page_bytes;
     }
     return &entry->page;
 }
@@ -216,22 +220,32 @@ static bool make_room(int device, size_t nbytes) {
     return true;
 }
 
+/* In one pool a page that exists is where everything is: it only costs room when it comes to be. */
+static bool move_in_pool(struct page *page, bool system) {
+    if (page->home.type != AT_NOTHING || system) return true;
+    if (!make_room(0, machine()->page_bytes)) return false;
+    page->home = (struct place){AT_HOST, 0};
+    page->counted = true;
+    used[0] += machine()->page_bytes;
+    return true;
+}
+
 static bool move(struct page *page, struct place to, bool system) {
+    if (machine()->one_pool) return move_in_pool(page, system);
     if (same(page->home, to)) {
         if (page->newer) make_newest(page, page->home.id);
         return true;
     }
-    bool had_room = machine()->one_pool && page->home.type != AT_NOTHING;
-    bool needs_room = machine()->one_pool || to.type == AT_DEVICE;
     unlist(page); /* it must not be evicted to make room for itself */
-    if (needs_room && !had_room && !make_room(to.id, machine()->page_bytes)) {
+    if (to.type == AT_DEVICE && !make_room(to.id, machine()->page_bytes)) {
         if (on_gpu(page) && !system) make_newest(page, page->home.id);
         return false;
     }
     leave(page);
     page->home = to;
-    if (needs_room) used[account(to.id)] += machine()->page_bytes;
-    if (to.type == AT_DEVICE && !system && !machine()->one_pool) make_newest(page, to.id);
+    page->counted = to.type == AT_DEVICE;
+    if (page->counted) used[to.id] += machine()->page_bytes;
+    if (page->counted && !system) make_newest(page, to.id);
     return true;
 }
 
@@ -243,6 +257,9 @@ static bool move(struct page *page, struct place to, bool system) {
 
 static CUresult range_make(enum kind kind, int device, size_t nbytes, uintptr_t *address) {
     if (kind == DEVICE && !make_room(device, rounded(nbytes))) return OUT_OF_MEMORY;
+    /* Without concurrent access nothing is evicted on a fault: managed memory must fit from the start. */
+    bool must_fit = kind == MANAGED && !concurrent_managed();
+    if (must_fit && used[account(device)] + rounded(nbytes) > machine()->gpu_bytes) return OUT_OF_MEMORY;
     struct range *range = calloc(1, sizeof *range);
     void *start = range ? reserve(rounded(nbytes)) : NULL;
     if (!start) return free(range), OUT_OF_MEMORY;
@@ -281,6 +298,7 @@ CUresult range_free(uintptr_t address, enum kind kind) {
     bool ours = range && range->base == address && (range->kind == kind || (kind == DEVICE && range->kind == MANAGED));
     if (ours) {
         tdelete(range, &ranges, by_address);
+        latest = NULL;
         for (size_t i = 0; range->pages && i < range->reserved / machine()->page_bytes; i++) leave(&range->pages[i]);
         if (range->kind == DEVICE) used[account(range->device)] -= range->reserved;
         if (range->reserved) munmap((void *)range->base, range->reserved);
