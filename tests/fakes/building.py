@@ -32,6 +32,17 @@ def fake_libcuda() -> Path:
     return built("libcuda.so.1", libcuda_sources(), flags, headers=[HERE / "libcuda" / "fake.h"])
 
 
+def fake_nvml() -> Path:
+    """The folder with libnvidia-ml.so.1, for LD_LIBRARY_PATH."""
+    return built("libnvidia-ml.so.1", [HERE / "libnvml.c"], (*WARNINGS, "-O1"))
+
+
+def fake_cupti() -> Path:
+    """A CUPTI under a name of its own, to be opened by its path: it does not get in anybody's way."""
+    name = "libcupti-fake.so"
+    return built(name, [HERE / "libcupti.c"], (*WARNINGS, "-O1", "-pthread")) / name
+
+
 def built(soname: str, sources: Sequence[Path], flags: Sequence[str], headers: Sequence[Path] = ()) -> Path:
     """The folder that holds `soname`, compiled from these sources unless the same was compiled before."""
     command = ["cc", "-shared", "-fPIC", *flags, f"-Wl,-soname,{soname}"]

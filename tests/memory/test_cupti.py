@@ -11,7 +11,7 @@ import pytest
 
 from supertuner.memory.cupti import BUFFER_BYTES, Cupti, open_cupti, record_bytes
 from supertuner.memory.driver import Missing
-from tests.fakes.nvml_and_cupti import fake_cupti
+from tests.fakes.building import fake_cupti
 
 TO_DEVICE, TO_HOST, CPU_FAULT, GPU_FAULT, THRASHING = 1, 2, 3, 4, 5
 NOTHING = {"to_device_bytes": 0, "to_host_bytes": 0, "cpu_faults": 0, "gpu_fault_groups": 0}

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from supertuner.core.types import MIB
-from tests.fakes.nvml_and_cupti import fake_nvml
+from tests.fakes.building import fake_nvml
 
 ASK = """
 import ctypes, dataclasses, json, sys
