@@ -103,11 +103,6 @@ def moves(bench: Bench) -> bool:
     return bool(device(bench).managed and device(bench).concurrent_managed)
 
 
-def needs_managed(bench: Bench) -> None:
-    if not device(bench).managed:
-        pytest.skip("needs managed memory")
-
-
 def needs_prefetch(bench: Bench) -> None:
     if not moves(bench):
         pytest.skip("needs managed memory with concurrent access")
