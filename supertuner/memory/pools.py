@@ -1,0 +1,285 @@
+"""Overflow for a whole run: torch's allocations routed through the plugin, and memory taken back between steps.
+
+`open_pools` refuses, with the reason, wherever spilling cannot work or buys nothing. While pools are open, every
+segment that torch asks for comes from the plugin; closing them leaves torch as it was, and tensors that live on stay
+valid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+
+import torch
+from torch.cuda.memory import CUDAPluggableAllocator
+
+from supertuner.core.errors import MemoryEngineError
+from supertuner.core.events import Decided, Measured, Noted, Sink, Warned
+from supertuner.core.host import Host
+from supertuner.core.types import JSON, MIB, bytes_text
+from supertuner.memory import reclaiming, routing
+from supertuner.memory.admission import NAME, limits_of, refusal
+from supertuner.memory.driver import HOST, Driver, Missing, Refused
+from supertuner.memory.overflow import FREE, Limits, Overflow, OverflowStats, Pattern, alloc_name, built
+from supertuner.memory.routing import ProcessWide, Route, ThisThread
+
+if TYPE_CHECKING:
+    from supertuner.config.memory import Overflow as Settings
+    from supertuner.memory.probe import Facts
+
+Class: TypeAlias = Literal["weights", "state"]
+
+RECLAIMED: Final = "memory.reclaimed"
+DISCARDS_SINCE: Final = 13000
+"""The driver's version from which managed memory can be discarded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reclaimed:
+    """What one step's end took back."""
+
+    light_bytes: int = 0
+    hard_bytes: int = 0
+
+
+def open_pools(
+    settings: Settings,
+    facts: Facts,
+    host: Host,
+    sink: Sink,
+    *,
+    driver: Driver | Missing,
+    device: torch.device | int = 0,
+) -> Pools:
+    """Route torch's allocations on `device` through the plugin; MemoryEngineError says why where that cannot be.
+
+    `driver` takes memory back between steps; without one only the pools' own cache can be given up.
+    """
+    where = torch.device("cuda", device) if isinstance(device, int) else device
+    is_cuda = where.type == "cuda" and torch.cuda.is_available()
+    fraction = torch.cuda.get_per_process_memory_fraction(where.index or 0) if is_cuda else 1.0
+    own_keys = is_cuda and any(key.startswith("uvm.") for key in torch.cuda.memory_stats(where))
+    reason = refusal(settings, facts, where, fraction, own_keys)
+    library = built()
+    if reason is None and isinstance(library, Missing):
+        reason = library.reason
+    if reason is None and not is_cuda:
+        reason = f"torch {torch.__version__} sees no CUDA device; install a CUDA build"
+    if reason is None and routing.version_of(torch.__version__) < routing.OLDEST:
+        reason = f"torch {torch.__version__} is too old; 2.13 or newer is needed"
+    if reason is None and host.memory_available() is None:
+        reason = "the host's available memory cannot be read, so no floor of it can be kept"
+    if reason is not None or isinstance(library, Missing):
+        raise MemoryEngineError(f"{NAME}: {reason}")
+    return Pools(settings, facts, host, sink, driver, where.index or 0, Overflow(library))
+
+
+class Pools:
+    """One pool for all tensors, and one more for each class of them whose access pattern is another."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        facts: Facts,
+        host: Host,
+        sink: Sink,
+        driver: Driver | Missing,
+        device: int,
+        overflow: Overflow,
+    ) -> None:
+        self._settings, self._facts, self._host, self._sink = settings, facts, host, sink
+        self._driver, self._device, self._overflow = driver, device, overflow
+        self._limits = self._tell_limits(overflow.stats(device).managed_bytes)
+        weights, state = settings.class_patterns.weights, settings.class_patterns.state
+        self._patterns: dict[Class, Pattern] = {
+            "weights": weights or settings.access_pattern,
+            "state": state or settings.access_pattern,
+        }
+        used = dict.fromkeys((settings.access_pattern, *self._patterns.values()))
+        path, free = str(overflow.library), FREE
+        self._allocators = {pattern: CUDAPluggableAllocator(path, alloc_name(pattern), free) for pattern in used}
+        self._pools = {pattern: self._new_pool(pattern) for pattern in used}
+        self._current: Pattern = settings.access_pattern
+        self._steps = self._refusals = self._told_managed = 0
+        self._light_at: int | None = None
+        self._hard_at: int | None = None
+        self._retired = False
+        self._route = self._open_route()
+
+    def __enter__(self) -> Pools:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the routing. What was given stays valid, and is freed through the plugin."""
+        if self._pools:
+            self._route.end(self._pools[self._current])
+            self._route.close()
+            self._pools = {}
+
+    @contextmanager
+    def placing(self, what: Class) -> Iterator[None]:
+        """Allocations inside are of this class. Not to be nested, and for the whole process where routing is."""
+        before, pattern = self._current, self._patterns[what]
+        self._switch(pattern)
+        try:
+            yield
+        finally:
+            self._switch(before)
+
+    def stats(self) -> OverflowStats:
+        return self._overflow.stats(self._device)
+
+    def between_steps(self) -> Reclaimed:
+        """Take back what is worth it; costs a few microseconds while nothing has spilled."""
+        self._steps += 1
+        account = self.stats()
+        refused, self._refusals = account.refusals > self._refusals, account.refusals
+        if not refused and not account.managed_bytes and not self._retired:
+            return Reclaimed()
+        if account.managed_bytes != self._told_managed:
+            self._told_managed = account.managed_bytes
+            self._tell_limits(account.managed_bytes)
+        segments = self._segments()
+        now = self._situation(account, segments, refused)
+        light = self._light(now, segments)
+        hard = self._hard(self._situation(self.stats(), segments, refused) if light else now)
+        return Reclaimed(light, hard)
+
+    def rebuild(self, reason: str) -> int:
+        """Drop the pools and begin anew: cached segments go back to the driver. The bytes that went."""
+        before = self.stats()
+        torch.cuda.synchronize(self._device)
+        self._route.end(self._pools[self._current])
+        self._pools = {pattern: self._new_pool(pattern) for pattern in self._pools}
+        self._route.begin(self._pools[self._current])
+        torch.cuda.empty_cache()  # what earlier pools still held and nobody uses any more
+        after = self.stats()
+        freed = before.device_bytes + before.managed_bytes - after.device_bytes - after.managed_bytes
+        self._retired, self._hard_at = True, self._steps
+        self._overflow.reclaimed(hard=1, device=self._device)
+        self._tell("hard", freed, reason)
+        self._sink.emit(Noted(NAME, f"pools rebuilt, {bytes_text(freed)} given back: {reason}"))
+        return freed
+
+    def _tell_limits(self, managed_bytes: int) -> Limits:
+        """What the host has left changes while a run goes on; a container's share of it only Python can see."""
+        numa = any(gpu.device.numa_node is not None for gpu in self._facts.gpus if gpu.device.number == self._device)
+        on_gpu = torch.cuda.mem_get_info(self._device)[0] if numa else 0
+        limits = limits_of(self._settings, self._host, managed_bytes=managed_bytes, on_gpu_bytes=on_gpu)
+        self._overflow.configure(limits, self._device)
+        return limits
+
+    def _new_pool(self, pattern: Pattern) -> torch.cuda.MemPool:
+        allocator: Any = self._allocators[pattern]
+        return torch.cuda.MemPool(allocator.allocator())
+
+    def _open_route(self) -> Route:
+        why = routing.not_process_wide(torch.__version__, routing.begin_call())
+        pool = self._pools[self._current]
+        route: Route
+        if why is None:
+            route = ProcessWide(self._device)
+            route.begin(pool)
+            if routing.other_thread_arrives(self._device, self._arrivals):
+                return self._told(route)
+            route.end(pool)
+            why = "an allocation on another thread did not arrive"
+        route = ThisThread(self._device)
+        route.begin(pool)
+        before = self._arrivals()
+        torch.empty(8 * MIB, dtype=torch.uint8, device=f"cuda:{self._device}")
+        if self._arrivals() == before:
+            route.end(pool)
+            route.close()
+            raise MemoryEngineError(f"{NAME}: torch {torch.__version__} does not ask the plugin for memory ({why})")
+        self._sink.emit(Warned(NAME, f"only {route.how} are routed: {why}"))
+        return self._told(route)
+
+    def _told(self, route: Route) -> Route:
+        account, limits = self.stats(), self._limits
+        spilled = (
+            f"then managed memory ({self._settings.access_pattern}) up to {bytes_text(account.limit_bytes)} in all"
+        )
+        gpu, host = bytes_text(account.reserve_bytes), bytes_text(limits.host_floor_bytes)
+        kept = f"{gpu} of the GPU and {host} of the host stay free"
+        patterns: dict[str, JSON] = {"all": self._current, **{name: of for name, of in self._patterns.items()}}
+        value: dict[str, JSON] = {"oversubscription_ratio": limits.ratio, "patterns": patterns}
+        self._sink.emit(Decided(NAME, value, f"device memory first, {spilled}; {kept}; {route.how}"))
+        return route
+
+    def _arrivals(self) -> int:
+        account = self.stats()
+        return account.device_allocations + account.managed_allocations + account.refusals
+
+    def _switch(self, pattern: Pattern) -> None:
+        if pattern != self._current:
+            self._route.end(self._pools[self._current])
+            self._current = pattern
+            self._route.begin(self._pools[pattern])
+
+    def _segments(self) -> tuple[reclaiming.Segment, ...]:
+        pools: list[Any] = list(self._pools.values())
+        snapshots = [one for pool in pools for one in pool.snapshot(include_traces=False)]
+        return reclaiming.segments_of(snapshots, self._overflow.kind_of)
+
+    def _page_bytes(self) -> int:
+        return 2 * MIB if isinstance(self._driver, Missing) else self._driver.page_bytes
+
+    def _situation(
+        self, account: OverflowStats, segments: tuple[reclaiming.Segment, ...], refused: bool
+    ) -> reclaiming.Situation:
+        cold = reclaiming.cold_spans(segments, self._page_bytes())
+        free, total = torch.cuda.mem_get_info(self._device)
+        return reclaiming.Situation(
+            stage=account.stage,
+            total_bytes=total,
+            gpu_free_bytes=free,
+            needed_free_bytes=account.reserve_bytes + account.margin_bytes,
+            reserved_bytes=sum(segment.span.nbytes for segment in segments),
+            cached_bytes=sum(segment.free_bytes for segment in segments),
+            cold_bytes=sum(span.nbytes for span in cold),
+            peak_bytes=torch.cuda.max_memory_allocated(self._device),
+            refused=refused,
+            can_discard=not isinstance(self._driver, Missing) and self._driver.version() >= DISCARDS_SINCE,
+            steps_since_light=None if self._light_at is None else self._steps - self._light_at,
+            steps_since_hard=None if self._hard_at is None else self._steps - self._hard_at,
+        )
+
+    def _light(self, now: reclaiming.Situation, segments: tuple[reclaiming.Segment, ...]) -> int:
+        reason = reclaiming.light_reason(now)
+        if reason is None or isinstance(self._driver, Missing):
+            return 0
+        spans = reclaiming.cold_spans(segments, self._page_bytes())
+        torch.cuda.synchronize(self._device)  # kernels that were queued before a block was freed may still use it
+        self._light_at = self._steps
+        try:
+            if now.can_discard:
+                self._driver.discard(spans)
+            else:
+                self._driver.prefetch(spans, HOST)
+            self._driver.synchronize(self._device)
+        except Refused as refused:
+            self._sink.emit(Warned(NAME, f"{bytes_text(now.cold_bytes)} could not be taken back: {refused}"))
+            return 0
+        self._overflow.reclaimed(light=1, device=self._device)
+        self._tell("light", now.cold_bytes, reason)
+        return now.cold_bytes
+
+    def _hard(self, now: reclaiming.Situation) -> int:
+        if self._retired:
+            torch.cuda.empty_cache()  # an earlier pool's segments, as far as their tensors are gone
+            self._retired = False
+        reason = reclaiming.hard_reason(now)
+        return 0 if reason is None else self.rebuild(reason)
+
+    def _tell(self, how: str, nbytes: int, reason: str) -> None:
+        figures: dict[str, JSON] = {"how": how, "bytes": nbytes, "step_ends": self._steps, "reason": reason}
+        self._sink.emit(Measured(RECLAIMED, figures))

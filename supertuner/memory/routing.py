@@ -1,0 +1,125 @@
+"""Which allocations of torch reach a pool: those of every thread, or, where torch is not as expected, of this one.
+
+The call that routes the whole process is private to torch, so it is used only for versions and a signature that are
+known, and only after an allocation on another thread has been seen to arrive. Otherwise the public, thread-local way is
+taken, with autograd kept on the thread that calls it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Final, Protocol
+
+import torch
+
+OLDEST: Final = (2, 13)
+"""Before, torch held back every block that a second stream had used for as long as allocations were routed."""
+NEWEST: Final = (2, 15)
+"""The last version on which the private call was tried."""
+
+
+class Route(Protocol):
+    """Sends allocations to one pool at a time."""
+
+    how: str
+
+    def begin(self, pool: torch.cuda.MemPool) -> None: ...
+
+    def end(self, pool: torch.cuda.MemPool) -> None: ...
+
+    def close(self) -> None:
+        """Leave torch as it was found."""
+
+
+class ProcessWide:
+    """Every thread and stream of the process, autograd's threads included."""
+
+    how = "every thread's allocations"
+
+    def __init__(self, device: int) -> None:
+        self._device = device
+
+    def begin(self, pool: torch.cuda.MemPool) -> None:
+        _private("_cuda_beginAllocateToPool")(self._device, pool.id)
+
+    def end(self, pool: torch.cuda.MemPool) -> None:
+        _private("_cuda_endAllocateToPool")(self._device, pool.id)
+        _private("_cuda_releasePool")(self._device, pool.id)  # each begin holds the pool once
+
+    def close(self) -> None:
+        pass
+
+
+class ThisThread:
+    """The calling thread; autograd is kept on it, so that backward is routed as well."""
+
+    how = "this thread's allocations, with autograd kept on it"
+
+    def __init__(self, device: int) -> None:
+        self._device = device
+        self._open: AbstractContextManager[None] | None = None
+        self._multithreading = torch.autograd.set_multithreading_enabled(False)
+
+    def begin(self, pool: torch.cuda.MemPool) -> None:
+        assert self._open is None, "one pool at a time"
+        self._open = torch.cuda.use_mem_pool(pool, self._device)
+        self._open.__enter__()
+
+    def end(self, pool: torch.cuda.MemPool) -> None:
+        assert self._open is not None, "nothing is routed"
+        self._open.__exit__(None, None, None)
+        self._open = None
+
+    def close(self) -> None:
+        self._multithreading.__exit__(None, None, None)
+
+
+def version_of(text: str) -> tuple[int, int]:
+    """`2.13.0+cu130` → (2, 13)."""
+    found = re.match(r"(\d+)\.(\d+)", text)
+    assert found is not None, text
+    return int(found[1]), int(found[2])
+
+
+def not_process_wide(version: str, begin: object) -> str | None:
+    """Why the private call may not be used; None: version and signature are known."""
+    if begin is None:
+        return f"torch {version} has no _cuda_beginAllocateToPool"
+    if not OLDEST <= version_of(version) <= NEWEST:
+        return f"torch {version} is none of those that were tried ({_words(OLDEST)} to {_words(NEWEST)})"
+    signature = re.match(r"\w+\((?:\w+: )?(?:self, )?arg0: [^,]+, arg1: [Tt]uple\[.*\]\) -> None", begin.__doc__ or "")
+    if signature is None or "arg2" in (begin.__doc__ or ""):
+        return f"torch {version} changed the signature of _cuda_beginAllocateToPool"
+    return None
+
+
+def other_thread_arrives(device: int, arrivals: Callable[[], int]) -> bool:
+    """Whether an allocation on another thread reaches the plugin, which counts `arrivals`."""
+
+    def allocate() -> None:
+        # A refusal is an arrival as well: the plugin was asked.
+        with contextlib.suppress(torch.OutOfMemoryError):
+            torch.empty(1, device=f"cuda:{device}")
+
+    before = arrivals()
+    thread = threading.Thread(target=allocate, name="overflow-proof")
+    thread.start()
+    thread.join()
+    return arrivals() > before
+
+
+def _private(name: str) -> Any:
+    return getattr(torch._C, name)
+
+
+def begin_call() -> object | None:
+    """Torch's private function, if it is there."""
+    return getattr(torch._C, "_cuda_beginAllocateToPool", None)
+
+
+def _words(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
