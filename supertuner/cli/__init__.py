@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -11,6 +12,7 @@ from supertuner.cli.arena import app as arena
 from supertuner.cli.cache import app as cache
 from supertuner.cli.checkpoint import app as checkpoint
 from supertuner.cli.config import app as config
+from supertuner.cli.doctor import register as register_doctor
 from supertuner.cli.env import register as register_env
 from supertuner.cli.preview import register as register_preview
 from supertuner.cli.quickstart import register as register_quickstart
@@ -32,6 +34,7 @@ register_train(app)
 register_stage(app)
 register_preview(app)
 register_validate(app)
+register_doctor(app)
 register_env(app)
 app.add_typer(config, name="config")
 app.add_typer(arena, name="arena")
@@ -57,10 +60,10 @@ def options(
     pass
 
 
-def main() -> None:
-    """Run a command. A user's problem is a message and an exit code, never a traceback."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command, by these arguments or the process's own. A user's problem is a message, never a traceback."""
     try:
-        app()
+        app(arguments)
     except SuperTunerError as error:
         typer.echo(str(error), err=True)
         sys.exit(error.exit_code)

@@ -1,8 +1,8 @@
 """The variables that a GH200 job exports, their values, and who reads them: one table, and nothing of it is set here.
 
-`supertuner env` prints it and `scripts/setup_gh200_env.sh` holds the same lines, which a test compares. There is nothing
-in it that stock torch would refuse: the seeds' `PYTORCH_CUDA_ALLOC_CONF=use_uvm:…` is an error to a CUDA build of torch,
-so the ratio and the access pattern travel in variables of their own.
+`supertuner env` prints it and `scripts/setup_gh200_env.sh` holds the same values, which a test compares. Nothing in it
+would be refused by a stock torch: the seeds' `PYTORCH_CUDA_ALLOC_CONF=use_uvm:…` is an error to a CUDA build of it, so
+the ratio and the access pattern travel in variables of their own.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def effective(environ: Mapping[str, str]) -> dict[str, str]:
 def lines(environ: Mapping[str, str]) -> list[str]:
     """The exports as lines for `eval` in a POSIX shell.
 
-    A variable that this process does not see may still be one of the shell's own, set and not exported: the shell looks.
+    A variable that this process does not see may still be set in the shell and not exported: the shell looks itself.
     """
     return [_line(export, environ.get(export.name)) for export in EXPORTS]
 

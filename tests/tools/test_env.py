@@ -1,4 +1,4 @@
-"""`supertuner env` and the script that is sourced: the same values, what was set before wins, and no trace in the shell."""
+"""`supertuner env` and the script that is sourced: the same values, what was set before wins, no trace in the shell."""
 
 from __future__ import annotations
 

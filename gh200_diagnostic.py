@@ -1,0 +1,7 @@
+"""`python gh200_diagnostic.py …`, as the seeds call it: `supertuner doctor` with the same options."""
+
+import sys
+
+from supertuner.cli import main
+
+main(["doctor", *sys.argv[1:]])

@@ -1,0 +1,295 @@
+"""The allocation test: managed memory beyond the GPU's own, filled by the GPU, verified by value, timed.
+
+Over the seam of `memory/driver.py`, so the same test runs on a GPU, on a stand-in for its library and on the software
+superchip; whose clock it was is part of the result. Everything that it took is given back, also after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Final
+
+from supertuner.core.events import Progress
+from supertuner.core.types import KIB, bytes_text
+from supertuner.memory.driver import HOST, Advice, Device, Driver, Gpu, Kind, Refused, Span
+from supertuner.memory.machines import Figure, Machine
+from supertuner.tools.doctor.allocation_plan import Plan
+
+SAMPLE_BYTES: Final = 64
+SAMPLES: Final = 5
+"""Places of a block that the host reads: both ends and between."""
+COPIED_BYTES: Final = 4 * KIB
+"""Of every block, copied by the GPU into host memory and read there."""
+ROUNDS: Final = 3
+WRONG_TOLD: Final = 8
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """How fast something was, and what the table of machines says of it."""
+
+    name: str
+    nbytes: int
+    seconds: float
+    expected: Figure | None = None
+
+    @property
+    def bytes_s(self) -> float | None:
+        return self.nbytes / self.seconds if self.seconds > 0 else None
+
+    @property
+    def ratio(self) -> float | None:
+        """To the table's figure; None where it has none."""
+        if self.bytes_s is None or self.expected is None or not self.expected.value:
+            return None
+        return self.bytes_s / self.expected.value
+
+
+@dataclass(slots=True)
+class Tested:
+    """What became of the test. It passed if there is no problem, nothing wrong, and every block was verified."""
+
+    plan: Plan
+    gpu_bytes: int
+    rates: list[Rate] = field(default_factory=list)
+    verified: int = 0
+    """Blocks whose samples all had their value."""
+    wrong: list[str] = field(default_factory=list)
+    """Places with another value than was written, the first few."""
+    notes: list[str] = field(default_factory=list)
+    """What was left out, and why."""
+    problem: str | None = None
+    """The driver's refusal that ended the test early."""
+
+    @property
+    def passed(self) -> bool:
+        return self.problem is None and not self.wrong and self.verified == self.plan.blocks
+
+    @property
+    def beyond(self) -> bool:
+        """Whether it went beyond the GPU's own memory."""
+        return self.plan.nbytes > self.gpu_bytes
+
+
+class Held:
+    """Memory that a step of the test holds; leaving the `with` gives it back, whatever happened."""
+
+    def __init__(self, driver: Driver, device: int, notes: list[str]) -> None:
+        self._driver, self._device, self._notes = driver, device, notes
+        self._addresses: list[int] = []
+
+    def take(self, kind: Kind, nbytes: int) -> Span:
+        address = self._driver.allocate(kind, nbytes, self._device)
+        self._addresses.append(address)
+        return Span(address, nbytes)
+
+    def __enter__(self) -> Held:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        while self._addresses:
+            try:
+                self._driver.free(self._addresses.pop())
+            except Refused as refusal:
+                self._notes.append(f"memory was not given back before the end of the process: {refusal}")
+
+
+class Bench:
+    """One run of the test."""
+
+    def __init__(
+        self, driver: Driver, device: Device, machine: Machine | None, plan: Plan, clock: Clock, progress: Progress
+    ) -> None:
+        self._driver, self._device, self._machine = driver, device, machine
+        self._plan, self._clock, self._progress = plan, clock, progress
+        self._found = Tested(plan, device.total_bytes)
+
+    def run(self) -> Tested:
+        """Every step in turn. A refusal of the driver ends the test and is its finding."""
+        try:
+            with self._holding() as held:
+                managed = held.take(Kind.MANAGED, self._plan.nbytes)
+                self._fill(managed)
+                self._verify(managed, held.take(Kind.SYSTEM, COPIED_BYTES))
+                self._resident(Span(managed.address, self._plan.resident_bytes))
+            if self._plan.link_bytes:
+                with self._holding() as held:
+                    self._link(held)
+            else:
+                self._found.notes.append("the link was not tried: there is none to cross, or no room for its buffers")
+        except Refused as refusal:
+            self._found.problem = str(refusal)
+        return self._found
+
+    def _holding(self) -> Held:
+        return Held(self._driver, self._device.number, self._found.notes)
+
+    def _fill(self, managed: Span) -> None:
+        """Every block its own value, by the GPU, which touches it for the first time."""
+        inside, beyond = [0, 0.0], [0, 0.0]
+        with self._progress.phase("filling managed memory", nbytes=managed.nbytes) as phase:
+            for number, block in enumerate(self._blocks(managed)):
+                begin = self._clock()
+                self._write(block, value_of(number))
+                seconds = self._clock() - begin
+                part = inside if block.end - managed.address <= self._plan.gpu_free else beyond
+                part[0], part[1] = part[0] + block.nbytes, part[1] + seconds
+                phase.advance(nbytes=block.nbytes)
+        for name, (nbytes, seconds) in (("first touch", inside), ("first touch, full", beyond)):
+            if nbytes:
+                self._found.rates.append(Rate(name, int(nbytes), seconds))
+
+    def _verify(self, managed: Span, bounce: Span) -> None:
+        """Samples of every block, read by the host where they lie, and copied out by the GPU.
+
+        The copies go to one place in turn: one that did not happen leaves the value of the block before, which differs.
+        """
+        with self._progress.phase("verifying by value", items=self._plan.blocks, noun="blocks") as phase:
+            for number, block in enumerate(self._blocks(managed)):
+                wrong = self._differs(block, value_of(number), bounce)
+                self._found.verified += not wrong
+                if wrong and len(self._found.wrong) < WRONG_TOLD:
+                    self._found.wrong.append(f"block {number} of {self._plan.blocks}: {wrong}")
+                phase.advance(items=1)
+
+    def _differs(self, block: Span, value: int, bounce: Span) -> str:
+        """What is wrong with a block; empty: nothing."""
+        for at in sample_offsets(block.nbytes):
+            found = self._driver.read(Span(block.address + at, SAMPLE_BYTES))
+            if found != bytes([value]) * SAMPLE_BYTES:
+                return f"the host reads {found[:4].hex(' ')} … at byte {at}, not {value:02x}"
+        middle = block.nbytes // 2 - block.nbytes // 2 % COPIED_BYTES
+        self._driver.copy(bounce.address, block.address + middle, bounce.nbytes, self._device.number)
+        found = self._driver.read(bounce)
+        if found != bytes([value]) * bounce.nbytes:
+            return f"a copy by the GPU holds {found[:4].hex(' ')} …, not {value:02x}"
+        return ""
+
+    def _resident(self, span: Span) -> None:
+        """Writing and copying managed memory that is on the GPU already."""
+        if span.nbytes < 2 * COPIED_BYTES:
+            return
+        try:
+            self._driver.prefetch([span], Gpu(self._device.number))
+        except Refused as refusal:
+            self._found.notes.append(f"resident memory was not timed: {refusal}")
+            return
+        self._driver.synchronize(self._device.number)
+        row, half = self._machine, span.nbytes // 2
+        seconds = self._best(lambda: self._write(span, 1))
+        self._found.rates.append(
+            Rate("resident, written", span.nbytes, seconds, None if row is None else row.gpu_write_bytes_s)
+        )
+        seconds = self._best(lambda: self._driver.copy(span.address + half, span.address, half, self._device.number))
+        self._found.rates.append(Rate("resident, copied", 2 * half, seconds, None if row is None else copy_figure(row)))
+
+    def _link(self, held: Held) -> None:
+        """Both directions between host memory and the GPU's, by plain copies; the values are verified too."""
+        nbytes, number, row = self._plan.link_bytes, self._device.number, self._machine
+        near, far = held.take(Kind.DEVICE, nbytes), held.take(Kind.SYSTEM, nbytes)
+        bounce = held.take(Kind.SYSTEM, COPIED_BYTES)
+        self._keep_on_host(far)
+        with self._progress.phase("copying over the link", nbytes=2 * (ROUNDS + 1) * nbytes) as phase:
+
+            def copy(target: Span, source: Span) -> None:
+                self._driver.copy(target.address, source.address, nbytes, number)
+                phase.advance(nbytes=nbytes)
+
+            self._write(near, 0x5A)
+            copy(far, near)  # the pages of `far` come into being here, and are not timed
+            to_host = self._best(lambda: copy(far, near))
+            self._expect(far, 0x5A, "the host's end of the link")
+            self._write(near, 0xA5)
+            self._expect_on_gpu(near, 0xA5, bounce)  # so that what follows is not what was there before
+            copy(near, far)
+            to_device = self._best(lambda: copy(near, far))
+            self._expect_on_gpu(near, 0x5A, bounce)
+        if self._strayed(far):
+            self._found.notes.append("the link was not timed: the kernel put the host's end into GPU memory")
+            return
+        self._found.rates.append(Rate("host to GPU", nbytes, to_device, None if row is None else row.to_device_bytes_s))
+        self._found.rates.append(Rate("GPU to host", nbytes, to_host, None if row is None else row.to_host_bytes_s))
+
+    def _keep_on_host(self, span: Span) -> None:
+        """Where the GPU shares the host's page tables, its first touch would put the pages into its own memory."""
+        if not self._device.pageable:
+            return
+        try:
+            self._driver.advise(span, Advice.PREFERRED_LOCATION, HOST)
+            self._driver.prefetch([span], HOST)
+            self._driver.synchronize(self._device.number)
+        except Refused as refusal:
+            self._found.notes.append(f"the host's end of the link may have moved: {refusal}")
+
+    def _strayed(self, span: Span) -> bool:
+        """Whether the kernel says that the span lies in GPU memory; where it does not say, it is believed to stay."""
+        gpu_node = self._device.numa_node
+        if gpu_node is None:
+            return False
+        places = self._driver.locate([span.address + at for at in sample_offsets(span.nbytes)])
+        return gpu_node in places
+
+    def _expect(self, span: Span, value: int, what: str) -> None:
+        for at in sample_offsets(span.nbytes):
+            found = self._driver.read(Span(span.address + at, SAMPLE_BYTES))
+            if found != bytes([value]) * SAMPLE_BYTES:
+                self._found.wrong.append(f"{what} holds {found[:4].hex(' ')} … at byte {at}, not {value:02x}")
+                return
+
+    def _expect_on_gpu(self, span: Span, value: int, bounce: Span) -> None:
+        for at in sample_offsets(span.nbytes):
+            self._driver.copy(bounce.address, span.address + at, SAMPLE_BYTES, self._device.number)
+            found = self._driver.read(Span(bounce.address, SAMPLE_BYTES))
+            if found != bytes([value]) * SAMPLE_BYTES:
+                self._found.wrong.append(f"GPU memory holds {found[:4].hex(' ')} … at byte {at}, not {value:02x}")
+                return
+
+    def _write(self, span: Span, value: int) -> None:
+        self._driver.fill(span, value, self._device.number)
+
+    def _timed(self, work: Callable[[], None]) -> float:
+        begin = self._clock()
+        work()
+        return self._clock() - begin
+
+    def _best(self, work: Callable[[], None]) -> float:
+        """The quickest of a few: what it takes when nobody else is in the way."""
+        return min(self._timed(work) for _ in range(ROUNDS))
+
+    def _blocks(self, span: Span) -> list[Span]:
+        size = self._plan.block_bytes
+        return [Span(at, size) for at in range(span.address, span.end, size)]
+
+
+def value_of(block: int) -> int:
+    """Neighbours differ, and none is zero, which fresh memory is."""
+    return 1 + block * 7 % 251
+
+
+def sample_offsets(nbytes: int) -> list[int]:
+    """Where a piece is read: its first bytes, its last, and evenly between."""
+    last = nbytes - SAMPLE_BYTES
+    return [last * step // (SAMPLES - 1) for step in range(SAMPLES)]
+
+
+def copy_figure(row: Machine) -> Figure | None:
+    """What a copy inside GPU memory can reach: each byte is read once and written once."""
+    read, write = row.gpu_read_bytes_s, row.gpu_write_bytes_s
+    if not read.value or not write.value:
+        return None
+    return Figure(2 / (1 / read.value + 1 / write.value), f"reads and writes in turn: {read.source}", read.how)
+
+
+def rate_text(rate: Rate) -> str:
+    """`3,512 GB/s, 95 % of the table's 3,705`. Decimal units, as bandwidth is sold."""
+    if rate.bytes_s is None:
+        return f"{bytes_text(rate.nbytes)} in no time that the clock could see"
+    text = f"{rate.bytes_s / 1e9:,.1f} GB/s"
+    if rate.ratio is not None and rate.expected is not None and rate.expected.value:
+        text += f", {rate.ratio:.0%} of the table's {rate.expected.value / 1e9:,.0f} ({rate.expected.how})"
+    return text

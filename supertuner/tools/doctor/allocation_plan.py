@@ -1,0 +1,112 @@
+"""How much memory the allocation test may take: a pure decision, which never endangers the machine it is made for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from supertuner.core.types import GIB, MIB, bytes_text
+
+FLOOR_SHARE: Final = 0.10
+FLOOR_BYTES: Final = 4 * GIB
+"""Host memory that the test leaves free: this share of it, and at least so much."""
+POOL_SHARE: Final = 0.5
+"""Of one pool that CPU and GPU share: running out of it takes the whole machine down (GB10), not just the process."""
+DRIVER_BLOCK: Final = 2 * MIB
+BLOCK_BYTES: Final = 256 * MIB
+BLOCKS: Final = 64
+LINK_BYTES: Final = GIB
+RESIDENT_BYTES: Final = 4 * GIB
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What the machine has, as of now."""
+
+    gpu_bytes: int
+    gpu_free: int
+    host_total: int | None
+    host_available: int | None
+    managed: bool | None
+    concurrent: bool | None
+    one_pool: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The test as it will be made."""
+
+    asked_bytes: int
+    nbytes: int
+    """A whole number of blocks."""
+    block_bytes: int
+    gpu_free: int
+    resident_bytes: int
+    link_bytes: int
+    """Of the buffers on either end of the link; 0: there is no link to try."""
+    limited: str
+    """Why it is less than was asked for; empty: it is not."""
+
+    @property
+    def blocks(self) -> int:
+        return self.nbytes // self.block_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Declined:
+    """There will be no test, and why."""
+
+    reason: str
+
+
+def plan(room: Room, scale: float) -> Plan | Declined:
+    """The test of `scale` × GPU memory, or as much of it as is safe here."""
+    if room.managed is False:
+        return Declined("this GPU has no managed memory: there is nothing that could go beyond its own")
+    asked = int(scale * room.gpu_bytes)
+    most, why = _most(room)
+    nbytes, limited = asked, ""
+    if asked > most:
+        nbytes, limited = most, f"{bytes_text(most)} instead of {bytes_text(asked)}: {why}"
+    block = _block(nbytes)
+    nbytes -= nbytes % block
+    if nbytes < 2 * block:
+        return Declined(f"there is no room for a test: {limited or f'{bytes_text(asked)} is too little to try'}")
+    link = 0 if room.one_pool else _rounded(min(LINK_BYTES, room.gpu_free // 4, _spare(room) // 2, nbytes))
+    resident = _rounded(min(RESIDENT_BYTES, room.gpu_free // 2, nbytes))
+    return Plan(asked, nbytes, block, room.gpu_free, resident, link, limited)
+
+
+def _most(room: Room) -> tuple[int, str]:
+    """Bytes that are safe, and what limits them."""
+    spare = _spare(room)
+    if room.one_pool:
+        why = "CPU and GPU share one pool, where going beyond it wedges the machine; half of what is free is tried"
+        return int(min(spare, room.gpu_free) * POOL_SHARE), why
+    if room.concurrent is False:
+        return int(room.gpu_free * 0.9), "without concurrent managed access the GPU cannot go beyond its own memory"
+    if room.host_available is None:
+        return int(room.gpu_free * 0.9), "nobody says how much host memory is free, so none of it is taken"
+    kept = bytes_text(_floor(room))
+    return (
+        room.gpu_free + spare,
+        f"{bytes_text(room.host_available)} of host memory are available, and {kept} stay free",
+    )
+
+
+def _spare(room: Room) -> int:
+    """Host memory that the test may take."""
+    return max(0, (room.host_available or 0) - _floor(room))
+
+
+def _floor(room: Room) -> int:
+    return max(FLOOR_BYTES, int(FLOOR_SHARE * (room.host_total or 0)))
+
+
+def _block(nbytes: int) -> int:
+    """About 64 blocks, of 2 to 256 MiB: enough to see where a wrong value lies, few enough to be quick."""
+    return max(DRIVER_BLOCK, min(BLOCK_BYTES, _rounded(nbytes // BLOCKS)))
+
+
+def _rounded(nbytes: int) -> int:
+    return nbytes - nbytes % DRIVER_BLOCK

@@ -1,0 +1,133 @@
+"""The GPU and its driver, judged: what kind of memory it has, and what that allows. Pure: situation in, checks out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Final
+
+from supertuner.core.types import bytes_text
+from supertuner.memory.driver import Device
+from supertuner.tools.doctor.check import Check, absent, bad, good, warning
+from supertuner.tools.doctor.situation import Situation
+
+GROUP: Final = "GPU"
+BATCH_CALLS: Final = 13000
+"""The driver API from which on many ranges are prefetched or discarded in one call."""
+
+
+def gpu_checks(situation: Situation) -> Iterator[Check]:
+    """One check on whether there is a GPU; the others are of no meaning without one, and say so."""
+    yield machine(situation)
+    gpus = situation.facts.gpus
+    if not gpus:
+        reason = situation.facts.no_gpu_reason or "the driver names no GPU"
+        yield absent(
+            GROUP, "GPU", f"none: {reason}", "where one should be, `nvidia-smi` tells whether the system sees it"
+        )
+        for name in ("driver", *(name for name, _ in ABILITIES)):
+            yield replace(absent(GROUP, name, "no GPU"), needs_gpu=True)
+        return
+    yield present(situation)
+    yield driver(situation)
+    for name, judge in ABILITIES:
+        yield replace(judge(gpus[0].device, situation), name=name, needs_gpu=True)
+
+
+def machine(situation: Situation) -> Check:
+    facts = situation.facts
+    host = f"{facts.arch or 'unknown architecture'}, {facts.cpus} CPUs, Linux {facts.kernel or 'of unknown version'}"
+    if facts.machine is None:
+        name = facts.gpus[0].device.name if facts.gpus else facts.cpu_name or "this machine"
+        return absent(
+            GROUP, "machine", f"{name} is not in the table of machines: bandwidths have nothing to stand against"
+        )
+    link = f", {facts.machine.link}" if facts.machine.link != "none" else ""
+    return good(GROUP, "machine", f"{facts.machine.title} ({facts.machine.key}){link}; {host}")
+
+
+def present(situation: Situation) -> Check:
+    gpus = [gpu.device for gpu in situation.facts.gpus]
+    kinds = {(gpu.name, gpu.total_bytes): sum(g.name == gpu.name for g in gpus) for gpu in gpus}
+    text = ", ".join(f"{count} × {name}, {bytes_text(size)}" for (name, size), count in kinds.items())
+    return good(GROUP, "GPU", text)
+
+
+def driver(situation: Situation) -> Check:
+    facts = situation.facts
+    kernel = f", kernel driver {facts.nvidia_driver}" if facts.nvidia_driver else ""
+    if facts.driver_version is None:
+        return replace(absent(GROUP, "driver", f"its version is not known{kernel}"), needs_gpu=True)
+    text = f"CUDA {cuda_text(facts.driver_version)}{kernel}"
+    if situation.behind.figures == "stand-in":
+        text += f"; no NVIDIA kernel driver below {situation.behind.library or 'its library'}: a stand-in, not a GPU"
+    if facts.driver_version < BATCH_CALLS:
+        finding = f"{text}: too old for batch calls: each range is prefetched by a call of its own, none is discarded"
+        remedy = "install a driver of branch 580 or newer: `sudo apt install nvidia-driver-580-open`, then reboot"
+        return warning(GROUP, "driver", finding, remedy)
+    return good(GROUP, "driver", f"{text}; batch calls")
+
+
+def managed(device: Device, situation: Situation) -> Check:
+    if device.managed:
+        return good(GROUP, "", "yes")
+    if device.managed is None:
+        return absent(GROUP, "", "the driver does not say")
+    remedy = "see whether the module is there: `lsmod | grep nvidia_uvm`, else `sudo modprobe nvidia_uvm`"
+    return bad(GROUP, "", "none: no hints for it, and no overflow", remedy)
+
+
+def concurrent(device: Device, situation: Situation) -> Check:
+    if device.concurrent_managed:
+        return good(GROUP, "", "CPU and GPU may use managed memory at once: prefetch and going beyond GPU memory work")
+    if device.concurrent_managed is None:
+        return absent(GROUP, "", "the driver does not say")
+    remedy = (
+        "this is so under WSL and on GPUs before Pascal; elsewhere look for refusals in `sudo dmesg | grep -i nvrm`"
+    )
+    return warning(GROUP, "", "no: no prefetch, and managed memory cannot go beyond GPU memory", remedy)
+
+
+def ats(device: Device, situation: Situation) -> Check:
+    row = situation.facts.machine
+    if device.host_page_tables:
+        return good(GROUP, "", "the GPU uses the host's page tables: ordinary memory is its memory too")
+    if row is not None and row.ats and not row.one_pool:
+        remedy = (
+            "see `cat /proc/driver/nvidia/params | grep -i -E 'ats|coherent'` and `nvidia-smi -q | grep -i addressing`"
+        )
+        return bad(GROUP, "", f"off, though {row.title} has it: ordinary memory is copied page by page", remedy)
+    if device.host_page_tables is None:
+        return absent(GROUP, "", "the driver does not say")
+    how = "by faults (HMM), slower than ATS" if device.pageable else "not at all"
+    return absent(GROUP, "", f"no; the GPU reads ordinary memory {how}")
+
+
+def direct(device: Device, situation: Situation) -> Check:
+    if device.direct_host_access:
+        return good(GROUP, "", "the CPU reads managed memory on the GPU without moving it")
+    if device.direct_host_access is None:
+        return absent(GROUP, "", "the driver does not say")
+    return absent(GROUP, "", "no: what the CPU touches of managed memory moves to the host")
+
+
+def pool(device: Device, situation: Situation) -> Check:
+    if situation.facts.one_pool is None:
+        return absent(GROUP, "", "the driver does not say whether CPU and GPU share one pool")
+    if situation.facts.one_pool:
+        return good(GROUP, "", "one, shared by CPU and GPU: there is nothing to spill into, and overflow is refused")
+    return good(GROUP, "", "two: GPU memory, and host memory to spill into")
+
+
+ABILITIES: Final[tuple[tuple[str, Callable[[Device, Situation], Check]], ...]] = (
+    ("managed memory", managed),
+    ("concurrent access", concurrent),
+    ("ATS", ats),
+    ("direct access", direct),
+    ("pool", pool),
+)
+
+
+def cuda_text(version: int) -> str:
+    """13000 → `13.0`."""
+    return f"{version // 1000}.{version % 1000 // 10}"

@@ -1,0 +1,74 @@
+"""One examination, from the first question to the last byte given back. The one file here that opens a driver."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from supertuner.core.events import Progress
+from supertuner.core.host import Host
+from supertuner.memory.cuda import open_cuda
+from supertuner.memory.driver import Driver, Missing
+from supertuner.memory.nvml import open_nvml
+from supertuner.memory.probe import Facts, free_gpu_bytes, host_available_bytes
+from supertuner.tools.doctor.allocation import Bench, Clock, Tested
+from supertuner.tools.doctor.allocation_checks import allocation_checks
+from supertuner.tools.doctor.allocation_plan import Declined, Room, plan
+from supertuner.tools.doctor.check import Check
+from supertuner.tools.doctor.checks import Examined, all_checks
+from supertuner.tools.doctor.situation import Situation, look, mapped_library
+
+
+def examine(
+    host: Host,
+    environ: Mapping[str, str],
+    scale: float | None,
+    progress: Progress,
+    show: Callable[[Sequence[Check]], None],
+) -> Examined:
+    """Look at this machine, show what was found, then try its memory (`scale`: None does not) and show that."""
+    situation, driver = look_here(host, environ)
+    checks = all_checks(situation)
+    show(checks)
+    tested: Tested | Declined = Declined("--skip-allocation")
+    if scale is not None:
+        tested = try_memory(situation.facts, driver, host, scale, progress)
+    more = tuple(allocation_checks(tested, situation.behind.figures))
+    show(more)
+    return Examined(situation, (*checks, *more), tested)
+
+
+def look_here(host: Host, environ: Mapping[str, str]) -> tuple[Situation, Driver | Missing]:
+    """This machine, by NVIDIA's driver if it is there."""
+    driver = open_cuda()
+    library = None if isinstance(driver, Missing) else mapped_library(host)
+    return look(host, driver, open_nvml(), environ, folder=Path.cwd(), library=library), driver
+
+
+def try_memory(
+    facts: Facts,
+    driver: Driver | Missing,
+    host: Host,
+    scale: float,
+    progress: Progress,
+    clock: Clock = time.perf_counter,
+) -> Tested | Declined:
+    """The allocation test on the first GPU, as large as is safe right now."""
+    if isinstance(driver, Missing) or not facts.gpus:
+        return Declined("no GPU")
+    gpu = facts.gpus[0]
+    free = free_gpu_bytes(facts, driver, host, gpu.device.number)
+    room = Room(
+        gpu_bytes=gpu.device.total_bytes,
+        gpu_free=0 if free is None else free,
+        host_total=facts.memory_total,
+        host_available=host_available_bytes(facts, host),
+        managed=gpu.device.managed,
+        concurrent=gpu.device.concurrent_managed,
+        one_pool=facts.one_pool,
+    )
+    planned = plan(room, scale)
+    if isinstance(planned, Declined):
+        return planned
+    return Bench(driver, gpu.device, gpu.machine, planned, clock, progress).run()

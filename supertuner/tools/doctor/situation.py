@@ -1,0 +1,191 @@
+"""All that the doctor's checks look at, gathered once: this machine, its torch, its environment. Judges nothing."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal, TypeAlias
+
+from supertuner.config import environment, exports
+from supertuner.config.load import load
+from supertuner.core.errors import ConfigError, Problem
+from supertuner.core.host import Host
+from supertuner.core.types import JSON
+from supertuner.memory.driver import Driver, Missing
+from supertuner.memory.enabled import Enabled, decide, supported
+from supertuner.memory.nvml import Nvml
+from supertuner.memory.probe import Facts, host_available_bytes, kernel_fields, probe
+from supertuner.tools.doctor.torch_probe import ALLOCATOR_VARIABLES, TorchFacts, probe_torch
+
+Body: TypeAlias = Literal["cuda", "model", "none"]
+Origin: TypeAlias = Literal["measured", "modelled", "stand-in"]
+COMPILERS: Final = ("cc", "gcc", "clang")
+KERNEL_DRIVER: Final = ("proc/driver/nvidia/version", "dev/nvidiactl", "dev/dxg", "dev/nvmap")
+"""Where NVIDIA's kernel driver shows: by itself, its device, under WSL, on Tegra."""
+
+
+@dataclass(frozen=True, slots=True)
+class Behind:
+    """Who answered for the GPU."""
+
+    body: Body
+    library: str | None
+    """The file that libcuda.so.1 really is."""
+    figures: Origin
+    """What a clock says here: of a GPU, of the model, or of a library with no NVIDIA kernel driver below it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """One variable of the environment that gives a setting."""
+
+    name: str
+    given: str | None
+    setting: str
+    value: JSON
+    """The setting with this variable alone; its default where the variable is unset or wrong."""
+    problem: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Around:
+    """The process's surroundings that are no hardware."""
+
+    machine_memory: int | None
+    """MemTotal, whatever a container grants of it."""
+    host_available: int | None
+    """Host memory that can be taken; GPU memory that the kernel counts as its own is not in it."""
+    shm_bytes: int | None
+    shm_free: int | None
+    folder: str
+    folder_free: int | None
+    open_files: int | None
+    """The soft limit; None: no limit."""
+    compiler: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    facts: Facts
+    behind: Behind
+    torch: TorchFacts
+    variables: tuple[Variable, ...]
+    allocator: Mapping[str, str]
+    """The variables of torch's allocator that are set."""
+    settings: tuple[str, ...]
+    """Names of the SUPERTUNER_ variables that are set."""
+    settings_problems: tuple[str, ...]
+    around: Around
+    overflow: Path | Missing
+    hints: Enabled
+
+
+def look(
+    host: Host,
+    driver: Driver | Missing,
+    nvml: Nvml | Missing,
+    environ: Mapping[str, str],
+    *,
+    folder: Path,
+    body: Body = "cuda",
+    library: str | None = None,
+    torch: Callable[[Mapping[str, str]], TorchFacts] = probe_torch,
+) -> Situation:
+    """Ask everybody. Torch is asked in a child while the rest is gathered: importing it takes seconds."""
+    from supertuner.memory.overflow import built
+
+    with ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(torch, environ)
+        facts = probe(host, driver, nvml)
+        variables = tuple(_variable(export.name, environ) for export in exports.EXPORTS)
+        own = {name: value for name, value in environ.items() if name.startswith(environment.PREFIX) and value}
+        return Situation(
+            facts=facts,
+            behind=Behind("none" if isinstance(driver, Missing) else body, library, origin(body, host)),
+            torch=answer.result(),
+            variables=variables,
+            allocator={name: environ[name] for name in ALLOCATOR_VARIABLES if environ.get(name)},
+            settings=tuple(sorted(own)),
+            settings_problems=tuple(str(problem).removeprefix("environment: ") for problem in _problems(own)),
+            around=_around(host, facts, environ, folder),
+            overflow=built(),
+            hints=decide(None, _hints_setting(environ, variables), (), supported(driver)),
+        )
+
+
+def origin(body: Body, host: Host) -> Origin:
+    """What figures are worth. A library without a kernel driver below it is a stand-in, and tells nothing of a GPU."""
+    if body == "model":
+        return "modelled"
+    return "measured" if any((host.root / name).exists() for name in KERNEL_DRIVER) else "stand-in"
+
+
+def mapped_library(host: Host, name: str = "libcuda.so") -> str | None:
+    """The file behind a library that this process has loaded."""
+    try:
+        lines = (host.root / "proc/self/maps").read_text().splitlines()
+    except OSError:
+        return None  # no /proc: nobody says
+    paths = (line.split(maxsplit=5)[5] for line in lines if len(line.split(maxsplit=5)) == 6)
+    return next((path for path in paths if Path(path).name.startswith(name)), None)
+
+
+def _variable(name: str, environ: Mapping[str, str]) -> Variable:
+    """What a variable gives, by the same way that a run's configuration takes; wrong values say what is wrong."""
+    setting, given = environment.VARIABLES[name], environ.get(name)
+    mine = {name: given} if given else {}
+    problems = [problem.message.removesuffix(f" (from environment: {name})") for problem in _problems(mine)]
+    return Variable(name, given, setting, _setting(setting, {} if problems else mine), "; ".join(problems) or None)
+
+
+def _problems(environ: Mapping[str, str]) -> tuple[Problem, ...]:
+    """What is wrong with settings that variables give."""
+    try:
+        load(None, environ=environ, check_paths=False)
+    except ConfigError as error:
+        return error.problems
+    return ()
+
+
+def _setting(setting: str, environ: Mapping[str, str]) -> JSON:
+    leaves = load(None, environ=environ, check_paths=False).leaves()
+    return next(value for path, value, _ in leaves if path == setting)
+
+
+def _hints_setting(environ: Mapping[str, str], variables: tuple[Variable, ...]) -> bool | None:
+    """What the environment says of hints: our own variable stands above the seeds'; a wrong one says nothing."""
+    name = "gh200_optimizations.enable_uvm_hints"
+    own = environment.variable_of(name)
+    mine = {own: environ[own]} if environ.get(own) else {}
+    value = _setting(name, mine) if mine and not _problems(mine) else None
+    if value is None:
+        value = next(variable.value for variable in variables if variable.setting == name)
+    return value if isinstance(value, bool) else None
+
+
+def _around(host: Host, facts: Facts, environ: Mapping[str, str], folder: Path) -> Around:
+    shm = host.root / "dev/shm"
+    path = environ.get("PATH", os.defpath)
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return Around(
+        machine_memory=kernel_fields(host.root / "proc/meminfo").get("MemTotal"),
+        host_available=host_available_bytes(facts, host),
+        shm_bytes=_size(shm),
+        shm_free=host.free_bytes(shm) if shm.is_dir() else None,
+        folder=str(folder),
+        folder_free=host.free_bytes(folder) if folder.is_dir() else None,
+        open_files=None if soft == resource.RLIM_INFINITY else soft,
+        compiler=next((found for name in COMPILERS if (found := shutil.which(name, path=path))), None),
+    )
+
+
+def _size(folder: Path) -> int | None:
+    if not folder.is_dir():
+        return None
+    stat = os.statvfs(folder)
+    return stat.f_blocks * stat.f_frsize

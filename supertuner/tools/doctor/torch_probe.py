@@ -1,0 +1,92 @@
+"""What torch is here, asked of a child process: a torch that cannot be imported, or that hangs, costs one line.
+
+A patched torch is told from a stock one by its parser: the child hands the text `use_uvm:True` to torch's own reader of
+allocator settings. A stock CUDA build refuses the key, a patched one takes it. Nothing is initialised by that, no
+context is made, and what the child has set ends with it. A CPU build takes any text, and so may a reader that checks
+nothing: a key that nobody can know is tried first, and where that one passes the answer is "unknown".
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+TIMEOUT_S: Final = 120.0
+ALLOCATOR_VARIABLES: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""Kept from the child: a key in them that torch refuses would end it before it can answer."""
+
+ASK: Final = """
+import json, sys
+try:
+    import torch
+except Exception as error:  # whatever it is, it is the answer
+    print(json.dumps({"problem": f"{type(error).__name__}: {error}"}))
+    sys.exit()
+
+def accepts(settings):
+    try:
+        reader = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+        (reader or torch.cuda.memory._set_allocator_settings)(settings)
+    except (ValueError, RuntimeError):
+        return False
+    return True
+
+found = {"version": str(torch.__version__), "cuda": torch.version.cuda, "hip": torch.version.hip}
+found["file"] = torch.__file__
+if found["cuda"] is not None:
+    found["sees"] = torch.cuda.device_count()
+    found["patched"] = None if accepts("supertuner_no_such_key:True") else accepts("use_uvm:True")
+print(json.dumps(found))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class TorchFacts:
+    """What the child said. None: not known, or of no meaning in this build."""
+
+    version: str | None = None
+    cuda: str | None = None
+    """The CUDA that it was built for; None is a build without CUDA."""
+    hip: str | None = None
+    sees: int | None = None
+    """GPUs that it finds; None in a build without CUDA."""
+    patched: bool | None = None
+    """Whether its allocator knows the seeds' `use_uvm`."""
+    file: str | None = None
+    problem: str | None = None
+    """Why nothing of this is known."""
+
+
+def probe_torch(environ: Mapping[str, str], python: str = sys.executable, timeout_s: float = TIMEOUT_S) -> TorchFacts:
+    """Ask the torch that `python` would import in this environment."""
+    clean = {name: value for name, value in environ.items() if name not in ALLOCATOR_VARIABLES}
+    try:
+        done = subprocess.run(
+            [python, "-W", "ignore", "-c", ASK],
+            env=clean,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return TorchFacts(problem=f"importing it took more than {timeout_s:.0f} s")
+    return answer(done.stdout, done.stderr, done.returncode)
+
+
+def answer(out: str, err: str, code: int) -> TorchFacts:
+    """The child's last line; a child that died without one is itself the finding."""
+    lines = out.strip().splitlines()
+    try:
+        found = json.loads(lines[-1]) if lines else None
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        last = err.strip().splitlines()[-1:] or ["it said nothing"]
+        return TorchFacts(problem=f"importing it ended with code {code}: {last[0]}")
+    known = {name: found[name] for name in TorchFacts.__slots__ if name in found}
+    return TorchFacts(**known)
