@@ -1,0 +1,118 @@
+"""What telemetry of memory takes from training: a sample, an event with its sinks, and a run's share, in 50 ms steps.
+
+The machine is this one, with its own kernel files. What NVML and CUPTI cost on a GPU is not known here; the last row
+stands for them: a source that takes 5 ms, which the ration must make rare.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from benchmarks.harness import Row, Spread, at_most, in_memory_folder, noted, report, say, seconds_text
+from supertuner.core.events import Event, Silence, Together
+from supertuner.core.host import Host
+from supertuner.memory.driver import Missing
+from supertuner.memory.probe import probe
+from supertuner.memory.telemetry import Sampler
+from supertuner.sinks.jsonlines import JsonLines
+from supertuner.sinks.tensorboard import TensorBoard
+
+STEP_S = 0.05
+LIMIT_PERCENT = 0.5
+ROUNDS, CALLS, STEPS = 15, 200, 60
+SLOW_S = 0.005
+MISSING = Missing("no GPU in this benchmark")
+
+
+def sampler(hints: Callable[[], Mapping[str, int]] | None = None) -> Sampler:
+    """One that sends as often as its ration allows; a run's own also waits for a second in between."""
+    host = Host()
+    return Sampler(probe(host, MISSING, MISSING), host, MISSING, MISSING, hints=hints, every_s=0.0)
+
+
+def each_s(act: Callable[[int], object], calls: int) -> float:
+    begin = time.perf_counter()
+    for number in range(calls):
+        act(number)
+    return (time.perf_counter() - begin) / calls
+
+
+def percent(seconds: list[float]) -> Spread:
+    """Of a step; the median, and the range over the rounds."""
+    shares = sorted(100 * s / STEP_S for s in seconds)
+    return Spread(shares[len(shares) // 2], shares[0], shares[-1])
+
+
+def one_sample() -> Row:
+    with sampler() as ours:
+        ours.sample()
+        figure = percent([each_s(lambda _: ours.sample(), CALLS) for _ in range(ROUNDS)])
+        say(f"a sample of {len(ours.sample())} figures takes {seconds_text(figure.median / 100 * STEP_S)}")
+    return at_most("a sample, share of a 50 ms step", figure, LIMIT_PERCENT, unit="%")
+
+
+def one_event(folder: Path) -> Row:
+    """Before it is rationed: a sampler that has never sent is always due."""
+    with JsonLines(folder / "events.jsonl") as events, TensorBoard(folder / "board") as board:
+        sink, seconds = Together(events, board), []
+        for step in range(ROUNDS * 2):
+            with sampler() as ours:
+                ours.sample()
+                begin = time.perf_counter()
+                ours.emit(sink, step)
+                seconds.append(time.perf_counter() - begin)
+    return noted("a sample, its JSON line and its scalars, share of one 50 ms step", percent(seconds[2:]), unit="%")
+
+
+class Spent:
+    """A sink in front of another, and the time that telemetry took with it."""
+
+    def __init__(self, ours: Sampler, sink: Together | Silence) -> None:
+        self._ours, self._sink = ours, sink
+        self.seconds, self.events = 0.0, 0
+
+    def step(self, number: int) -> None:
+        begin = time.perf_counter()
+        self._ours.emit(self, number)
+        self.seconds += time.perf_counter() - begin
+        time.sleep(STEP_S)
+
+    def emit(self, event: Event, /) -> None:
+        self.events += 1
+        self._sink.emit(event)
+
+
+def whole_run(name: str, ours: Sampler, sink: Together | Silence, steps: int) -> Row:
+    """Steps that only wait, telemetry after each; the first event, which is never rationed, is not counted."""
+    ours.emit(sink, 0)
+    spent = Spent(ours, sink)
+    taken = each_s(lambda number: spent.step(number + 1), steps) * steps
+    say(f"{name}: {spent.events} events in {steps} steps")
+    return at_most(name, 100 * spent.seconds / taken, LIMIT_PERCENT, unit="%", note=f"{spent.events}/{steps} steps")
+
+
+def slow_source() -> dict[str, int]:
+    time.sleep(SLOW_S)
+    return {"applied": 1}
+
+
+def rows() -> list[Row]:
+    found = [one_sample()]
+    with in_memory_folder() as folder:
+        found.append(one_event(folder))
+        with JsonLines(folder / "run.jsonl") as events, TensorBoard(folder / "run") as board, sampler() as ours:
+            sink = Together(events, board)
+            found.append(whole_run("telemetry with its sinks, share of a run of 50 ms steps", ours, sink, STEPS))
+    with sampler(hints=slow_source) as slow:
+        found.append(whole_run("… with a source that takes 5 ms", slow, Silence(), 2 * STEPS))
+    return found
+
+
+def main() -> int:
+    return report(rows())
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
