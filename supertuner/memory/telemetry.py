@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 SHARE: Final = 0.005
 """Of wall-clock time, at most, on average."""
-EVERY_S: Final = 1.0
-"""Between two events, at least: more often than people look only makes files long."""
 
 NO_CUPTI: Final = Missing("CUPTI was not asked for")
 
@@ -60,7 +58,6 @@ class Sampler:
         torch_device: torch.device | None = None,
         overflow: Callable[[], Mapping[str, Any]] | None = None,
         hints: Callable[[], Mapping[str, int]] | None = None,
-        every_s: float = EVERY_S,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         sources: list[Source] = [HostMemory(host), Faults(), Migrations(host), Nodes(host, facts.nodes)]
@@ -78,7 +75,7 @@ class Sampler:
         if not isinstance(cupti, Missing):
             sources.append(_Asked(lambda: _named("cupti", cupti.sample())))
         self._sources = sources
-        self._clock, self._every_s = clock, every_s
+        self._clock = clock
         self._due: float | None = None
         self._first: Figures = {f"uvm_driver.{name}": value for name, value in facts.uvm_parameters.items()}
         """Parameters of the driver do not change: they come once, with the first event."""
@@ -91,7 +88,7 @@ class Sampler:
         return found
 
     def emit(self, sink: Sink, step: int) -> bool:
-        """Send one `memory` event for `step`, if it is time for one."""
+        """Send one `memory` event for `step`, unless the last one cost so much that it is not yet paid for."""
         began = self._clock()
         if self._due is not None and began < self._due:
             return False
@@ -99,7 +96,7 @@ class Sampler:
         figures["telemetry.sample_s"] = self._clock() - began
         sink.emit(Measured(MEMORY, {"step": step, **figures}))
         ended = self._clock()
-        self._due = max(began + self._every_s, ended + (ended - began) * (1 / SHARE - 1))
+        self._due = ended + (ended - began) * (1 / SHARE - 1)
         return True
 
     def close(self) -> None:
