@@ -1,4 +1,4 @@
-"""The only reader of the environment: a few variables of the seeds, and SUPERTUNER_A__B for the setting a.b."""
+"""The only place that touches the environment: variables of the seeds, and SUPERTUNER_A__B for the setting a.b."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from supertuner.config import alloc_conf
 from supertuner.config import place as places
 from supertuner.config.given import Layer, Source
 from supertuner.config.parse import Unreadable, check_plain
@@ -41,8 +42,10 @@ def settable() -> tuple[str, ...]:
 
 
 def layers(environ: Mapping[str, str], folder: Path) -> Iterator[Layer]:
-    """One layer per variable that is set and not empty; ours stand above the seeds'."""
+    """One layer per variable that is set and not empty; ours stand above the seeds', and those above torch's."""
     by_variable = {variable_of(name): name for name in settable()}
+    for variable in alloc_conf.VARIABLES:
+        yield from _alloc_conf_layers(variable, environ.get(variable, ""), folder)
     for variable, setting in VARIABLES.items():
         if environ.get(variable, ""):
             yield _layer(variable, setting, environ[variable], folder)
@@ -53,6 +56,42 @@ def layers(environ: Mapping[str, str], folder: Path) -> Iterator[Layer]:
             yield _layer(variable, by_variable[variable], environ[variable], folder)
         else:
             yield Layer(problems=[Problem(f"environment: {variable}", _unknown(variable, tuple(by_variable)))])
+
+
+def keep_from_torch() -> tuple[str, ...]:
+    """Take the seeds' keys out of torch's variables, before torch starts CUDA and refuses them; the variables changed.
+
+    What they say goes into variables of ours, unless it is said there already: a configuration that is loaded later, or
+    by a child, gets the same settings.
+    """
+    changed = []
+    for variable in reversed(alloc_conf.VARIABLES):  # the newer one's word counts
+        text = os.environ.get(variable, "")
+        rest = alloc_conf.without_ours(text)
+        if rest == text:
+            continue
+        for one in reversed(alloc_conf.entries(text)):
+            setting = alloc_conf.SETTINGS.get(one.key)
+            if setting is not None and one.value and not any(os.environ.get(name) for name in _said_by(setting)):
+                os.environ[variable_of(setting)] = one.value
+        if rest:
+            os.environ[variable] = rest
+        else:
+            del os.environ[variable]
+        changed.append(variable)
+    return tuple(changed)
+
+
+def _said_by(setting: str) -> tuple[str, ...]:
+    """The variables that give a setting and stand above torch's."""
+    return (variable_of(setting), *(name for name, other in VARIABLES.items() if other == setting))
+
+
+def _alloc_conf_layers(variable: str, text: str, folder: Path) -> Iterator[Layer]:
+    yield from (Layer(problems=[Problem(f"environment: {variable}", message)]) for message in alloc_conf.wrong(text))
+    for one in alloc_conf.entries(text):
+        if one.key in alloc_conf.SETTINGS and one.value:
+            yield _layer(f"{variable} {one.key}", alloc_conf.SETTINGS[one.key], one.value, folder)
 
 
 def _layer(variable: str, setting: str, text: str, folder: Path) -> Layer:
