@@ -154,7 +154,7 @@ class Desk:
             nodes = self.driver.locate(page_addresses(spans, self.driver.page_bytes))
         except Refused as refused:
             return _refusal(refused, touched)
-        there = [None if node is None else self._is_home(node, home) for node in nodes]
+        there = [self._is_home(node, home) for node in nodes]
         if None in there:
             some = "pages were begun to move, and the kernel does not tell where they are"
             return Outcome(Status.UNVERIFIED, some, None, touched)
@@ -164,16 +164,14 @@ class Desk:
             return Outcome(Status.UNVERIFIED, "the kernel finds a part of its pages there", None, touched)
         return Outcome(Status.NO_EFFECT, "accepted, and the kernel finds its pages elsewhere", None, touched)
 
-    def _is_home(self, node: int, home: Home) -> bool | None:
-        """Whether a NUMA node is the home asked for; None: this GPU's node is unknown."""
+    def _is_home(self, node: int | None, home: Home) -> bool | None:
+        """Whether a page on that NUMA node is where it was asked to be; None: it cannot be told."""
+        if node is None or self.device.numa_node is None:
+            return None
         if isinstance(home, HostNode):
             return node == home.node
-        nodes = {one.numa_node for one in self.driver.devices()}
-        if None in nodes:
-            return None
-        if isinstance(home, Gpu):
-            return node == next(one.numa_node for one in self.driver.devices() if one.number == home.device)
-        return node not in nodes
+        on_gpu = node == self.device.numa_node
+        return on_gpu if isinstance(home, Gpu) else not on_gpu
 
 
 def same_home(asked: Home, told: Home) -> bool:

@@ -134,14 +134,10 @@ class Hints:
         return found
 
     def _ask(self, tensor: torch.Tensor, ask: Ask, *, wait: bool = True) -> Outcome:
-        if type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.device.type != "meta":
-            known = self._recall.find(tensor, ask)
-            if known is not None:
-                return known
         parts = parts_of(tensor)
         if isinstance(parts, NoAddress):
             return Outcome(Status.UNSUPPORTED, parts.reason)
-        return combined(self._recall.find(part, ask) or self._ask_anew(part, ask, wait) for part in parts)
+        return combined([self._recall.find(part, ask) or self._ask_anew(part, ask, wait) for part in parts])
 
     def _ask_anew(self, tensor: torch.Tensor, ask: Ask, wait: bool) -> Outcome:
         layout = layout_of(tensor)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias
@@ -61,13 +61,12 @@ WORST_FIRST = (
 )
 
 
-def combined(parts: Iterable[Outcome]) -> Outcome:
+def combined(outcomes: Sequence[Outcome]) -> Outcome:
     """What became of a tensor that is made of others."""
-    outcomes = tuple(parts)
     assert outcomes, "a tensor has at least one part"
-    worst = min(outcomes, key=lambda one: WORST_FIRST.index(one.status))
     if len(outcomes) == 1:
-        return worst
+        return outcomes[0]
+    worst = min(outcomes, key=lambda one: WORST_FIRST.index(one.status))
     same = all((one.status, one.reason) == (worst.status, worst.reason) for one in outcomes)
     reason = worst.reason if same else f"a part of it: {worst.reason}"
     return Outcome(worst.status, reason, None, tuple(span for one in outcomes for span in one.touched))

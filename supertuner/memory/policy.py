@@ -114,7 +114,7 @@ def kind_named(name: str) -> Kind:
     """What a tensor is by its name; names of what it lies in stand before it, with a dot between."""
     lowered = name.lower()
     for kind in Kind:
-        if lowered.rpartition(".")[2] == kind.value:
+        if lowered == kind.value:
             return kind
     for kind, words in WORDS:
         if any(word in lowered for word in words):

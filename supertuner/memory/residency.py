@@ -125,7 +125,7 @@ def _plain(tensor: torch.Tensor) -> tuple[torch.Tensor, ...] | NoAddress:
         return NoAddress(f"no hints for memory of {tensor.device.type}")
     try:
         tensor.data_ptr()
-    except RuntimeError:
+    except (RuntimeError, ValueError):
         # torch's answer for a wrapper (vmap, functionalize) and for a parameter that has no shape yet.
         return NoAddress("this tensor has no memory of its own")
     return (tensor,)

@@ -1,0 +1,64 @@
+"""Torch tensors over memory of a driver: a hint needs an address, and no more."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from supertuner.memory.dlpack import Header
+from supertuner.memory.driver import Driver, Kind, Span
+from supertuner.memory.machines import MACHINES
+from supertuner.memory.model import Superchip
+from supertuner.memory.model_figures import Figures
+
+PAGE = 65536
+HBM = 64 << 20
+GH200 = replace(Figures.of(MACHINES["gh200-96"]), gpu_bytes=HBM)
+GB10 = replace(Figures.of(MACHINES["gb10"]), gpu_bytes=HBM)
+CARD = replace(Figures.of(MACHINES["h100-80-pcie"]), gpu_bytes=HBM)
+
+
+def superchip(figures: Figures = GH200) -> Superchip:
+    return Superchip(figures, page_bytes=PAGE)
+
+
+@dataclass
+class Memory:
+    """Memory of one kind, and tensors over it. Several over the same address are several storages, as in a pool."""
+
+    driver: Driver
+    kind: Kind
+    pages: int = 16
+    span: Span = field(init=False)
+
+    def __post_init__(self) -> None:
+        address = self.driver.allocate(self.kind, self.pages * PAGE)
+        self.span = Span(address, self.pages * PAGE)
+        back(self.span)
+
+    def tensor(self) -> torch.Tensor:
+        """A new storage of bytes at this address. Never read: its values may not exist."""
+        return Header(self.span.address, self.span.nbytes, torch.device("cpu")).wrap()[0]
+
+
+def back(span: Span) -> None:
+    """Zeros behind a modelled address, which is nobody's: a failing test prints its tensors, and must survive it."""
+    mmap = ctypes.CDLL(None, use_errno=True).mmap
+    mmap.restype, mmap.argtypes = (
+        ctypes.c_ssize_t,
+        [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long],
+    )
+    private, anonymous, no_reserve, fixed_if_free = 0x2, 0x20, 0x4000, 0x100000
+    found = mmap(span.address, span.nbytes, 1, private | anonymous | no_reserve | fixed_if_free, -1, 0)
+    assert found == span.address or ctypes.get_errno() == errno.EEXIST, os.strerror(ctypes.get_errno())
+
+
+def host_tensor(pages: int = 16) -> torch.Tensor:
+    """Ordinary memory of this process, beginning on a page."""
+    memory = torch.zeros((pages + 1) * PAGE, dtype=torch.uint8)
+    begin = -memory.data_ptr() % PAGE
+    return memory[begin : begin + pages * PAGE]
