@@ -33,7 +33,7 @@ CUDA_13: Final = 13000
 HOST_NODE: Final = 0
 GPU_NODE: Final = 1
 _FIRST_ADDRESS: Final = 1 << 44
-"""Far from where a process has its own memory."""
+"""Far from where a process has its own memory, which begins well above or well below."""
 
 
 class Superchip:
@@ -143,7 +143,9 @@ class Superchip:
             block = self.figures.block_bytes
             self._next_address += -(-nbytes // block) * block + block  # a gap: no range runs from one into the next
             self._starts.append(span.address)
-            self._regions[span.address] = Region(kind, span, self.page_bytes, block)
+            region = self._regions[span.address] = Region(kind, span, self.page_bytes, block)
+            if kind is not Kind.DEVICE:
+                self._memories.accept(region)
             return span.address
 
     def free(self, address: int) -> None:
@@ -320,8 +322,8 @@ class Superchip:
 
     def _pieces(self, verb: str, span: Span) -> list[Piece]:
         """A range inside one allocation; or, where the GPU reads it, memory that the process has from elsewhere."""
-        foreign = span.nbytes > 0 and self._region_at(span.address) is None and self._region_at(span.end - 1) is None
-        if not foreign or not self.figures.reaches_host or span.end > _FIRST_ADDRESS:
+        ours = span.address < self._next_address and span.end > _FIRST_ADDRESS
+        if ours or span.nbytes <= 0 or not self.figures.reaches_host:
             return [self._known(verb, span)]
         block, pieces = self.figures.block_bytes, []
         for start in range(span.address // block * block, span.end, block):

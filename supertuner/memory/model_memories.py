@@ -9,12 +9,17 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
 from supertuner.memory.driver import Kind, Refused
 from supertuner.memory.model_figures import ERROR_CODES, Figures, Parameters
 from supertuner.memory.model_pages import AT_HOST, ON_GPU, Mask, Numbers, Region
+from supertuner.memory.model_sweep import Outcome, Pass, run_starts, sweep
+
+FEW_BLOCKS: Final = 4
+"""A pass over so few is quicker one by one."""
 
 
 @dataclass(slots=True)
@@ -34,6 +39,10 @@ class Memories:
         self._figures, self._parameters, self._page_bytes = figures, parameters, page_bytes
         self.gpu_used = 0
         self.host_used = 0
+        self.movable_bytes = 0
+        """Managed and system memory that exists, populated or not."""
+        self._has_copies = False
+        """Some page may be on both sides."""
         self._evictable = 0
         """Of `gpu_used`, what managed pages hold."""
         self._recent: OrderedDict[int, Region] = OrderedDict()
@@ -57,8 +66,13 @@ class Memories:
     def unreserve(self, nbytes: int) -> None:
         self.gpu_used -= nbytes
 
+    def accept(self, region: Region) -> None:
+        """A region whose pages may be on either side now exists."""
+        self.movable_bytes += region.pages * self._page_bytes
+
     def release(self, region: Region) -> None:
-        """All pages of a region are given back."""
+        """It ends: all its pages are given back."""
+        self.movable_bytes -= region.pages * self._page_bytes
         self.drop(region, np.arange(region.pages, dtype=np.int64))
 
     # ── pages ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -74,6 +88,7 @@ class Memories:
 
     def bring(self, region: Region, pages: Numbers, duplicate: Mask, moved: Moved) -> None:
         """Have these pages on the GPU, in this order; what is there already is used again."""
+        self._has_copies = self._has_copies or bool(duplicate.any())
         missing = (region.state[pages] & ON_GPU) == 0
         need = int(np.count_nonzero(missing)) * self._page_bytes
         if region.kind is Kind.SYSTEM:
@@ -82,12 +97,17 @@ class Memories:
             self._put_on_gpu(region, pages[missing], duplicate[missing], moved)
             self._refresh(region, pages if self._parameters.hits_refresh else pages[missing])
         else:
-            starts = np.flatnonzero(np.diff(pages // region.block_pages, prepend=-1))
-            for begin, end in zip(starts, [*starts[1:], len(pages)], strict=True):
-                self._bring_block(region, pages[begin:end], duplicate[begin:end], moved)
+            self._bring_under_pressure(region, pages, duplicate, moved)
+
+    def used_again(self, region: Region, blocks: slice) -> None:
+        """The GPU used blocks of managed memory that it has."""
+        if self._parameters.hits_refresh and not self._set_aside(region):
+            for block in range(region.first_block + blocks.start, region.first_block + blocks.stop):
+                self._recent.move_to_end(block)
 
     def send_home(self, region: Region, pages: Numbers, duplicate: Mask, moved: Moved) -> None:
         """Have these pages with the host; those that are `duplicate` stay on the GPU too."""
+        self._has_copies = self._has_copies or bool(duplicate.any())
         state = region.state[pages]
         absent = (state & AT_HOST) == 0
         self._take_host(int(np.count_nonzero(absent)))
@@ -117,6 +137,44 @@ class Memories:
     def _set_aside(self, region: Region) -> bool:
         """Without concurrent access, managed memory has its place on the GPU from the beginning, and keeps it."""
         return region.kind is Kind.MANAGED and not self._figures.concurrent
+
+    def _bring_under_pressure(self, region: Region, pages: Numbers, duplicate: Mask, moved: Moved) -> None:
+        """All at once as far as that is exact; block by block where pages have copies or the host is short."""
+        todo, done = Pass.over(region, pages), 0
+        if len(todo.blocks) > FEW_BLOCKS and not self._has_copies and self._host_holds_all():
+            outcome = sweep(self._recent, todo, self.gpu_free // self._page_bytes, self._parameters.hits_refresh)
+            self._settle(todo, outcome, moved)
+            done = outcome.blocks
+        for number in range(done, len(todo.blocks)):
+            where = slice(todo.ends[number - 1] if number else 0, todo.ends[number])
+            self._bring_block(region, pages[where], duplicate[where], moved)
+
+    def _settle(self, todo: Pass, outcome: Outcome, moved: Moved) -> None:
+        """Put the pages where a sweep left their blocks."""
+        owners: dict[int, tuple[Region, list[int]]] = {}
+        for key, owner in outcome.evicted.items():
+            owners.setdefault(id(owner), (owner, []))[1].append(key - owner.first_block)
+        for owner, blocks in owners.values():
+            pages = owner.pages_of_all(np.array(blocks, np.int64))
+            state = owner.state[pages]
+            owner.state[pages] = np.where(state & ON_GPU, AT_HOST, state)
+            owner.gpu_pages[blocks] = 0
+        region, played = todo.region, todo.pages[: todo.ends[outcome.blocks - 1] if outcome.blocks else 0]
+        on_gpu = np.zeros(len(region.gpu_pages), np.bool_)  # by block
+        settled = [key - region.first_block for key in outcome.settled]
+        on_gpu[settled] = True
+        region.gpu_pages[settled] = list(outcome.settled.values())
+        region.state[played] = np.where(on_gpu[played // region.block_pages], ON_GPU, AT_HOST)
+        self._take_gpu(region, self.gpu_free // self._page_bytes - outcome.free)
+        self.host_used += (outcome.down - outcome.up) * self._page_bytes
+        moved.up += outcome.up
+        moved.down += outcome.down
+        moved.evicted += outcome.down
+        moved.arrived += outcome.arrived
+
+    def _host_holds_all(self) -> bool:
+        """Whatever leaves the GPU finds room: nothing can be refused half way."""
+        return self._figures.host_bytes is None or self.movable_bytes <= self._figures.host_bytes
 
     def _bring_block(self, region: Region, pages: Numbers, duplicate: Mask, moved: Moved) -> None:
         """Bring pages of one block, evicting older blocks; if there are none left, the rest stays with the host."""
@@ -196,8 +254,8 @@ class Memories:
         """The blocks of these pages were used last, in the order of their addresses."""
         if self._set_aside(region) or not len(pages):
             return
-        blocks = pages // region.block_pages
-        for block in (blocks[np.diff(blocks, prepend=-1) != 0] + region.first_block).tolist():
+        blocks = pages // region.block_pages + region.first_block
+        for block in blocks[run_starts(blocks)].tolist():
             self._recent[block] = region
             self._recent.move_to_end(block)
 

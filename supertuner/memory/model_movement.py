@@ -11,7 +11,7 @@ from supertuner.memory.driver import Kind
 from supertuner.memory.model_clock import Clock
 from supertuner.memory.model_figures import Figures, Parameters
 from supertuner.memory.model_memories import Memories, Moved
-from supertuner.memory.model_pages import AT_HOST, Mask, Numbers, Region
+from supertuner.memory.model_pages import AT_HOST, ON_GPU, Mask, Numbers, Region
 from supertuner.memory.model_rules import Use, gpu_use, host_use
 
 
@@ -31,6 +31,7 @@ class Movement:
 
     def adopt(self, region: Region) -> None:
         """Memory that the process made and filled before anybody told the driver."""
+        self._memories.accept(region)
         region.state[:] = AT_HOST
         if not self._figures.one_pool:
             self._memories.host_used += region.pages * self._page_bytes
@@ -64,8 +65,12 @@ class Movement:
             region.ready_s[blocks] = np.maximum(region.ready_s[blocks], arrival)
 
     def _use_by_gpu(self, region: Region, pages: slice, write: bool, accesses: int | None) -> None:
-        use = gpu_use(self._figures, region, pages, write)
         self._clock.wait(float(region.ready_s[region.blocks(pages)].max()))
+        if region.kind is Kind.MANAGED and bool((region.state[pages] == ON_GPU).all()):
+            self._memories.used_again(region, region.blocks(pages))
+            self._use_memory(pages.stop - pages.start, True, write)
+            return
+        use = gpu_use(self._figures, region, pages, write)
         every, moved = _numbers(pages), Moved()
         if use.elsewhere.any():
             self._memories.send_home(region, every[use.elsewhere], _none(use.elsewhere), Moved())

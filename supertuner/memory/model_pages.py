@@ -132,6 +132,10 @@ class Region:
     def blocks(self, pages: slice) -> slice:
         return slice(pages.start // self.block_pages, -(-pages.stop // self.block_pages))
 
+    def pages_of_all(self, blocks: Numbers) -> Numbers:
+        pages: Numbers = (blocks[:, None] * self.block_pages + np.arange(self.block_pages)).ravel()
+        return pages[pages < self.pages]
+
     def pages_of(self, block: int) -> slice:
         return slice(block * self.block_pages, min((block + 1) * self.block_pages, self.pages))
 
