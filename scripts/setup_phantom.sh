@@ -17,8 +17,9 @@ fail() { echo "phantom: $*" >&2; exit 1; }
 site() { "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
 
 [ "$(uname -s)" = Linux ] || fail "the phantom needs Linux: torch has no CUDA build for $(uname -s)"
-command -v gcc >/dev/null || fail "there is no gcc here, and the fake libraries are C; install one (build-essential on Debian and Ubuntu)"
-command -v nm >/dev/null || fail "there is no nm here, which tells what torch links against; install binutils"
+for tool in gcc g++ nm readelf; do
+    command -v "$tool" >/dev/null || fail "there is no $tool here, and the fake libraries are compiled; install it (build-essential on Debian and Ubuntu)"
+done
 
 digest=$( { cat scripts/setup_phantom.sh; grep -E '^torch==' constraints.txt; site "$venv"; pwd; } | sha256sum | cut -d ' ' -f 1)
 if ! { [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$digest" ]; }; then

@@ -182,9 +182,21 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *prop, int device) {
 
 /* ---- memory ---- */
 
+/* Before torch's first segment exists, have its allocator clear what it hands out: see torch_zeros.cpp. No lock: torch
+ * holds its own here, and another thread that comes through meanwhile must not wait for it. A program without torch
+ * cannot load that library, and needs none. */
+static void attach_to_torch(void) {
+    static int attached;
+    if (__atomic_exchange_n(&attached, 1, __ATOMIC_ACQ_REL)) return;
+    void *library = dlopen("libphantom_zeros.so", RTLD_NOW);
+    void (*attach)(void) = library == NULL ? NULL : (void (*)(void))dlsym(library, "phantom_attach");
+    if (attach != NULL) attach();
+}
+
 cudaError_t cudaMalloc(void **pointer, size_t count) {
     *pointer = NULL;
     if (count == 0) return cudaSuccess;
+    attach_to_torch();
     cudaError_t error = use_device();
     if (error != cudaSuccess) return error;
     return from_driver(cuMemAlloc((CUdeviceptr *)pointer, count));

@@ -1,8 +1,9 @@
 /* The fake cuSOLVER (libcusolver.so.12): sizes of workspaces are answered, factorisations succeed and compute nothing.
  *
- * It is here for torch.linalg.solve and its kin, which schedulers (UniPC) call on tiny matrices. `info` is device
- * memory that torch zeroes beforehand, so nothing is ever singular. A workspace is one matrix; cuSOLVER's own sizes
- * are unknown here. A bufferSize function that is missing below is generated and answers "not supported".
+ * It is here for torch.linalg.solve and its kin, which schedulers (UniPC) call on tiny matrices. Every factorisation
+ * reports success in the caller's `info`, which is device memory and so within reach: nothing is ever singular. A
+ * workspace is one matrix; cuSOLVER's own sizes are unknown here. A bufferSize function that is missing below is
+ * generated and answers "not supported".
  */
 #include <stdint.h>
 #include <stdlib.h>
@@ -27,12 +28,35 @@ int cusolverDnDestroy(void *handle) {
     }
 FOR_EACH_PRECISION(LU)
 
+/* No row is exchanged: pivots count from 1, as in LAPACK. */
+#define FACTORISE_LU(T)                                                                                                    \
+    int cusolverDn##T##getrf(void *handle, int rows, int columns, void *matrix, int leading, void *workspace, int *pivots, \
+                             int *info) {                                                                                  \
+        for (int i = 0; pivots != NULL && i < (rows < columns ? rows : columns); i++) pivots[i] = i + 1;                   \
+        *info = 0;                                                                                                         \
+        return 0;                                                                                                          \
+    }                                                                                                                      \
+    int cusolverDn##T##getrs(void *handle, int transposed, int rows, int columns, const void *matrix, int leading,         \
+                             const int *pivots, void *right, int leading_right, int *info) {                               \
+        *info = 0;                                                                                                         \
+        return 0;                                                                                                          \
+    }
+FOR_EACH_PRECISION(FACTORISE_LU)
+
 #define QR(T)                                                                                                              \
     int cusolverDn##T##geqrf_bufferSize(void *handle, int rows, int columns, void *matrix, int leading, int *elements) {   \
         *elements = rows * columns + 1;                                                                                    \
         return 0;                                                                                                          \
     }
 FOR_EACH_PRECISION(QR)
+
+#define FACTORISE_QR(T)                                                                                                    \
+    int cusolverDn##T##geqrf(void *handle, int rows, int columns, void *matrix, int leading, void *tau, void *workspace,   \
+                             int elements, int *info) {                                                                    \
+        *info = 0;                                                                                                         \
+        return 0;                                                                                                          \
+    }
+FOR_EACH_PRECISION(FACTORISE_QR)
 
 #define CHOLESKY(T)                                                                                                        \
     int cusolverDn##T##potrf_bufferSize(void *handle, int triangle, int rows, void *matrix, int leading, int *elements) {  \
@@ -41,13 +65,32 @@ FOR_EACH_PRECISION(QR)
     }
 FOR_EACH_PRECISION(CHOLESKY)
 
+#define FACTORISE_CHOLESKY(T)                                                                                              \
+    int cusolverDn##T##potrf(void *handle, int triangle, int rows, void *matrix, int leading, void *workspace,             \
+                             int elements, int *info) {                                                                    \
+        *info = 0;                                                                                                         \
+        return 0;                                                                                                          \
+    }                                                                                                                      \
+    int cusolverDn##T##potrfBatched(void *handle, int triangle, int rows, void **matrices, int leading, int *info,         \
+                                    int batch) {                                                                           \
+        for (int i = 0; i < batch; i++) info[i] = 0;                                                                       \
+        return 0;                                                                                                          \
+    }
+FOR_EACH_PRECISION(FACTORISE_CHOLESKY)
+
 #define Q_FROM_QR(NAME)                                                                                                    \
     int cusolverDn##NAME##_bufferSize(void *handle, int rows, int columns, int reflectors, const void *matrix,             \
                                       int leading, const void *tau, int *elements) {                                       \
         *elements = rows * columns + 1;                                                                                    \
         return 0;                                                                                                          \
+    }                                                                                                                      \
+    int cusolverDn##NAME(void *handle, int rows, int columns, int reflectors, void *matrix, int leading, const void *tau,  \
+                         void *workspace, int elements, int *info) {                                                       \
+        *info = 0;                                                                                                         \
+        return 0;                                                                                                          \
     }
-Q_FROM_QR(Sorgqr) Q_FROM_QR(Dorgqr) Q_FROM_QR(Cungqr) Q_FROM_QR(Zungqr)
+#define FOR_EACH_Q(DEFINE) DEFINE(Sorgqr) DEFINE(Dorgqr) DEFINE(Cungqr) DEFINE(Zungqr)
+FOR_EACH_Q(Q_FROM_QR)
 
 /* The 64-bit interface states bytes, on the device and on the host. */
 int cusolverDnXpotrf_bufferSize(void *handle, void *parameters, int triangle, int64_t rows, int type, const void *matrix,
@@ -57,10 +100,24 @@ int cusolverDnXpotrf_bufferSize(void *handle, void *parameters, int triangle, in
     return 0;
 }
 
+int cusolverDnXpotrf(void *handle, void *parameters, int triangle, int64_t rows, int type, void *matrix, int64_t leading,
+                     int compute, void *device_workspace, size_t device_bytes, void *host_workspace, size_t host_bytes,
+                     int *info) {
+    *info = 0;
+    return 0;
+}
+
 int cusolverDnXgeqrf_bufferSize(void *handle, void *parameters, int64_t rows, int64_t columns, int type, const void *matrix,
                                 int64_t leading, int tau_type, const void *tau, int compute, size_t *device_bytes,
                                 size_t *host_bytes) {
     *device_bytes = (size_t)(rows * columns) * 16 + 16;
     *host_bytes = 0;
+    return 0;
+}
+
+int cusolverDnXgeqrf(void *handle, void *parameters, int64_t rows, int64_t columns, int type, void *matrix, int64_t leading,
+                     int tau_type, void *tau, int compute, void *device_workspace, size_t device_bytes,
+                     void *host_workspace, size_t host_bytes, int *info) {
+    *info = 0;
     return 0;
 }

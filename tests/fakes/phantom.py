@@ -1,6 +1,6 @@
 """Builds the phantom: fake NVIDIA libraries on which the real CUDA build of torch runs without a GPU.
 
-usage: python phantom.py --cuda-include DIR --out DIR      (by scripts/setup_phantom.sh; needs gcc and nm)
+usage: python phantom.py --cuda-include DIR --out DIR      (by scripts/setup_phantom.sh; needs gcc, g++ and nm)
 
 torch itself says what it needs: the libraries that its own ones name, and the symbols that they leave undefined, with
 their versions. What a C file here defines is taken from it; every other symbol becomes a generated function that gives
@@ -128,6 +128,10 @@ def build(torch: Path, include: Path, out: Path, scratch: Path) -> None:
         if name == "libcudart":
             parts.append(out / "libcuda.so.1")
         link(soname, parts, version, out, scratch)
+    # The one piece in C++: it talks to torch's own allocator.
+    headers, libraries = (f"-I{torch / 'include'}", f"-I{include}"), (f"-L{torch / 'lib'}", "-lc10_cuda", "-lc10")
+    command = ("g++", "-std=c++20", "-O1", "-w", "-fPIC", "-shared", *headers)
+    run(*command, "-o", str(out / "libphantom_zeros.so"), str(HERE / "torch_zeros.cpp"), *libraries)
 
 
 def stub(symbol: str, library: Library) -> str:
@@ -194,11 +198,11 @@ def compile_one(source: Path, flags: Iterable[str], out: Path) -> Path:
 def link(soname: str, parts: Iterable[Path], version: str, out: Path, scratch: Path) -> None:
     command = ["gcc", "-shared", "-pthread", f"-Wl,-soname,{soname}", "-o", str(out / soname)]
     command += [*map(str, parts), "-ldl", "-lm"]
-    if version:
-        script = scratch / "version.map"
-        script.write_text(f"{version} {{ global: *; }};\n")
-        command.append(f"-Wl,--version-script={script}")
-    run(*command)
+    script = scratch / "version.map"
+    # The driver's symbols carry no version; what its parts call each other must not be seen by the whole process.
+    hidden = "global: cu*; fakecuda_*; local: *;" if soname == "libcuda.so.1" else "global: *;"
+    script.write_text(f"{version} {{ {hidden} }};\n")
+    run(*command, f"-Wl,--version-script={script}" if version or soname == "libcuda.so.1" else "-Wl,--as-needed")
 
 
 def defined(objects: Iterable[Path]) -> set[str]:
@@ -229,7 +233,7 @@ def cudnn_version() -> int:
 def digest(torch: Path) -> str:
     """Of everything the libraries are made from."""
     state = hashlib.sha256()
-    for path in sorted([*HERE.glob("lib*.[ch]"), *HERE.glob("libcuda/*.[ch]"), Path(__file__)]):
+    for path in sorted([*HERE.glob("lib*.[ch]"), *HERE.glob("libcuda/*.[ch]"), *HERE.glob("*.cpp"), Path(__file__)]):
         state.update(path.name.encode() + b"\0" + path.read_bytes())
     state.update((torch / "version.py").read_bytes() + str(torch).encode())
     return state.hexdigest()
