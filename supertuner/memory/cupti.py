@@ -37,10 +37,10 @@ class _Config(ctypes.Structure):
     )
 
 
-_Requested = ctypes.CFUNCTYPE(
+Requested = ctypes.CFUNCTYPE(
     None, ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_size_t), ctypes.POINTER(ctypes.c_size_t)
 )
-_Completed = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t)
+Completed = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t)
 
 
 def record_bytes(version: int) -> int | None:
@@ -87,7 +87,7 @@ class Cupti:
         self._totals = dict.fromkeys(COUNTERS.values(), 0)
         self._unread_bytes = 0
         self._open = False
-        self._callbacks = (_Requested(self._give_buffer), _Completed(self._take_buffer))
+        self._callbacks = (Requested(self._give_buffer), Completed(self._take_buffer))
 
     def start(self, device: int) -> str | None:
         """Register, configure, enable; the first refusal, in CUPTI's words."""
