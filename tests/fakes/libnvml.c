@@ -5,10 +5,11 @@
  *
  *   gh200      one GH200 that answers everything (the default)
  *   gb10       one GB10, whose memory and power limit are "not supported", as on a DGX Spark
- *   two        two H100, so that there is something to confuse
+ *   two        two H100, in another order than the fake libcuda has them
  *   lost       two H100, the first of which fell off the bus after it was opened
  *   no_driver  the library is installed and the kernel driver is not loaded
  *
+ * Identities are those of the fake libcuda (GB10's is not: another machine's).
  * fakenvml_calls(name) counts the calls of one function.
  */
 #include <stdio.h>
@@ -40,13 +41,13 @@ typedef struct { unsigned gpu, memory; } Utilization;
 
 #define MIB (1ull << 20)
 
-static Gpu gh200[] = {{"NVIDIA GH200 480GB", "GPU-11111111-1111-1111-1111-111111111111", 97871 * MIB, 60000 * MIB,
+static Gpu gh200[] = {{"NVIDIA GH200 480GB", "GPU-fafafafa-fafa-fafa-fafa-fafafafafa00", 97871 * MIB, 60000 * MIB,
                        900000, 412500, 1980, 1905, 1, 1, 0}};
 static Gpu gb10[] = {{"NVIDIA GB10", "GPU-22222222-2222-2222-2222-222222222222", 0, 0, 0, 38250, 3003, 2411, 0, 0, 0}};
 static Gpu two[] = {
-    {"NVIDIA H100 80GB HBM3", "GPU-33333333-3333-3333-3333-333333333333", 81559 * MIB, 81000 * MIB, 700000, 70125, 1980,
+    {"NVIDIA H100 80GB HBM3", "GPU-fafafafa-fafa-fafa-fafa-fafafafafa01", 81559 * MIB, 81000 * MIB, 700000, 70125, 1980,
      345, 1, 1, 0},
-    {"NVIDIA H100 80GB HBM3", "GPU-44444444-4444-4444-4444-444444444444", 81559 * MIB, 20000 * MIB, 700000, 650000,
+    {"NVIDIA H100 80GB HBM3", "GPU-fafafafa-fafa-fafa-fafa-fafafafafa00", 81559 * MIB, 20000 * MIB, 700000, 650000,
      1980, 1755, 1, 1, 0},
 };
 

@@ -53,7 +53,7 @@ def test_a_gh200_answers_everything() -> None:
         {
             "index": 0,
             "name": "NVIDIA GH200 480GB",
-            "uuid": "GPU-11111111-1111-1111-1111-111111111111",
+            "uuid": "GPU-fafafafa-fafa-fafa-fafa-fafafafafa00",
             "total_bytes": 97871 * MIB,
             "sm_clock_limit_mhz": 1980,
             "power_limit_w": 900.0,
@@ -84,7 +84,7 @@ def test_a_gpu_that_fell_off_the_bus_gives_no_figures_and_its_neighbour_does() -
     answer = asked(fake_nvml(), "lost")
     assert answer["samples"][0] == [{}, {}, {}]
     assert answer["samples"][1][0]["free_bytes"] == 20000 * MIB
-    assert [gpu["uuid"] and gpu["uuid"][4] for gpu in answer["gpus"]] == [None, "4"]
+    assert [gpu["uuid"] and gpu["uuid"][-2:] for gpu in answer["gpus"]] == [None, "00"]
     assert answer["power_calls"] == 6, "it may come back, so it is asked again"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from supertuner.core.types import GIB, KIB
 from supertuner.memory.driver import Missing
 from supertuner.memory.nvml import NvmlGpu
 from supertuner.memory.probe import free_gpu_bytes, host_available_bytes, probe
+from tests.fakes.building import environment, fake_nvml, run_python
 from tests.memory.machine_files import (
     GB10,
     GH200,
@@ -27,6 +29,18 @@ from tests.memory.machine_files import (
     node_meminfo,
     x86_files,
 )
+
+ASK_REAL_BINDINGS = """
+import json
+from supertuner.core.host import Host
+from supertuner.memory.cuda import open_cuda
+from supertuner.memory.nvml import open_nvml
+from supertuner.memory.probe import probe
+
+facts = probe(Host(), open_cuda(), open_nvml())
+indices = [gpu.nvml and gpu.nvml.index for gpu in facts.gpus]
+print(json.dumps([facts.machine and facts.machine.key, facts.one_pool, facts.ats, facts.driver_version, indices]))
+"""
 
 NO_GPU = Missing("the driver found no GPU")
 NO_NVML = Missing("no NVML here")
@@ -169,6 +183,22 @@ def test_without_an_identity_only_a_single_gpu_of_the_same_name_is_taken_for_the
     other = Listed(nvml_gpu(0, "NVIDIA T400", "GPU-c"))
     found = [probe(host, Said(H100), nvml).gpus[0].nvml for nvml in (one, two, other)]
     assert [gpu and gpu.uuid for gpu in found] == ["GPU-a", None, None]
+
+
+@pytest.mark.parametrize(
+    ("profile", "gib", "devices", "nvml", "found"),
+    [
+        ("gh200", 96, 1, "gh200", ["gh200-96", False, True, 13000, [0]]),
+        ("gb10", 119, 1, "no_driver", ["gb10", True, True, 13000, [None]]),
+        ("pcie", 80, 2, "two", ["h100-80-pcie", False, False, 13000, [1, 0]]),
+    ],
+)
+def test_through_the_real_bindings_a_machine_is_what_its_drivers_say(
+    profile: str, gib: int, devices: int, nvml: str, found: list[object]
+) -> None:
+    env = environment(profile, hbm_bytes=gib * GIB, devices=devices) | {"FAKENVML_PROFILE": nvml}
+    env["LD_LIBRARY_PATH"] += f":{fake_nvml()}"
+    assert json.loads(run_python(ASK_REAL_BINDINGS, env)) == found
 
 
 @pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="no /proc")

@@ -1,0 +1,37 @@
+"""Telemetry over torch's real caching allocator and the fake driver: the figures follow what is allocated."""
+
+from __future__ import annotations
+
+import torch
+
+from supertuner.core.host import Host
+from supertuner.core.types import MIB
+from supertuner.memory.cuda import open_cuda
+from supertuner.memory.driver import Missing
+from supertuner.memory.probe import probe
+from supertuner.memory.telemetry import Sampler
+
+NO_NVML = Missing("none on the phantom")
+
+
+def test_torchs_and_the_drivers_figures_follow_an_allocation() -> None:
+    device, host, driver = torch.device("cuda", 0), Host(), open_cuda()
+    with Sampler(probe(host, driver, NO_NVML), host, driver, NO_NVML, torch_device=device) as sampler:
+        torch.cuda.init()
+        before = sampler.sample()
+        held = torch.empty(64 * MIB, dtype=torch.uint8, device=device)
+        during = sampler.sample()
+        assert during["torch.allocated_bytes"] - before["torch.allocated_bytes"] == held.nbytes
+        assert during["torch.reserved_bytes"] - before["torch.reserved_bytes"] >= held.nbytes
+        assert before["gpu.free_bytes"] - during["gpu.free_bytes"] >= held.nbytes
+        del held
+        after = sampler.sample()
+        assert after["torch.allocated_bytes"] == before["torch.allocated_bytes"]
+        assert after["torch.allocated_peak_bytes"] == during["torch.allocated_bytes"]
+        assert after["torch.alloc_retries"] == 0
+
+
+def test_the_phantom_is_recognised_as_the_machine_it_plays() -> None:
+    facts = probe(Host(), open_cuda(), NO_NVML)
+    assert facts.machine is not None and facts.machine.key == "gh200-96"
+    assert facts.ats is True and facts.one_pool is False
