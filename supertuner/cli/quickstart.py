@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from supertuner.cli.stage import Sets
+
 
 def register(app: typer.Typer) -> None:
     app.command("quickstart")(quickstart)
@@ -16,22 +18,25 @@ def register(app: typer.Typer) -> None:
 
 def quickstart(
     folder: Annotated[Path, typer.Option("--dir", help="Where everything goes.")] = Path("quickstart"),
+    sets: Sets = None,
 ) -> None:
     """Draw a captioned dataset, stage and cache it, train both experts of a tiny Wan2.2 on it, and show the result."""
     from supertuner.tools.quickstart import quickstart as run
 
-    made = run(folder)
+    made = run(folder, sets or [])
     trained = made.trained
     if trained.stopped_by is not None:
         typer.echo(f"stopped by {trained.stopped_by} after {trained.steps} steps; the same command goes on from here")
         raise typer.Exit(130)
     supertuner, tensorboard = (_command(name) for name in ("supertuner", "tensorboard"))
-    fell = 100 * (1 - made.after / made.before)
+    fell = f" ({100 * (1 - made.after / made.before):.0f} % less)" if made.before else ""
+    memory = "\n".join(f"memory: {line}" for line in trained.memory)
     exported = "\n".join(f"  {path}" for path in trained.exports)
     typer.echo(
         f"""
 done in {made.seconds:.0f} s: {trained.steps} optimizer steps of two experts, {trained.samples} samples
-loss on pictures that were not trained on: {made.before:.4f} before, {made.after:.4f} after ({fell:.0f} % less)
+loss on pictures that were not trained on: {made.before:.4f} before, {made.after:.4f} after{fell}
+{memory}
 
 look at
   {made.both}   samples of pairs that no training picture has: the base, and after training

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -41,6 +41,8 @@ class Rules:
     objective: Objective
     precision: Precision
     max_grad_norm: float | None = None
+    placing_state: Callable[[], AbstractContextManager[None]] = nullcontext
+    """What an optimizer keeps is made inside: it may live elsewhere than activations do."""
 
 
 @dataclass(eq=False, slots=True)
@@ -110,7 +112,8 @@ def train_window(
     if result.finite:
         _clip(gradients, norm, rules.max_grad_norm)
         trainee.optimizer.set_rate(rate)
-        trainee.optimizer.step()
+        with rules.placing_state():
+            trainee.optimizer.step()
         if trainee.ema is not None:
             trainee.ema.update()
     if trainee.scaler is not None and (result.finite or result.overflowed):

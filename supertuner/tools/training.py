@@ -26,8 +26,8 @@ class Trained:
     """The signal that stopped it before its end."""
     exports: tuple[Path, ...]
     curve: Path | None
-    hints: dict[str, int]
-    """What became of residency hints → for how many batches."""
+    memory: tuple[str, ...]
+    """What became of the memory engine, a line each: hints by outcome, what overflowed."""
 
 
 def train(loaded: Loaded, *, resume: str | None = None) -> Trained:
@@ -55,8 +55,8 @@ def train_in(work: Session, *, resume: str | None = None) -> Trained:
         curve = None
         if run.step:
             draw_curve(folder / LOSSES, curve := folder / CURVE)
-        hints = {f"{outcome.status}: {outcome.reason}": count for outcome, count in run.hints.items()}
-        return Trained(folder, run.step, run.samples, ending.seconds, ending.stopped_by, exports, curve, hints)
+        memory = tuple(run.memory.lines())
+        return Trained(folder, run.step, run.samples, ending.seconds, ending.stopped_by, exports, curve, memory)
 
 
 def with_reports(work: Session, opened: ExitStack) -> Sink:
@@ -94,7 +94,7 @@ def summary(trained: Trained) -> str:
         lines.append(f"  samples      {run / 'samples'}")
     lines.append(f"  checkpoints  {run / 'checkpoints'}")
     lines += [f"  exported     {path}" for path in trained.exports]
-    lines += [f"  residency hints: {what} ({count} batches)" for what, count in trained.hints.items()]
+    lines += [f"  memory       {line}" for line in trained.memory]
     if trained.stopped_by:
         lines.append("the same command goes on from here")
     return "\n".join(lines)

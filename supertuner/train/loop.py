@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from supertuner.core.errors import ModelError, NotFinite, SuperTunerError, TrainError
 from supertuner.core.events import Noted, Warned
-from supertuner.memory.hints import optimize_batch_for_gh200
 from supertuner.models.objective import noise_seed
 from supertuner.optim.schedule import change_text, window_samples
 from supertuner.sinks import training
@@ -98,14 +97,16 @@ def _train(run: Run, window: Window) -> None:
             waited_s=window.waited_s,
         )
     )
+    run.memory.after_step(run.step, run.sink)
     _judge(run, result)
 
 
 def _placed(run: Run, batch: StepBatch) -> StepBatch:
-    """The batch where the step computes. Hints are asked for each batch; what became of them is counted."""
+    """The batch where the step computes. What lies in unified memory is on its way there, and was counted; a copy gets
+    its hints here."""
     placed = batch.to(run.device)
-    outcome = optimize_batch_for_gh200(placed.tensors())
-    run.hints[outcome] = run.hints.get(outcome, 0) + 1
+    if placed is not batch:
+        run.memory.about_to_use(placed)
     return placed
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -11,13 +11,13 @@ import torch
 from supertuner.config.tree import RunConfig
 from supertuner.core.events import Progress, Sink
 from supertuner.core.host import Host
-from supertuner.memory.hints import Outcome
 from supertuner.models.adapters import Trained
 from supertuner.models.spec import Expert, Family, Model
 from supertuner.optim.schedule import Course, rate_factor
 from supertuner.step.window import Rules, Trainee
 from supertuner.train.feed import Feed, Maker
 from supertuner.train.loss_log import LossLog
+from supertuner.train.memory import MemoryEngine
 from supertuner.train.parallel import Parallel
 from supertuner.train.sample_plan import SamplePlan
 
@@ -55,13 +55,13 @@ class Run:
     validations: LossLog
     """Held-out losses."""
     samples_plan: SamplePlan
+    memory: MemoryEngine
+    """Hints, batches in unified memory, overflow, telemetry."""
     # ------------------------------------------------------------------
     step: int = 0
     """Optimizer steps done."""
     nonfinite: int = 0
     """Windows in a row whose loss or gradient was not a number."""
-    hints: dict[Outcome, int] = field(default_factory=dict)
-    """What became of the residency hints that were asked for, and for how many batches."""
 
     @property
     def experts(self) -> tuple[Expert, ...]:

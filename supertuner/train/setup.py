@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +27,7 @@ from supertuner.models.spec import Expert, Family, Model
 from supertuner.optim import table as optimizers
 from supertuner.optim.ema import Ema
 from supertuner.optim.schedule import Course, course_of, ramp_text
+from supertuner.step.batch import StepBatch
 from supertuner.step.precision import Precision
 from supertuner.step.window import Rules, Trainee, prepare
 from supertuner.train import checkpoint
@@ -36,6 +37,7 @@ from supertuner.train.checkpoint_reading import Loaded, load
 from supertuner.train.feed import Maker
 from supertuner.train.full import fitting
 from supertuner.train.loss_log import LOSSES, LossLog
+from supertuner.train.memory import MemoryEngine, open_memory
 from supertuner.train.model_source import opened_model
 from supertuner.train.parallel import Alone, Parallel
 from supertuner.train.run import HELD_OUT, Run
@@ -81,13 +83,17 @@ def open_run(
         for expert in experts:
             adapters.check_targets(loading.skeleton(model, expert.part), targets, expert.name)
     with ExitStack() as opened:
+        memory = opened.enter_context(open_memory(config, device, host=outside.host, sink=sink))
         corpus, other = _opened_data(config, opened, outside)
         course = _course(config, corpus, parallel, sink)
         samples_plan = plan(config, family, model, corpus, other, sink)  # before hours of encoding: it may be refused
-        maker_of = partial(_maker, config, encoding_of(config, family, model, precision), folder, opened, outside)
-        maker = maker_of(corpus, course.consumed(0 if begin is None else begin.step), course.total_samples)
-        held_out = None if other is None else maker_of(other, 0, _measured(config, other))
-        trained = {expert.name: _trained(config, family, model, expert, precision, sink) for expert in experts}
+        encoding = encoding_of(config, family, model, precision)
+        maker_of = partial(_maker, config, encoding, folder, opened, outside, memory)
+        done = course.consumed(0 if begin is None else begin.step)
+        maker = maker_of(memory.place, corpus, done, course.total_samples)
+        # Held-out batches get their noise later, by the CPU: they are only put where the GPU can fetch them.
+        held_out = None if other is None else maker_of(StepBatch.pinned, other, 0, _measured(config, other))
+        trained = {expert.name: _trained(config, family, model, expert, precision, memory, sink) for expert in experts}
         run = Run(
             name=name,
             config=config,
@@ -106,6 +112,7 @@ def open_run(
                 objective=Objective(family.prediction, weighting=config.objective.weighting),
                 precision=precision,
                 max_grad_norm=config.train.max_grad_norm,
+                placing_state=partial(memory.placing, "state"),
             ),
             maker=maker,
             held_out=held_out,
@@ -114,6 +121,7 @@ def open_run(
             losses=opened.enter_context(LossLog(folder / LOSSES)),
             validations=opened.enter_context(LossLog(folder / HELD_OUT)),
             samples_plan=samples_plan,
+            memory=memory,
         )
         _begin(run, begin)
         yield run
@@ -131,10 +139,9 @@ def _begin(run: Run, begin: Loaded | None) -> None:
 def device_of(setting: str) -> torch.device:
     """Where to compute."""
     if setting == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        setting = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        device = torch.device(setting)
-        torch.empty(1, device=device)
+        device = torch.empty(1, device=torch.device(setting)).device  # with its number, as tensors will name it
     except (RuntimeError, AssertionError) as error:  # torch says so where a device is unknown, absent or not built in
         reason = str(error).splitlines()[0]
         raise TrainError(f'train.device is "{setting}", which cannot be used here: {reason}; use "auto"') from error
@@ -239,6 +246,8 @@ def _maker(
     folder: Path,
     opened: ExitStack,
     outside: Outside,
+    memory: MemoryEngine,
+    place: Callable[[StepBatch], StepBatch],
     corpus: Corpus,
     begin: int,
     until: int,
@@ -255,6 +264,7 @@ def _maker(
             progress=outside.progress,
             begin=begin,
             until=until,
+            attached=memory.keep_in_host,
         )
     )
     return Maker(
@@ -264,23 +274,31 @@ def _maker(
         model=encoding.model,
         law_of=partial(law_of, config, encoding.family, encoding.model),
         seed=config.run.seed,
-        pin=encoding.device.type == "cuda",
+        place=place if encoding.device.type == "cuda" else None,
     )
 
 
 def _trained(
-    config: RunConfig, family: Family, model: Model, expert: Expert, precision: Precision, sink: Sink
+    config: RunConfig,
+    family: Family,
+    model: Model,
+    expert: Expert,
+    precision: Precision,
+    memory: MemoryEngine,
+    sink: Sink,
 ) -> adapters.Trained:
     """An expert's module on its device, with what is trained of it."""
     settings = config.adapter
     dtype = torch.float32 if settings.type == "full" else precision.dtype
-    with fitting(f"{expert.part} does", 'set model.base_weights: "int8", or train one of model.experts at a time'):
+    remedy = 'set model.base_weights: "int8", or train one of model.experts at a time'
+    with fitting(f"{expert.part} does", remedy), memory.placing("weights"):
         module = family.denoiser(model, expert, dtype).to(precision.device)
+        if config.model.base_weights != "as_computed":
+            sink.emit(quantise(module, config.model.base_weights, precision.device))
     use_backend(module, config.model.attention)
-    if config.model.base_weights != "as_computed":
-        sink.emit(quantise(module, config.model.base_weights, precision.device))
     targets = adapters.targets_of(settings, family.targets)
-    trained = adapters.attach(module, settings, targets, seed=config.run.seed, name=expert.name)
+    with memory.placing("state"):
+        trained = adapters.attach(module, settings, targets, seed=config.run.seed, name=expert.name)
     prepare(module, config.train.gradient_checkpointing)
     if config.model.compile:
         sink.emit(compile_blocks(module, precision.device))

@@ -1,0 +1,155 @@
+"""The machine's memory as a run uses it: residency hints, batches in unified memory, overflow, and their figures.
+
+Opened once, before anything is on the device, and told with its reasons. Nothing here changes what is computed: a hint
+that is refused is counted, and the run goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+import torch
+
+from supertuner.config.tree import RunConfig
+from supertuner.core.events import Decided, Sink, Warned
+from supertuner.core.host import Host
+from supertuner.core.types import bytes_text
+from supertuner.memory.cuda import open_cuda
+from supertuner.memory.cupti import open_cupti
+from supertuner.memory.driver import Driver, Missing
+from supertuner.memory.hints import Enabled, Hints, Support, Tally, decide, supported, use_hints, uvm_hint_override
+from supertuner.memory.nvml import open_nvml
+from supertuner.memory.overflow import OverflowStats
+from supertuner.memory.pools import Pools, open_pools
+from supertuner.memory.probe import Facts, free_gpu_bytes, probe
+from supertuner.memory.stats import named
+from supertuner.memory.telemetry import Sampler
+from supertuner.memory.unified import UnifiedBuffers
+from supertuner.step.batch import StepBatch
+
+
+@dataclass(eq=False, slots=True)
+class MemoryEngine:
+    """What a run asks of its machine's memory, and what became of it."""
+
+    facts: Facts
+    enabled: Enabled
+    """Whether hints are asked for and can be had, and why."""
+    hints: Hints | None
+    """None: they are off."""
+    buffers: UnifiedBuffers | None
+    """Where batches wait for the GPU; None: in pinned memory, or where they are made."""
+    pools: Pools | None
+    """Where tensors on the device come from, if GPU memory may overflow."""
+    sampler: Sampler
+    sample_every: int
+    tally: Tally = field(default_factory=Tally)
+
+    def keep_in_host(self, address: int, nbytes: int) -> None:
+        """A cache's memory: the GPU reads copies of it, so it stays where it is."""
+        if self.hints is not None:
+            self.tally.add(self.hints.keep_in_host(address, nbytes))
+
+    def place(self, batch: StepBatch) -> StepBatch:
+        """A batch just made, put where the GPU fetches it from without the CPU; in unified memory it is on its way."""
+        if self.buffers is None:
+            return batch.pinned()
+        tensors = list(batch.tensors())
+        placed, outcome = self.buffers.place(tensors)
+        self.tally.add(outcome)
+        if placed is None:
+            return batch.pinned()
+        moved = dict(zip(map(id, tensors), placed, strict=True))
+        return batch.each(lambda tensor: moved[id(tensor)])
+
+    def about_to_use(self, batch: StepBatch) -> None:
+        """Hints for a batch on the device that the next step reads."""
+        if self.hints is not None:
+            self.tally.add(self.hints.place_batch(batch.named()))
+
+    def placing(self, what: Literal["weights", "state"]) -> AbstractContextManager[None]:
+        """Tensors of a class that is placed in a way of its own are made inside."""
+        return nullcontext() if self.pools is None else self.pools.placing(what)
+
+    def after_step(self, step: int, sink: Sink) -> None:
+        """Between two steps: memory that nothing uses goes home, and figures are taken."""
+        if self.pools is not None:
+            self.pools.between_steps()
+        if self.sample_every and step % self.sample_every == 0:
+            self.sampler.emit(sink, step)
+
+    def lines(self) -> list[str]:
+        """What became of it, for the summary."""
+        hints = [f"hint {line}" for line in self.tally.lines()] if self.enabled.on else [str(self.enabled)]
+        return [*hints, *([] if self.pools is None else [_overflow_line(self.pools.stats())])]
+
+
+@contextmanager
+def open_memory(config: RunConfig, device: torch.device, *, host: Host, sink: Sink) -> Iterator[MemoryEngine]:
+    """The engine of a run, ready before the first tensor is on the device; leaving it puts everything back."""
+    overflow = config.memory.overflow
+    with ExitStack() as opened:
+        driver: Driver | Missing = open_cuda()
+        nvml = open_nvml()
+        if not isinstance(nvml, Missing):
+            opened.callback(nvml.close)
+        facts = probe(host, driver, nvml)
+        tally = Tally()
+        enabled, hints, buffers = _hints(config, device, driver, facts, host, sink)
+        if buffers is not None:
+            opened.callback(buffers.close)
+        pools = None
+        if overflow.enabled:
+            pools = opened.enter_context(open_pools(overflow, facts, host, sink, driver=driver, device=device))
+        sampler = opened.enter_context(
+            Sampler(
+                facts,
+                host,
+                driver,
+                nvml,
+                open_cupti(device.index or 0) if device.type == "cuda" else Missing("no GPU computes"),
+                device=device.index or 0,
+                torch_device=device,
+                overflow=None if pools is None else partial(_account, pools),
+                hints=tally.by_status,
+            )
+        )
+        yield MemoryEngine(facts, enabled, hints, buffers, pools, sampler, config.report.memory_every_steps, tally)
+
+
+def _hints(
+    config: RunConfig, device: torch.device, driver: Driver | Missing, facts: Facts, host: Host, sink: Sink
+) -> tuple[Enabled, Hints | None, UnifiedBuffers | None]:
+    """Whether this run hints, decided once; and with what."""
+    setting = config.gh200_optimizations.enable_uvm_hints
+    caches = (config.cache_config.vae_cache_type, config.cache_config.text_cache_type)
+    number = device.index or 0
+    can = supported(driver, number) if device.type == "cuda" else Support(False, f"the run computes on {device.type}")
+    enabled = decide(uvm_hint_override(), setting, caches, can)
+    sink.emit(Decided("residency_hints", enabled.on, enabled.reason))
+    if setting and not enabled.on:
+        sink.emit(Warned("gh200_optimizations.enable_uvm_hints", f"has no effect here: {can.reason}"))
+    if not enabled.on or isinstance(driver, Missing):
+        return enabled, None, None
+    free = partial(free_gpu_bytes, facts, driver, host, number)
+    hints = Hints(driver, number, free_bytes=free)
+    use_hints(hints, setting, caches, can)
+    return enabled, hints, UnifiedBuffers(driver, device, free_bytes=free)
+
+
+def _account(pools: Pools) -> Mapping[str, int | float | str]:
+    return named(pools.stats())
+
+
+def _overflow_line(account: OverflowStats) -> str:
+    peaks = f"at most {bytes_text(account.device_peak_bytes)} of device memory"
+    if not account.managed_allocations:
+        return f"overflow: not needed; {peaks}"
+    reclaimed = f"{account.light_reclamations} light and {account.hard_reclamations} hard reclamations"
+    spilled = f"{bytes_text(account.managed_peak_bytes)} managed"
+    refused = f", {account.refusals} refusals" if account.refusals else ""
+    return f"overflow: {peaks}, {spilled}; entered {account.entered} times, {reclaimed}{refused}"
