@@ -73,7 +73,7 @@ def sweep(recent: OrderedDict[int, Region], todo: Pass, free: int, hits_refresh:
         key = base + block
         there = key in recent
         if key in evicted:
-            missing = coming = touched
+            missing, coming = touched, touched - (missing - coming)  # what was never populated crosses no link
         if there and (hits_refresh or missing):
             recent.move_to_end(key)
         while done.free < missing:
