@@ -7,7 +7,7 @@ superchip; whose clock it was is part of the result. Everything that it took is 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Final
 
@@ -24,7 +24,8 @@ COPIED_BYTES: Final = 4 * KIB
 """Of every block, copied by the GPU into host memory and read there."""
 ROUNDS: Final = 3
 WRONG_TOLD: Final = 8
-Clock = Callable[[], float]
+Clock = Callable[[], float | None]
+"""Seconds. None: time is not known, as the model says of a machine whose figures it lacks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +34,17 @@ class Rate:
 
     name: str
     nbytes: int
-    seconds: float
+    seconds: float | None
     expected: Figure | None = None
 
     @property
     def bytes_s(self) -> float | None:
-        return self.nbytes / self.seconds if self.seconds > 0 else None
+        return self.nbytes / self.seconds if self.seconds else None
+
+    def and_also(self, nbytes: int, seconds: float | None) -> Rate:
+        """With more of the same."""
+        total = None if seconds is None or self.seconds is None else self.seconds + seconds
+        return replace(self, nbytes=self.nbytes + nbytes, seconds=total)
 
     @property
     def ratio(self) -> float | None:
@@ -49,7 +55,7 @@ class Rate:
 
 
 @dataclass(slots=True)
-class Tested:
+class Trial:
     """What became of the test. It passed if there is no problem, nothing wrong, and every block was verified."""
 
     plan: Plan
@@ -107,9 +113,9 @@ class Bench:
     ) -> None:
         self._driver, self._device, self._machine = driver, device, machine
         self._plan, self._clock, self._progress = plan, clock, progress
-        self._found = Tested(plan, device.total_bytes)
+        self._found = Trial(plan, device.total_bytes)
 
-    def run(self) -> Tested:
+    def run(self) -> Trial:
         """Every step in turn. A refusal of the driver ends the test and is its finding."""
         try:
             with self._holding() as held:
@@ -121,7 +127,7 @@ class Bench:
                 with self._holding() as held:
                     self._link(held)
             else:
-                self._found.notes.append("the link was not tried: there is none to cross, or no room for its buffers")
+                self._found.notes.append(f"the link was not tried: {self._plan.no_link}")
         except Refused as refusal:
             self._found.problem = str(refusal)
         return self._found
@@ -131,18 +137,18 @@ class Bench:
 
     def _fill(self, managed: Span) -> None:
         """Every block its own value, by the GPU, which touches it for the first time."""
-        inside, beyond = [0, 0.0], [0, 0.0]
+        inside, beyond = Rate("first touch", 0, 0.0), Rate("first touch, full", 0, 0.0)
         with self._progress.phase("filling managed memory", nbytes=managed.nbytes) as phase:
             for number, block in enumerate(self._blocks(managed)):
                 begin = self._clock()
                 self._write(block, value_of(number))
-                seconds = self._clock() - begin
-                part = inside if block.end - managed.address <= self._plan.gpu_free else beyond
-                part[0], part[1] = part[0] + block.nbytes, part[1] + seconds
+                seconds = elapsed(begin, self._clock())
+                if block.end - managed.address <= self._plan.gpu_free:
+                    inside = inside.and_also(block.nbytes, seconds)
+                else:
+                    beyond = beyond.and_also(block.nbytes, seconds)
                 phase.advance(nbytes=block.nbytes)
-        for name, (nbytes, seconds) in (("first touch", inside), ("first touch, full", beyond)):
-            if nbytes:
-                self._found.rates.append(Rate(name, int(nbytes), seconds))
+        self._found.rates += [rate for rate in (inside, beyond) if rate.nbytes]
 
     def _verify(self, managed: Span, bounce: Span) -> None:
         """Samples of every block, read by the host where they lie, and copied out by the GPU.
@@ -252,18 +258,22 @@ class Bench:
     def _write(self, span: Span, value: int) -> None:
         self._driver.fill(span, value, self._device.number)
 
-    def _timed(self, work: Callable[[], None]) -> float:
-        begin = self._clock()
-        work()
-        return self._clock() - begin
-
-    def _best(self, work: Callable[[], None]) -> float:
+    def _best(self, work: Callable[[], None]) -> float | None:
         """The quickest of a few: what it takes when nobody else is in the way."""
-        return min(self._timed(work) for _ in range(ROUNDS))
+        times = []
+        for _ in range(ROUNDS):
+            begin = self._clock()
+            work()
+            times.append(elapsed(begin, self._clock()))
+        return min((seconds for seconds in times if seconds is not None), default=None)
 
     def _blocks(self, span: Span) -> list[Span]:
         size = self._plan.block_bytes
         return [Span(at, size) for at in range(span.address, span.end, size)]
+
+
+def elapsed(begin: float | None, end: float | None) -> float | None:
+    return None if begin is None or end is None else end - begin
 
 
 def value_of(block: int) -> int:
@@ -288,7 +298,7 @@ def copy_figure(row: Machine) -> Figure | None:
 def rate_text(rate: Rate) -> str:
     """`3,512 GB/s, 95 % of the table's 3,705`. Decimal units, as bandwidth is sold."""
     if rate.bytes_s is None:
-        return f"{bytes_text(rate.nbytes)} in no time that the clock could see"
+        return f"not known: {bytes_text(rate.nbytes)} in a time that the clock does not tell"
     text = f"{rate.bytes_s / 1e9:,.1f} GB/s"
     if rate.ratio is not None and rate.expected is not None and rate.expected.value:
         text += f", {rate.ratio:.0%} of the table's {rate.expected.value / 1e9:,.0f} ({rate.expected.how})"

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from supertuner.core.types import bytes_text
-from supertuner.tools.doctor.allocation import Rate, Tested, rate_text
+from supertuner.tools.doctor.allocation import Rate, Trial, rate_text
 from supertuner.tools.doctor.allocation_plan import Declined
 from supertuner.tools.doctor.check import Check, absent, bad, good, warning
 from supertuner.tools.doctor.situation import Origin
@@ -20,7 +20,7 @@ SLOW: Final = 0.6
 CLOCKS: Final = {"measured": "", "modelled": " (modelled)", "stand-in": " (a stand-in's clock: nothing about a GPU)"}
 
 
-def allocation_checks(found: Tested | Declined, figures: Origin) -> Iterator[Check]:
+def allocation_checks(found: Trial | Declined, figures: Origin) -> Iterator[Check]:
     if isinstance(found, Declined):
         yield absent(GROUP, "allocation test", f"not made: {found.reason}")
         return
@@ -31,7 +31,7 @@ def allocation_checks(found: Tested | Declined, figures: Origin) -> Iterator[Che
         yield absent(GROUP, f"note {number}" if len(found.notes) > 1 else "note", note)
 
 
-def verdict(found: Tested) -> Check:
+def verdict(found: Trial) -> Check:
     name, plan = "allocation test", found.plan
     size = f"{bytes_text(plan.nbytes)} of managed memory on a GPU with {bytes_text(found.gpu_bytes)}"
     if found.problem is not None:
@@ -39,14 +39,16 @@ def verdict(found: Tested) -> Check:
         return bad(GROUP, name, f"{size}: the driver refused: {found.problem}", remedy)
     if found.wrong:
         remedy = "do not train on this: `nvidia-smi -q -d ECC,PAGE_RETIREMENT` and `sudo dmesg | grep -i xid` first"
-        return bad(GROUP, name, f"{size}: WRONG VALUES: {'; '.join(found.wrong)}", remedy)
+        return bad(GROUP, name, f"{size}: WRONG VALUES: {_first(found.wrong)}", remedy)
     text = f"{size}: filled, {found.verified} of {plan.blocks} blocks verified by value"
-    if plan.limited:
-        remedy = "free memory and try again: `ps aux --sort=-rss | head`"
-        return (good if found.beyond else warning)(
-            GROUP, name, f"{text}; {plan.limited}", *(() if found.beyond else (remedy,))
-        )
-    return good(GROUP, name, text)
+    if plan.limited and plan.remedy and not found.beyond:
+        return warning(GROUP, name, f"{text}; {plan.limited}", plan.remedy)
+    return good(GROUP, name, f"{text}; {plan.limited}" if plan.limited else text)
+
+
+def _first(places: list[str], told: int = 2) -> str:
+    more = len(places) - told
+    return "; ".join(places[:told]) + (f"; and {more} more places" if more > 0 else "")
 
 
 def speed(rate: Rate, figures: Origin) -> Check:

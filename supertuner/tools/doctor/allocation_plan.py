@@ -46,6 +46,10 @@ class Plan:
     """Of the buffers on either end of the link; 0: there is no link to try."""
     limited: str
     """Why it is less than was asked for; empty: it is not."""
+    no_link: str
+    """Why the link is not tried; empty: it is."""
+    remedy: str
+    """What would allow more; empty: nothing would, or nothing is missing."""
 
     @property
     def blocks(self) -> int:
@@ -64,7 +68,7 @@ def plan(room: Room, scale: float) -> Plan | Declined:
     if room.managed is False:
         return Declined("this GPU has no managed memory: there is nothing that could go beyond its own")
     asked = int(scale * room.gpu_bytes)
-    most, why = _most(room)
+    most, why, remedy = _most(room)
     nbytes, limited = asked, ""
     if asked > most:
         nbytes, limited = most, f"{bytes_text(most)} instead of {bytes_text(asked)}: {why}"
@@ -73,25 +77,25 @@ def plan(room: Room, scale: float) -> Plan | Declined:
     if nbytes < 2 * block:
         return Declined(f"there is no room for a test: {limited or f'{bytes_text(asked)} is too little to try'}")
     link = 0 if room.one_pool else _rounded(min(LINK_BYTES, room.gpu_free // 4, _spare(room) // 2, nbytes))
+    no_room = "there is no room for its buffers"
+    no_link = "CPU and GPU share one pool, and there is none" if room.one_pool else "" if link else no_room
     resident = _rounded(min(RESIDENT_BYTES, room.gpu_free // 2, nbytes))
-    return Plan(asked, nbytes, block, room.gpu_free, resident, link, limited)
+    return Plan(asked, nbytes, block, room.gpu_free, resident, link, limited, no_link, remedy if limited else "")
 
 
-def _most(room: Room) -> tuple[int, str]:
-    """Bytes that are safe, and what limits them."""
+def _most(room: Room) -> tuple[int, str, str]:
+    """Bytes that are safe, what limits them, and what would allow more."""
     spare = _spare(room)
     if room.one_pool:
         why = "CPU and GPU share one pool, where going beyond it wedges the machine; half of what is free is tried"
-        return int(min(spare, room.gpu_free) * POOL_SHARE), why
+        return int(min(spare, room.gpu_free) * POOL_SHARE), why, ""
     if room.concurrent is False:
-        return int(room.gpu_free * 0.9), "without concurrent managed access the GPU cannot go beyond its own memory"
+        return int(room.gpu_free * 0.9), "without concurrent managed access the GPU cannot go beyond its own memory", ""
     if room.host_available is None:
-        return int(room.gpu_free * 0.9), "nobody says how much host memory is free, so none of it is taken"
+        return int(room.gpu_free * 0.9), "nobody says how much host memory is free, so none of it is taken", ""
     kept = bytes_text(_floor(room))
-    return (
-        room.gpu_free + spare,
-        f"{bytes_text(room.host_available)} of host memory are available, and {kept} stay free",
-    )
+    why = f"{bytes_text(room.host_available)} of host memory are available, and {kept} stay free"
+    return room.gpu_free + spare, why, "free host memory and try again: `ps aux --sort=-rss | head` shows who has it"
 
 
 def _spare(room: Room) -> int:

@@ -8,7 +8,7 @@ from typing import Final
 
 from supertuner.core.errors import SuperTunerError
 from supertuner.memory.driver import Missing
-from supertuner.tools.doctor.allocation import Tested
+from supertuner.tools.doctor.allocation import Trial
 from supertuner.tools.doctor.allocation_plan import Declined
 from supertuner.tools.doctor.check import Check, Mark
 from supertuner.tools.doctor.gpu_checks import BATCH_CALLS, gpu_checks
@@ -23,12 +23,12 @@ class Examined:
 
     situation: Situation
     checks: tuple[Check, ...]
-    allocation: Tested | Declined
+    allocation: Trial | Declined
 
     @property
     def spoilt(self) -> bool:
         """Memory did not hold what was written to it: no machine to train on, whatever was required."""
-        return isinstance(self.allocation, Tested) and bool(self.allocation.wrong)
+        return isinstance(self.allocation, Trial) and bool(self.allocation.wrong)
 
 
 def all_checks(situation: Situation) -> tuple[Check, ...]:
@@ -92,7 +92,7 @@ REQUIREMENTS: Final[Mapping[str, Requirement]] = {
     "hints": Requirement("residency hints would be on", lambda found: found.situation.hints.on),
     "allocation": Requirement(
         "the allocation test passed, beyond GPU memory",
-        lambda found: isinstance(found.allocation, Tested) and found.allocation.passed and found.allocation.beyond,
+        lambda found: isinstance(found.allocation, Trial) and found.allocation.passed and found.allocation.beyond,
     ),
     "no-traps": Requirement(
         "no check is marked ✗", lambda found: not any(check.mark is Mark.BAD for check in found.checks)

@@ -59,13 +59,15 @@ def driver(situation: Situation) -> Check:
     if facts.driver_version is None:
         return replace(absent(GROUP, "driver", f"its version is not known{kernel}"), needs_gpu=True)
     text = f"CUDA {cuda_text(facts.driver_version)}{kernel}"
+    standing_in = ""
     if situation.behind.figures == "stand-in":
-        text += f"; no NVIDIA kernel driver below {situation.behind.library or 'its library'}: a stand-in, not a GPU"
+        library = situation.behind.library or "its library"
+        standing_in = f"; a stand-in for a GPU: there is no NVIDIA kernel driver below {library}"
     if facts.driver_version < BATCH_CALLS:
-        finding = f"{text}: too old for batch calls: each range is prefetched by a call of its own, none is discarded"
+        old = "too old for batch calls: each range is prefetched by a call of its own, none is discarded"
         remedy = "install a driver of branch 580 or newer: `sudo apt install nvidia-driver-580-open`, then reboot"
-        return warning(GROUP, "driver", finding, remedy)
-    return good(GROUP, "driver", f"{text}; batch calls")
+        return warning(GROUP, "driver", f"{text}, {old}{standing_in}", remedy)
+    return good(GROUP, "driver", f"{text}; batch calls{standing_in}")
 
 
 def managed(device: Device, situation: Situation) -> Check:

@@ -12,7 +12,7 @@ from supertuner.memory.cuda import open_cuda
 from supertuner.memory.driver import Driver, Missing
 from supertuner.memory.nvml import open_nvml
 from supertuner.memory.probe import Facts, free_gpu_bytes, host_available_bytes
-from supertuner.tools.doctor.allocation import Bench, Clock, Tested
+from supertuner.tools.doctor.allocation import Bench, Clock, Trial
 from supertuner.tools.doctor.allocation_checks import allocation_checks
 from supertuner.tools.doctor.allocation_plan import Declined, Room, plan
 from supertuner.tools.doctor.check import Check
@@ -31,7 +31,7 @@ def examine(
     situation, driver = look_here(host, environ)
     checks = all_checks(situation)
     show(checks)
-    tested: Tested | Declined = Declined("--skip-allocation")
+    tested: Trial | Declined = Declined("--skip-allocation")
     if scale is not None:
         tested = try_memory(situation.facts, driver, host, scale, progress)
     more = tuple(allocation_checks(tested, situation.behind.figures))
@@ -53,7 +53,7 @@ def try_memory(
     scale: float,
     progress: Progress,
     clock: Clock = time.perf_counter,
-) -> Tested | Declined:
+) -> Trial | Declined:
     """The allocation test on the first GPU, as large as is safe right now."""
     if isinstance(driver, Missing) or not facts.gpus:
         return Declined("no GPU")

@@ -19,7 +19,7 @@ from supertuner.core.errors import SuperTunerError
 from supertuner.core.types import JSON, MIB
 from supertuner.memory.driver import Missing
 from supertuner.memory.probe import Facts, GpuFacts
-from supertuner.tools.doctor.allocation import Rate, Tested
+from supertuner.tools.doctor.allocation import Rate, Trial
 from supertuner.tools.doctor.check import Mark
 from supertuner.tools.doctor.checks import Examined
 from supertuner.tools.doctor.situation import Situation
@@ -122,11 +122,11 @@ def _overflow(found: Path | Missing) -> JSON:
 
 def _allocation(found: Examined) -> JSON:
     test = found.allocation
-    made = isinstance(test, Tested)
+    made = isinstance(test, Trial)
     fields: Mapping[str, JSON] = dict.fromkeys(
         ("asked_bytes", "tested_bytes", "gpu_bytes", "beyond_gpu_memory", "limited", "blocks", "verified", "problem")
     )
-    if isinstance(test, Tested):
+    if isinstance(test, Trial):
         fields = {
             "asked_bytes": test.plan.asked_bytes,
             "tested_bytes": test.plan.nbytes,
@@ -139,13 +139,13 @@ def _allocation(found: Examined) -> JSON:
         }
     return {
         "made": made,
-        "not_made": None if isinstance(test, Tested) else test.reason,
-        "passed": test.passed if isinstance(test, Tested) else None,
+        "not_made": None if isinstance(test, Trial) else test.reason,
+        "passed": test.passed if isinstance(test, Trial) else None,
         "figures": found.situation.behind.figures if made else None,
         **fields,
-        "wrong": list(test.wrong) if isinstance(test, Tested) else [],
-        "notes": list(test.notes) if isinstance(test, Tested) else [],
-        "rates": [_rate(rate) for rate in test.rates] if isinstance(test, Tested) else [],
+        "wrong": list(test.wrong) if isinstance(test, Trial) else [],
+        "notes": list(test.notes) if isinstance(test, Trial) else [],
+        "rates": [_rate(rate) for rate in test.rates] if isinstance(test, Trial) else [],
     }
 
 
