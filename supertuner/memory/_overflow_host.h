@@ -16,7 +16,7 @@ static struct {
     uint64_t floor, reserve, cap; /* cap: what this process's container could hold of managed memory */
     uint64_t managed;             /* live managed bytes of all devices */
     uint64_t room, since;         /* what the host could hold of them; handed out since that was looked at */
-    uint64_t looks;
+    uint64_t base, looks;         /* base: the room as it was with the least of our memory in it */
     int64_t looked_ns;
     int due;
 } host = {.meminfo = "/proc/meminfo", .reserve = (uint64_t)1 << 30, .cap = UINT64_MAX, .due = 1};
@@ -27,8 +27,9 @@ static void hand_out(uint64_t bytes) /* a negative number, wrapped, for what com
     host.since += (int64_t)bytes > 0 ? bytes : 0;
 }
 
-/* The room is what the host could hold of managed memory if all of it were sent home. Of what is missing from
- * MemAvailable, anything from nothing to all live managed bytes may be ours: an earlier figure stands between the two. */
+/* The room is what the host could hold of managed memory if all of it were sent home. It is no more than what is
+ * available and what we handed out, together: that sees what others take. And it is no more than what was available
+ * before we handed out anything: that sees what we handed out and nobody has touched yet. */
 static void look(int64_t now_ns)
 {
     char text[256];
@@ -39,12 +40,12 @@ static void look(int64_t now_ns)
     text[got > 0 ? got : 0] = 0;
     const char *line = strstr(text, "MemAvailable:");
     uint64_t available = line ? strtoull(line + strlen("MemAvailable:"), NULL, 10) * 1024 : 0;
-    if (!host.looks || host.room > available + host.managed)
-        host.room = available + host.managed;
-    if (host.room < available)
-        host.room = available;
-    if (!line) /* a floor that cannot be seen cannot be kept */
-        host.room = 0;
+    uint64_t most = line ? available + host.managed : 0; /* a floor that cannot be seen cannot be kept */
+    if (!host.looks || !host.managed)
+        host.base = most;
+    else if (host.base < available)
+        host.base = available;
+    host.room = host.base < most ? host.base : most;
     host.looks++;
     host.looked_ns = now_ns;
     host.since = 0;
