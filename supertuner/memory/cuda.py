@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import Lock
 from typing import TYPE_CHECKING, Any
+from uuid import UUID
 
 from supertuner.memory.driver import HOST, Advice, Device, Gpu, Home, HostNode, Kind, Missing, Refused, Span
 from supertuner.memory.pages import MovePages, kernel_move_pages
@@ -116,6 +117,7 @@ class CudaDriver:
             integrated=flag("INTEGRATED"),
             numa_node=node("NUMA_ID") if flag("NUMA_CONFIG") else None,
             host_node=node("HOST_NUMA_ID"),
+            uuid=f"GPU-{UUID(bytes=bytes(_ask(self._cuda.cuDeviceGetUuid, number).bytes))}",
         )
 
     def _attribute(self, number: int, name: str) -> int | None:
@@ -144,7 +146,7 @@ class CudaDriver:
                 return int(_ask(self._cuda.cuMemAllocManaged, nbytes, attach.value))
             if kind is Kind.DEVICE:
                 return int(_ask(self._cuda.cuMemAlloc, nbytes))
-        raise Refused(f"allocate({kind})", "CUDA_ERROR_NOT_SUPPORTED", 801)
+        raise Refused(f"allocate({kind})", "CUDA_ERROR_INVALID_VALUE", 1)
 
     def _take_from_system(self, nbytes: int) -> int:
         if nbytes <= 0:
@@ -194,8 +196,7 @@ class CudaDriver:
         with self._on(_device_of(home)) as stream:
             place = self._location(home)
             if self._has_batches():
-                addresses, sizes = [span.address for span in spans], [span.nbytes for span in spans]
-                _ask(self._cuda.cuMemPrefetchBatchAsync, addresses, sizes, len(spans), [place], [0], 1, 0, stream)
+                _ask(self._cuda.cuMemPrefetchBatchAsync, *self._batch(spans), [place], [0], 1, 0, stream)
                 return
             take_location = getattr(self._cuda, "cuMemPrefetchAsync_v2", self._cuda.cuMemPrefetchAsync)
             for span in spans:
@@ -206,9 +207,11 @@ class CudaDriver:
             raise Refused("cuMemDiscardBatchAsync", "CUDA_ERROR_NOT_FOUND", 500)
         if not spans:
             return
-        addresses, sizes = [span.address for span in spans], [span.nbytes for span in spans]
         with self._on(0) as stream:
-            _ask(self._cuda.cuMemDiscardBatchAsync, addresses, sizes, len(spans), 0, stream)
+            _ask(self._cuda.cuMemDiscardBatchAsync, *self._batch(spans), 0, stream)
+
+    def _batch(self, spans: Sequence[Span]) -> tuple[list[object], list[int], int]:
+        return [self._cuda.CUdeviceptr(span.address) for span in spans], [span.nbytes for span in spans], len(spans)
 
     def _has_batches(self) -> bool:
         """Both sides must know them: bindings of 12.x do not, whatever the driver."""

@@ -113,7 +113,7 @@ class Fake:
         return int(self._library.fakecuda_calls(name.encode()))
 
     def reset(self) -> None:
-        """Faults and counts are forgotten. Memory stays: it belongs to whoever took it."""
+        """Faults, counts, and which system memory was on a GPU are forgotten. Memory that was taken stays taken."""
         self._library.fakecuda_reset()
 
     def host_touch(self, address: int, nbytes: int) -> None:

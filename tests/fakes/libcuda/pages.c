@@ -148,12 +148,13 @@ static void grow_system_table(void) {
     free(old);
 }
 
-/* The process may have given system memory back without telling us; what the kernel no longer has is nowhere. */
-static void forget_dead_system_pages(void) {
+/* The process may have given system memory back without telling us; what the kernel no longer has is nowhere.
+ * (Memory that was given back and taken again for something else passes for the old one: tests forget all between them.) */
+static void forget_system_pages(bool all) {
     for (size_t i = 0; i < system_buckets; i++)
         for (struct system_page **link = &system_pages[i]; *link;) {
             struct system_page *entry = *link;
-            if (in_core(entry->number * machine()->page_bytes)) {
+            if (!all && in_core(entry->number * machine()->page_bytes)) {
                 link = &entry->next;
                 continue;
             }
@@ -201,8 +202,14 @@ static void populate(uintptr_t address) {
     *byte = *byte;
 }
 
+static bool swept; /* during this call: looking again would find nothing new, and takes its time */
+
+static void enter(void) {
+    pthread_mutex_lock(&lock);
+    swept = false;
+}
+
 static bool make_room(int device, size_t nbytes) {
-    bool swept = false;
     int pool = account(device);
     while (used[pool] + nbytes > machine()->gpu_bytes) {
         struct page *oldest = lists[pool].newer;
@@ -211,7 +218,7 @@ static bool make_room(int device, size_t nbytes) {
             oldest->home = (struct place){AT_HOST, 0};
             evicted += machine()->page_bytes;
         } else if (!swept) {
-            forget_dead_system_pages();
+            forget_system_pages(false);
             swept = true;
         } else {
             return false;
@@ -273,7 +280,7 @@ static CUresult range_make(enum kind kind, int device, size_t nbytes, uintptr_t 
 
 CUresult range_new(enum kind kind, int device, size_t nbytes, uintptr_t *address) {
     if (!nbytes || nbytes > SIZE_MAX / 4) return nbytes ? OUT_OF_MEMORY : INVALID_VALUE;
-    pthread_mutex_lock(&lock);
+    enter();
     CUresult result = range_make(kind, device, nbytes, address);
     pthread_mutex_unlock(&lock);
     return result;
@@ -352,7 +359,7 @@ void pages_advise(uintptr_t address, size_t nbytes, int advice, struct place pla
 
 CUresult pages_prefetch(uintptr_t address, size_t nbytes, struct place place) {
     bool fits = true, system;
-    pthread_mutex_lock(&lock);
+    enter();
     EACH_PAGE(at, address, nbytes) {
         struct range *range = range_around(at);
         if (!range) populate(at < address ? address : at);
@@ -391,7 +398,7 @@ static struct place attracted(const struct page *page, int device, bool system) 
 
 void pages_touch(uintptr_t address, size_t nbytes, int device) {
     bool system;
-    pthread_mutex_lock(&lock);
+    enter();
     EACH_PAGE(at, address, nbytes) {
         struct page *page = page_at(at, &system);
         if (!page) continue;
@@ -448,11 +455,16 @@ size_t pages_at(uintptr_t address, size_t nbytes, struct place place) {
 
 size_t gpu_used(int device) {
     pthread_mutex_lock(&lock);
-    forget_dead_system_pages();
+    forget_system_pages(false);
     size_t bytes = used[account(device)];
     pthread_mutex_unlock(&lock);
     return bytes;
 }
 
 size_t gpu_evicted(void) { return evicted; }
-void pages_reset(void) { evicted = 0; }
+void pages_reset(void) {
+    pthread_mutex_lock(&lock);
+    forget_system_pages(true);
+    evicted = 0;
+    pthread_mutex_unlock(&lock);
+}

@@ -16,7 +16,7 @@ API size_t fakecuda_hbm_used(int device) { return gpu_used(device); }
 API void fakecuda_fault(const char *name, int code, long from, long times) { call_fault(name, code, from, times); }
 API long fakecuda_calls(const char *name) { return call_count(name); }
 
-/* Forgets faults and counts. Memory stays: it belongs to whoever took it. */
+/* Forgets faults, counts, and which system memory was on a GPU. Memory that was taken stays taken. */
 API void fakecuda_reset(void) {
     calls_reset();
     pages_reset();

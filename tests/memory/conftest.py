@@ -1,0 +1,16 @@
+"""Fixtures of the memory tests: processes that run on the fake driver, ended with the session."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.memory.on_fake import Fakes
+
+
+@pytest.fixture(scope="session")
+def fakes() -> Iterator[Fakes]:
+    running = Fakes()
+    yield running
+    running.close()

@@ -1,0 +1,167 @@
+"""Runs tests on the fake driver: each in a process of its own kind, so that no other test of the suite sees a GPU.
+
+A `FakeProcess` is a Python process with the fake libcuda in its LD_LIBRARY_PATH, one for each profile and kept for the
+session. It runs the functions that it is sent by name, each with a `FakeBench`, and says what came of it. `on_fake`
+turns a function of a bench into a test of that kind.
+
+    @on_fake("pcie", devices=2)
+    def test_something(bench: FakeBench) -> None: ...
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from operator import attrgetter
+from typing import Any
+
+import pytest
+
+from supertuner.memory.cuda import CudaDriver, open_cuda
+from supertuner.memory.driver import HOST, Gpu, Home, Span
+from tests.fakes.building import MIB, ROOT, Fake, environment, load_fake
+
+CALL_BELOW = {
+    "allocate": "cuMemAlloc",
+    "free": "cuMemFree",
+    "free_bytes": "cuMemGetInfo",
+    "fill": "cuMemsetD8Async",
+    "copy": "cuMemcpyAsync",
+    "synchronize": "cuStreamSynchronize",
+    "advise": "cuMemAdvise",
+    "unadvise": "cuMemAdvise",
+    "discard": "cuMemDiscardBatchAsync",
+    "preferred": "cuMemRangeGetAttributes",
+    "last_prefetch": "cuMemRangeGetAttributes",
+}
+"""The driver call that does the work of a verb of the seam."""
+
+
+class FakeBench:
+    """A driver over the fake, and the fake itself. See `tests.memory.bench.Bench`."""
+
+    hbm_bytes = 64 * MIB
+
+    def __init__(self, driver: CudaDriver, fake: Fake) -> None:
+        self.driver = driver
+        self.fake = fake
+
+    def resident(self, span: Span) -> Mapping[Home | None, int]:
+        homes: dict[int, Home | None] = {-2: None, -1: HOST, **{d: Gpu(d) for d in range(self.driver.count())}}
+        page = self.driver.page_bytes
+        return {home: self.fake.resident_bytes(span.address, span.nbytes, d) // page for d, home in homes.items()}
+
+    def fail(self, verb: str, error: str) -> None:
+        from cuda.bindings import driver as bindings
+
+        batches = self.driver.version() >= 13000
+        below = {**CALL_BELOW, "prefetch": "cuMemPrefetchBatchAsync" if batches else "cuMemPrefetchAsync"}
+        self.fake.fault(below[verb], getattr(bindings.CUresult, error).value)
+
+
+class FakeProcess:
+    """One process on one kind of fake machine."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.memory.on_fake"],
+            env=environment(**options),
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, target: str, parameters: Mapping[str, Any]) -> Any:
+        """What the function returned; pytest's own exceptions if it was skipped or failed over there."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps([target, dict(parameters)]) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        if not answer:
+            pytest.fail(f"the process on the fake driver ended with {self._process.wait()}", pytrace=False)
+        outcome, value = json.loads(answer)
+        if outcome == "skipped":
+            pytest.skip(value)
+        if outcome == "failed":
+            pytest.fail(value, pytrace=False)
+        return value
+
+    def close(self) -> None:
+        self._process.communicate()
+
+
+class Fakes:
+    """The session's processes. One that saw a failure is replaced: what it left allocated is no other test's affair."""
+
+    def __init__(self) -> None:
+        self._processes: dict[str, FakeProcess] = {}
+
+    def run(self, options: Mapping[str, Any], target: str, parameters: Mapping[str, Any] | None = None) -> Any:
+        key = json.dumps(dict(options), sort_keys=True)
+        process = self._processes.pop(key, None) or FakeProcess(options)
+        try:
+            value = process.run(target, parameters or {})
+        except pytest.fail.Exception:
+            process.close()
+            raise
+        except pytest.skip.Exception:
+            self._processes[key] = process
+            raise
+        self._processes[key] = process
+        return value
+
+    def close(self) -> None:
+        for process in self._processes.values():
+            process.close()
+
+
+def on_fake(profile: str = "gh200", **more: str | int) -> Callable[[Callable[..., None]], Callable[[Fakes], None]]:
+    """A test that runs on the fake driver with that profile and these FAKECUDA_* settings."""
+
+    def wrap(body: Callable[..., None]) -> Callable[[Fakes], None]:
+        def test(fakes: Fakes) -> None:
+            fakes.run({"profile": profile, **more}, f"{body.__module__}:{body.__name__}.body")
+
+        test.__name__ = test.__qualname__ = body.__name__
+        test.__module__, test.__doc__ = body.__module__, body.__doc__
+        test.body = body  # type: ignore[attr-defined]
+        return test
+
+    return wrap
+
+
+def _outcome(bench: FakeBench, target: str, parameters: Mapping[str, Any]) -> tuple[str, Any]:
+    module, _, path = target.partition(":")
+    owner, _, name = path.rpartition(".")
+    held = importlib.import_module(module)
+    here = attrgetter(owner)(held) if owner else held
+    function = getattr(here() if isinstance(here, type) else here, name)
+    try:
+        return "passed", function(bench, **parameters)
+    except pytest.skip.Exception as skipped:
+        return "skipped", str(skipped)
+    except BaseException:  # noqa: BLE001 - whatever it was, it is this test's outcome and is told to the other process
+        return "failed", traceback.format_exc()
+
+
+def serve() -> None:
+    """Until the other side closes: a line with a function's name and arguments in, a line with its outcome out."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what tests print must not be taken for an answer
+    fake = load_fake()
+    driver = open_cuda(fake.move_pages)
+    assert isinstance(driver, CudaDriver), driver
+    for line in sys.stdin:
+        fake.reset()
+        answers.write(json.dumps(_outcome(FakeBench(driver, fake), *json.loads(line))) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,66 @@
+"""The laws of a memory driver over `cuda.py`: on the fake libcuda in every profile, and on a GPU when there is one.
+
+That the software superchip keeps the same laws is in test_model.py.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from supertuner.memory.cuda import CudaDriver, open_cuda
+from supertuner.memory.driver import Missing
+from tests.memory.bench import Bench
+from tests.memory.contract import Laws
+from tests.memory.on_fake import Fakes
+
+PROFILES: dict[str, dict[str, str | int]] = {
+    "gh200": {"profile": "gh200"},
+    "gh200 with CUDA 12.2": {"profile": "gh200", "driver": 12020},
+    "two gh200": {"profile": "gh200", "devices": 2},
+    "gb10": {"profile": "gb10"},
+    "pcie": {"profile": "pcie"},
+    "no_uvm": {"profile": "no_uvm"},
+    "managed but not concurrent": {"profile": "no_uvm", "attr": "83=1"},
+}
+
+
+def laws() -> Iterator[Any]:
+    """Every law with every value it is parametrised by."""
+    for name, law in inspect.getmembers(Laws, inspect.isfunction):
+        if not name.startswith("test_"):
+            continue
+        title = name.removeprefix("test_")
+        marks = [mark for mark in getattr(law, "pytestmark", []) if mark.name == "parametrize"]
+        assert len(marks) <= 1, f"{name} is parametrised twice, which this function does not unfold"
+        for argument, value in [(mark.args[0], value) for mark in marks for value in mark.args[1]]:
+            yield pytest.param(name, {argument: value}, id=f"{title}-{value}")
+        if not marks:
+            yield pytest.param(name, {}, id=title)
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize(("law", "parameters"), list(laws()))
+def test_the_fake_driver_keeps_the_law(fakes: Fakes, profile: str, law: str, parameters: dict[str, str]) -> None:
+    fakes.run(PROFILES[profile], f"tests.memory.contract:Laws.{law}", parameters)
+
+
+@dataclass(frozen=True)
+class RealBench:
+    driver: CudaDriver
+    hbm_bytes: int
+    resident: None = None
+    fail: None = None
+
+
+class TestARealGpuKeepsTheLaws(Laws):
+    @pytest.fixture
+    def bench(self) -> Bench:
+        driver = open_cuda()
+        if isinstance(driver, Missing):
+            pytest.skip(driver.reason)
+        return RealBench(driver, driver.devices()[0].total_bytes)
