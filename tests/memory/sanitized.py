@@ -1,0 +1,43 @@
+"""Builds and runs the program of eight threads with a sanitizer in it, in the fake driver's code as well as ours."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.building import HERE, MIB, ROOT, WARNINGS, built, environment, libcuda_sources
+
+PROGRAM = ROOT / "tests/memory/overflow_threads.c"
+
+
+def run_threads(sanitizer: str, operations: int, timeout_s: float) -> str:
+    """What the program says after so many operations; whatever the sanitizer finds is a failure."""
+    if shutil.which("cc") is None:
+        pytest.skip("there is no C compiler here")
+    flags = (*WARNINGS, "-O1", "-g", f"-fsanitize={sanitizer}", "-fno-omit-frame-pointer", "-pthread")
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder) / "threads"
+        compiled = subprocess.run(
+            ["cc", *flags, "-o", str(program), str(PROGRAM), "-ldl"], capture_output=True, text=True
+        )
+        if "cannot find" in compiled.stderr:
+            pytest.skip(f"this compiler has no {sanitizer} sanitizer")
+        assert compiled.returncode == 0, compiled.stderr
+        fake = built("libcuda.so.1", libcuda_sources(), flags, headers=[HERE / "libcuda" / "fake.h"])
+        options = "halt_on_error=1:exitcode=66:detect_leaks=0"
+        env = {
+            **environment(hbm_bytes=64 * MIB),
+            "LD_LIBRARY_PATH": os.pathsep.join([str(fake), os.environ.get("LD_LIBRARY_PATH", "")]).rstrip(os.pathsep),
+            "TSAN_OPTIONS": "halt_on_error=1:exitcode=66",
+            "ASAN_OPTIONS": options,
+        }
+        done = subprocess.run(
+            [str(program), str(operations)], env=env, capture_output=True, text=True, timeout=timeout_s
+        )
+    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}{done.stderr[:6000]}"
+    return done.stdout
