@@ -16,7 +16,7 @@ back, and managed memory would push out what is in use.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
@@ -51,6 +51,11 @@ ADVICE: Final = {
 class Ask:
     verb: Verb
     home: Home
+    name: str = field(init=False, compare=False)
+    """The same for equal requests, and quick to look up: hashing a request itself takes longer than a hint may."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", f"{self.verb} {self.home}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,6 +134,13 @@ class Hints:
         return found
 
     def _ask(self, tensor: torch.Tensor, ask: Ask, *, wait: bool = True) -> Outcome:
+        if type(tensor) is torch.Tensor:
+            try:
+                known = self._recall.find(tensor, ask)
+            except RuntimeError:
+                known = None  # a tensor without a storage: why that is so is said below
+            if known is not None:
+                return known
         parts = parts_of(tensor)
         if isinstance(parts, NoAddress):
             return Outcome(Status.UNSUPPORTED, parts.reason)

@@ -29,6 +29,8 @@ class Status(StrEnum):
     ERROR = "error"
     """Something is wrong: the driver failed, or reads back what was not asked."""
 
+    __hash__ = str.__hash__  # an Enum's own is a Python function, and every hint is counted by its status
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:

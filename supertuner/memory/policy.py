@@ -128,13 +128,17 @@ def tensors_in(batch: object, name: str = "") -> Iterator[tuple[str, torch.Tenso
         yield name, batch
         return
     for inner, value in _inside(batch):
-        yield from tensors_in(value, f"{name}.{inner}" if name and inner else inner or name)
+        called = f"{name}.{inner}" if name and inner else inner or name
+        if type(value) is torch.Tensor:  # most are: a generator for each would cost more than its hint
+            yield called, value
+        else:
+            yield from tensors_in(value, called)
 
 
 def _inside(batch: object) -> Iterable[tuple[str, object]]:
     """What lies in a container, with the name of each; empty where it has none. What is no container has nothing."""
     if isinstance(batch, Mapping):
-        return [(str(key), value) for key, value in batch.items()]
+        return [(key if isinstance(key, str) else str(key), value) for key, value in batch.items()]
     if isinstance(batch, (str, bytes, bytearray, int, float)) or batch is None:
         return ()
     if is_dataclass(batch) and not isinstance(batch, type):

@@ -59,7 +59,7 @@ class Recall:
         known = self._known.get(storage._cdata)
         if known is None or known.storage() is not storage:
             return None
-        hinted = known.views.get((tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, ask))
+        hinted = known.views.get((tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, ask.name))
         return None if hinted is None else hinted.outcome
 
     def keep(self, tensor: torch.Tensor, ask: Ask, span: Span, outcome: Outcome) -> None:
@@ -89,7 +89,7 @@ class Recall:
             self._known[number] = known
             if len(self._known) > self._most:
                 self._known.pop(next(iter(self._known)), None)
-        known.views[tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, ask] = hinted
+        known.views[tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, ask.name] = hinted
 
     def _drop(self, touched: Sequence[Span], ask: Ask) -> None:
         """Forget other wishes for these bytes: what was preferred there is not preferred any more."""

@@ -136,7 +136,8 @@ def _block(layout: Layout) -> tuple[int, list[tuple[int, int]]]:
     dimensions: Sequence[tuple[int, int]] = sorted(
         ((stride * layout.itemsize, n) for n, stride in zip(layout.shape, layout.strides, strict=True) if n > 1),
     )
-    block, outer = layout.itemsize, []
+    block = layout.itemsize
+    outer: list[tuple[int, int]] = []
     for stride, n in dimensions:
         if not outer and stride <= block:  # the next run begins where this one ends, or inside it
             block += stride * (n - 1)

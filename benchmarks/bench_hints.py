@@ -1,0 +1,80 @@
+"""Hints for a typical batch that has been hinted before: at most 50 µs, beside a bare loop of dictionary look-ups.
+
+The batch is what a step of a text-to-video model takes: eight tensors, named as the trainer names them. It is hinted
+once through the software superchip, which says nothing of a driver's speed; a repeated hint asks no driver, and costs
+here what it costs anywhere.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.harness import Row, Timing, at_most, interleave, noted, paired, report
+from supertuner.memory.hints import Hints
+from supertuner.memory.machines import MACHINES
+from supertuner.memory.model import Superchip
+
+LIMIT_US = 50.0
+REPEATS = 20
+"""Few, so that a round is shorter than a slice of the scheduler: a busy machine then spoils some rounds, not all."""
+ROUNDS = 201
+
+
+def typical() -> dict[str, torch.Tensor]:
+    """A micro-batch of one sample."""
+    return {
+        "latents": torch.zeros(1, 16, 21, 60, 104),
+        "noise": torch.zeros(1, 16, 21, 60, 104),
+        "levels": torch.zeros(1),
+        "text.prompt_embeds": torch.zeros(1, 512, 4096, dtype=torch.bfloat16),
+        "text.attention_mask": torch.zeros(1, 512, dtype=torch.int64),
+        "text.pooled": torch.zeros(1, 4096, dtype=torch.bfloat16),
+        "conditions.image_latents": torch.zeros(1, 20, 21, 60, 104),
+        "conditions.mask": torch.zeros(1, 4, 21, 60, 104),
+    }
+
+
+def rows() -> list[Row]:
+    batch, hints = typical(), Hints(Superchip(MACHINES["gh200-96"]))
+    counts = hints.place_batch(batch)
+    assert sum(counts.values()) == len(batch)
+    timings = interleave(
+        {"hints": repeated(lambda: hints.place_batch(batch)), "look-ups": repeated(bare(batch))}, rounds=ROUNDS
+    )
+    return [
+        at_most("hints for a batch of 8 tensors, repeated", micro(timings["hints"]), LIMIT_US, unit="µs"),
+        noted("times a bare loop of dictionary look-ups", paired(timings["hints"], timings["look-ups"])),
+    ]
+
+
+def bare(batch: dict[str, torch.Tensor]) -> Callable[[], object]:
+    """What remembering cannot do without: an address for a key, and a dictionary."""
+    known = {tensor.data_ptr(): name for name, tensor in batch.items()}
+    return lambda: [known.get(tensor.data_ptr()) for tensor in batch.values()]
+
+
+def repeated(act: Callable[[], object]) -> Callable[[], None]:
+    def play() -> None:
+        for _ in range(REPEATS):
+            act()
+
+    return play
+
+
+def micro(timing: Timing) -> float:
+    """One repetition."""
+    return timing.median_s / REPEATS * 1e6
+
+
+def main() -> int:
+    return report(rows(), title="residency hints")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,262 @@
+"""Batches in managed memory: the right bytes, blocks that come again only when nobody uses them, and a limit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from supertuner.memory.driver import Gpu, Kind, Span
+from supertuner.memory.model_figures import Fault
+from supertuner.memory.outcomes import Outcome, Status
+from supertuner.memory.unified import BLOCK_BYTES, Block, Blocks, UnifiedBuffers, size_class
+from tests.memory.on_fake import FakeBench, on_fake
+from tests.memory.tensors import superchip
+
+CPU = torch.device("cpu")
+MIB = 1 << 20
+
+
+class Gate:
+    """A GPU whose work is done when the test says so."""
+
+    def __init__(self) -> None:
+        self.open = True
+        self.marks = 0
+
+    def __call__(self) -> Callable[[], bool]:
+        self.marks += 1
+        return lambda: self.open
+
+
+# ── blocks, on the software superchip ────────────────────────────────────────────────────────────────────────────────
+
+
+def taken(blocks: Blocks, nbytes: int) -> Block:
+    block = blocks.take(nbytes)
+    assert isinstance(block, Block), block
+    return block
+
+
+@given(st.integers(0, 1 << 40))
+def test_a_size_class_holds_what_was_asked_in_whole_blocks_and_wastes_an_eighth_at_most(nbytes: int) -> None:
+    size = size_class(nbytes)
+    assert size >= max(nbytes, 1)
+    assert size % BLOCK_BYTES == 0
+    assert size - nbytes <= max(BLOCK_BYTES, nbytes // 8 + BLOCK_BYTES)
+    assert size_class(size) == size
+
+
+def test_a_block_that_was_given_back_comes_again_for_its_size() -> None:
+    driver = superchip()
+    blocks = Blocks(driver, 0, CPU, 64 * MIB)
+    first = taken(blocks, 3 * MIB)
+    assert driver.kind_of(first.span.address) is Kind.MANAGED
+    assert first.span.nbytes == blocks.held_bytes == 4 * MIB
+    other = taken(blocks, 3 * MIB)
+    assert other is not first
+    blocks.give(first)
+    assert taken(blocks, 4 * MIB) is first
+    assert blocks.held_bytes == 8 * MIB
+
+
+def test_the_limit_counts_what_is_lent_and_idle_blocks_of_other_sizes_make_room() -> None:
+    blocks = Blocks(superchip(), 0, CPU, 8 * MIB)
+    small = [taken(blocks, 2 * MIB) for _ in range(4)]
+    refused = blocks.take(2 * MIB)
+    assert refused == Outcome(Status.REFUSED, "batches in unified memory reached their limit")
+    for block in small[:3]:
+        blocks.give(block)
+    large = taken(blocks, 6 * MIB)
+    assert (large.span.nbytes, blocks.held_bytes, blocks.idle_bytes) == (6 * MIB, 8 * MIB, 0)
+    assert isinstance(blocks.take(10 * MIB), Outcome)
+
+
+def test_a_drivers_no_is_an_answer() -> None:
+    driver = superchip()
+    driver.inject(Fault("allocate", "CUDA_ERROR_OUT_OF_MEMORY"))
+    blocks = Blocks(driver, 0, CPU, 8 * MIB)
+    assert blocks.take(1) == Outcome(Status.REFUSED, "allocate: CUDA_ERROR_OUT_OF_MEMORY")
+    assert blocks.held_bytes == 0
+    taken(blocks, 1)
+
+
+def test_idle_blocks_are_given_back_to_the_driver() -> None:
+    driver = superchip()
+    blocks = Blocks(driver, 0, CPU, 8 * MIB)
+    block, kept = taken(blocks, 1), taken(blocks, 1)
+    blocks.give(block)
+    blocks.release()
+    assert blocks.held_bytes == kept.span.nbytes
+    assert driver.kind_of(block.span.address) is Kind.SYSTEM  # the driver does not know it any more
+
+
+# ── tensors, on memory that exists ───────────────────────────────────────────────────────────────────────────────────
+
+
+def batch() -> list[torch.Tensor]:
+    made = torch.Generator().manual_seed(1)
+    return [
+        torch.randn(2, 16, 32, 32, generator=made).to(torch.bfloat16),
+        torch.randn(7, 5, generator=made).t(),
+        torch.zeros(0, 4),
+        torch.tensor(3.5),
+        torch.tensor([True, False, True]),
+        torch.arange(10)[::3],
+        torch.randn(1, 8, generator=made).expand(4, 8),
+    ]
+
+
+@on_fake()
+def test_a_batch_keeps_its_values_and_is_on_its_way_to_the_gpu(bench: FakeBench) -> None:
+    buffers = UnifiedBuffers(bench.driver, CPU)
+    tensors = batch()
+    placed, outcome = buffers.place(tensors)
+    assert placed is not None
+    for made, source in zip(placed, tensors, strict=True):
+        assert (made.dtype, made.shape) == (source.dtype, source.shape)
+        assert torch.equal(made, source)
+        assert made.is_contiguous()
+        assert bench.driver.kind_of(made.data_ptr()) is Kind.MANAGED or made.numel() == 0
+    assert outcome.status is Status.APPLIED
+    assert outcome.asked is not None and outcome.asked.address == placed[0].data_ptr()
+    bench.driver.synchronize()
+    used = outcome.touched[0]
+    assert bench.resident(Span(used.address, used.nbytes))[Gpu(0)] == used.nbytes // bench.driver.page_bytes
+    assert bench.fake.calls("cuMemPrefetchBatchAsync") == 1
+    del placed, made
+    buffers.close()
+    assert buffers.held_bytes == 0
+
+
+@on_fake()
+def test_a_block_waits_for_its_last_view_and_then_for_the_gpu(bench: FakeBench) -> None:
+    gate = Gate()
+    buffers = UnifiedBuffers(bench.driver, CPU, fence=gate)
+    placed, _ = buffers.place([torch.ones(100), torch.ones(50)])
+    assert placed is not None
+    view, address = placed[1][10:], placed[0].data_ptr()
+    del placed
+    other, _ = buffers.place([torch.zeros(100)])
+    assert other is not None and other[0].data_ptr() != address
+    assert gate.marks == 0
+    assert view.sum() == 40
+    gate.open = False
+    del view
+    buffers.settle()
+    assert (gate.marks, buffers.lent) == (1, 2)
+    busy, _ = buffers.place([torch.zeros(100)])
+    assert busy is not None and busy[0].data_ptr() != address
+    assert gate.marks == 1, "the moment is marked once, when the tensors were gone"
+    gate.open = True
+    again, _ = buffers.place([torch.zeros(100)])
+    assert again is not None and again[0].data_ptr() == address
+    del other, busy, again
+    buffers.close()
+    assert buffers.held_bytes == 0
+
+
+@on_fake()
+def test_what_autograd_saved_keeps_the_block(bench: FakeBench) -> None:
+    buffers = UnifiedBuffers(bench.driver, CPU)
+    placed, _ = buffers.place([torch.full((8,), 2.0)])
+    assert placed is not None
+    weight = torch.ones(8, requires_grad=True)
+    loss = (weight * placed[0]).sum()
+    del placed
+    buffers.settle()
+    assert buffers.lent == 1
+    loss.backward()
+    assert weight.grad is not None and weight.grad.tolist() == [2.0] * 8
+    del loss
+    buffers.settle()
+    assert buffers.lent == 0
+    buffers.close()
+
+
+@on_fake()
+def test_a_batch_beyond_the_limit_is_left_to_the_caller_until_there_is_room(bench: FakeBench) -> None:
+    buffers = UnifiedBuffers(bench.driver, CPU, limit_bytes=4 * MIB)
+    one, _ = buffers.place([torch.zeros(2 * MIB, dtype=torch.uint8)])
+    two, _ = buffers.place([torch.zeros(2 * MIB, dtype=torch.uint8)])
+    none, outcome = buffers.place([torch.zeros(1)])
+    assert none is None and outcome.status is Status.REFUSED
+    del one
+    again, outcome = buffers.place([torch.zeros(1)])
+    assert again is not None and outcome.status is Status.APPLIED
+    del two, again
+    buffers.close()
+
+
+@on_fake()
+def test_close_leaves_a_block_whose_tensors_live(bench: FakeBench) -> None:
+    buffers = UnifiedBuffers(bench.driver, CPU)
+    placed, _ = buffers.place([torch.ones(5)])
+    assert placed is not None
+    buffers.close()
+    assert placed[0].sum() == 5
+    del placed
+    buffers.close()
+    assert buffers.held_bytes == 0
+
+
+@on_fake()
+def test_too_little_free_memory_leaves_the_batch_in_host_memory_and_says_so(bench: FakeBench) -> None:
+    buffers = UnifiedBuffers(bench.driver, CPU, free_bytes=lambda: 0)
+    placed, outcome = buffers.place([torch.ones(5)])
+    assert placed is not None and placed[0].sum() == 5
+    assert (outcome.status, outcome.reason) == (Status.REFUSED, "too little GPU memory would stay free")
+    del placed
+    buffers.close()
+
+
+@on_fake()
+def test_a_batch_with_a_tensor_that_is_no_plain_memory_is_left_alone(bench: FakeBench) -> None:
+    buffers = UnifiedBuffers(bench.driver, CPU)
+    for odd in (torch.eye(3).to_sparse(), torch.zeros(3, device="meta")):
+        placed, outcome = buffers.place([torch.ones(5), odd])
+        assert placed is None and outcome.status is Status.UNSUPPORTED
+    assert buffers.held_bytes == 0
+
+
+@on_fake("no_uvm")
+def test_without_managed_memory_batches_go_another_way(bench: FakeBench) -> None:
+    placed, outcome = UnifiedBuffers(bench.driver, CPU).place([torch.ones(5)])
+    assert placed is None
+    assert (outcome.status, outcome.reason) == (
+        Status.UNSUPPORTED,
+        "no managed memory that CPU and GPU may use at once",
+    )
+
+
+@on_fake()
+def test_many_threads_never_share_a_block(bench: FakeBench) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    buffers = UnifiedBuffers(bench.driver, CPU, limit_bytes=512 * MIB)
+
+    def work(number: int) -> bool:
+        for turn in range(30):
+            value = number * 100 + turn
+            placed, _ = buffers.place([torch.full((1000,), float(value)), torch.tensor(value)])
+            if placed is None or placed[0].sum() != 1000.0 * value or placed[1] != value:
+                return False
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(work, range(8)))
+    buffers.close()
+    assert buffers.held_bytes == 0
+
+
+@pytest.mark.parametrize("name", ["kind_of", "prefetch"])
+def test_a_batch_that_could_not_be_sent_is_placed_all_the_same(name: str) -> None:
+    """The GPU then fetches it when it reads it."""
+    driver = superchip()
+    buffers = UnifiedBuffers(driver, CPU)
+    driver.inject(Fault(name, "CUDA_ERROR_UNKNOWN"))
+    outcome = buffers._send(Span(driver.allocate(Kind.MANAGED, BLOCK_BYTES), 5))
+    assert outcome.status is Status.ERROR
