@@ -1,0 +1,140 @@
+"""Hints and unified batches on torch's real CUDA tensors: its allocator, its events, its storages, the fake driver."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from supertuner.core.types import MIB
+from supertuner.memory import hints as process
+from supertuner.memory.cuda import CudaDriver, open_cuda
+from supertuner.memory.driver import Kind
+from supertuner.memory.hints import Hints, Status
+from supertuner.memory.unified import UnifiedBuffers
+from supertuner.step.batch import StepBatch
+
+DEVICE = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def driver() -> CudaDriver:
+    found = open_cuda()
+    assert isinstance(found, CudaDriver)
+    return found
+
+
+def test_what_torch_allocates_is_device_memory_and_its_hints_have_no_effect(driver: CudaDriver) -> None:
+    tensor, hints = torch.empty(4 * MIB, dtype=torch.uint8, device=DEVICE), Hints(driver)
+    assert driver.kind_of(tensor.data_ptr()) is Kind.DEVICE
+    assert hints.prefetch(tensor).reason == "device memory is on the GPU for good"
+    assert hints.prefer_gpu(tensor).status is Status.NO_EFFECT
+    assert hints.prefer_cpu(tensor).status is Status.UNSUPPORTED
+
+
+def test_the_caching_allocators_reuse_of_an_address_is_another_tensor(driver: CudaDriver) -> None:
+    hints = Hints(driver)
+    first = torch.empty(4 * MIB, dtype=torch.uint8, device=DEVICE)
+    address = first.data_ptr()
+    hints.prefetch(first)
+    assert len(hints._recall) == 1
+    del first
+    gc.collect()
+    assert len(hints._recall) == 0
+    second = torch.empty(4 * MIB, dtype=torch.uint8, device=DEVICE)
+    assert second.data_ptr() == address
+    assert hints.prefetch(second).status is Status.NO_EFFECT
+
+
+def test_pinned_memory_is_told_apart(driver: CudaDriver) -> None:
+    pinned = torch.zeros(MIB, dtype=torch.uint8).pin_memory()
+    assert Hints(driver).prefetch(pinned).reason == "pinned memory is locked in host memory"
+
+
+def test_a_batch_in_unified_memory_is_tensors_of_cuda_with_the_same_bytes(driver: CudaDriver) -> None:
+    buffers = UnifiedBuffers(driver, DEVICE)
+    latents, mask = torch.randn(2, 16, 64, 64).to(torch.bfloat16), torch.tensor([True, False])
+    placed, outcome = buffers.place([latents, mask])
+    assert placed is not None
+    assert outcome.status is Status.APPLIED
+    assert [tensor.device for tensor in placed] == [DEVICE, DEVICE]
+    assert [(t.dtype, t.shape) for t in placed] == [(torch.bfloat16, latents.shape), (torch.bool, mask.shape)]
+    assert driver.kind_of(placed[0].data_ptr()) is Kind.MANAGED
+    assert torch.equal(placed[0].cpu(), latents)
+    assert placed[1].tolist() == [True, False]
+
+
+def test_unified_memory_takes_the_hints_that_device_memory_does_not(driver: CudaDriver) -> None:
+    placed, _ = UnifiedBuffers(driver, DEVICE).place([torch.zeros(MIB)])
+    assert placed is not None
+    assert Hints(driver).prefer_cpu(placed[0]).status is Status.APPLIED
+
+
+def test_a_block_comes_again_after_its_tensors_and_the_stream_are_done(driver: CudaDriver) -> None:
+    buffers = UnifiedBuffers(driver, DEVICE)
+    placed, _ = buffers.place([torch.zeros(MIB)])
+    assert placed is not None
+    address = placed[0].data_ptr()
+    weight = torch.ones(MIB, device=DEVICE, requires_grad=True)
+    loss = (weight * placed[0]).sum()
+    del placed
+    buffers.settle()
+    assert buffers.lent == 1, "autograd saved it"
+    loss.backward()
+    del loss
+    gc.collect()
+    torch.cuda.synchronize()
+    buffers.settle()
+    assert buffers.lent == 0
+    again, _ = buffers.place([torch.zeros(MIB)])
+    assert again is not None and again[0].data_ptr() == address
+    del again
+    buffers.close()
+    assert buffers.held_bytes == 0
+
+
+def test_torchs_allocator_knows_nothing_of_unified_batches(driver: CudaDriver) -> None:
+    before = torch.cuda.memory_allocated()
+    placed, _ = UnifiedBuffers(driver, DEVICE).place([torch.zeros(8 * MIB)])
+    assert placed is not None
+    assert torch.cuda.memory_allocated() == before
+
+
+def test_a_step_batch_is_counted_by_the_policy(driver: CudaDriver) -> None:
+    batch = StepBatch(
+        latents=torch.zeros(1, 16, 64, 64),
+        noise=torch.zeros(1, 16, 64, 64),
+        levels=torch.zeros(1),
+        text={"prompt_embeds": torch.zeros(1, 512, 4096)},
+        conditions={},
+    ).to(DEVICE)
+    hints = Hints(driver)
+    counts = hints.place_batch(batch.named())
+    assert sum(counts.values()) == 4
+    assert {status for status, _ in counts} == {Status.NO_EFFECT}
+    assert hints.place_batch(batch.named()) == counts
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    process.reset_hints()
+    monkeypatch.setenv("SIMPLETUNER_GH200_ENABLE_UVM_HINTS", "1")
+    yield
+    process.reset_hints()
+
+
+def test_the_seeds_functions_work_on_stock_torch(fresh: None) -> None:
+    from supertuner import gh200
+
+    assert gh200.gh200_uvm_enabled()
+    told = gh200.prefetch_to_device(torch.zeros(MIB))
+    assert told.touched, "the driver was told"
+    # The fake driver says yes, and the real kernel knows that nothing moved, where it may be asked at all.
+    assert told.status in (Status.NO_EFFECT, Status.UNVERIFIED)
+    batch = {"latents": torch.zeros(1, 4, 64, 64, device=DEVICE), "audio_latents": torch.zeros(MIB)}
+    counted = gh200.optimize_batch_for_gh200(batch)
+    assert sum(count for _, _, count in counted.rows) == 2
+    gh200.set_uvm_hint_override(False)
+    assert not gh200.gh200_uvm_enabled()
