@@ -86,16 +86,21 @@ class Memories:
         self.gpu_used += nbytes
         region.state[pages][missing] = AT_HOST
 
-    def bring(self, region: Region, pages: Numbers, duplicate: Mask, moved: Moved) -> None:
-        """Have these pages on the GPU, in this order; what is there already is used again."""
-        self._has_copies = self._has_copies or bool(duplicate.any())
+    def bring(self, region: Region, pages: Numbers, duplicate: Mask | None, moved: Moved) -> None:
+        """Have these pages on the GPU, in this order; what is there already is used again.
+
+        Those that are `duplicate` keep their copy with the host; None: no page does.
+        """
+        self._has_copies = self._has_copies or (duplicate is not None and bool(duplicate.any()))
         missing = (region.state[pages] & ON_GPU) == 0
         need = int(np.count_nonzero(missing)) * self._page_bytes
         if region.kind is Kind.SYSTEM:
             self._bring_what_fits(region, pages[missing], moved)
         elif self._set_aside(region) or need <= self.gpu_free:
-            self._put_on_gpu(region, pages[missing], duplicate[missing], moved)
+            self._put_on_gpu(region, pages[missing], _of(duplicate, missing), moved)
             self._refresh(region, pages if self._parameters.hits_refresh else pages[missing])
+        elif pages[0] // region.block_pages == pages[-1] // region.block_pages:
+            self._bring_block(region, pages, duplicate, moved)
         else:
             self._bring_under_pressure(region, pages, duplicate, moved)
 
@@ -105,16 +110,16 @@ class Memories:
             for block in range(region.first_block + blocks.start, region.first_block + blocks.stop):
                 self._recent.move_to_end(block)
 
-    def send_home(self, region: Region, pages: Numbers, duplicate: Mask, moved: Moved) -> None:
+    def send_home(self, region: Region, pages: Numbers, duplicate: Mask | None, moved: Moved) -> None:
         """Have these pages with the host; those that are `duplicate` stay on the GPU too."""
-        self._has_copies = self._has_copies or bool(duplicate.any())
+        self._has_copies = self._has_copies or (duplicate is not None and bool(duplicate.any()))
         state = region.state[pages]
         absent = (state & AT_HOST) == 0
         self._take_host(int(np.count_nonzero(absent)))
         moved.down += int(np.count_nonzero(absent & (state != 0)))
         moved.arrived += int(np.count_nonzero(absent))
         region.state[pages] |= AT_HOST
-        self._leave_gpu(region, pages[~duplicate])
+        self._leave_gpu(region, pages if duplicate is None else pages[~duplicate])
 
     def drop(self, region: Region, pages: Numbers) -> None:
         """These pages hold nothing any more, anywhere."""
@@ -127,10 +132,12 @@ class Memories:
 
     def keep_only_on_gpu(self, region: Region, pages: Numbers) -> None:
         """Copies with the host end, for pages that have one on both sides."""
-        self._leave_host(region, pages[region.state[pages] == AT_HOST | ON_GPU])
+        if self._has_copies:
+            self._leave_host(region, pages[region.state[pages] == AT_HOST | ON_GPU])
 
     def keep_only_at_host(self, region: Region, pages: Numbers) -> None:
-        self._leave_gpu(region, pages[region.state[pages] == AT_HOST | ON_GPU])
+        if self._has_copies:
+            self._leave_gpu(region, pages[region.state[pages] == AT_HOST | ON_GPU])
 
     # ── below ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -138,7 +145,7 @@ class Memories:
         """Without concurrent access, managed memory has its place on the GPU from the beginning, and keeps it."""
         return region.kind is Kind.MANAGED and not self._figures.concurrent
 
-    def _bring_under_pressure(self, region: Region, pages: Numbers, duplicate: Mask, moved: Moved) -> None:
+    def _bring_under_pressure(self, region: Region, pages: Numbers, duplicate: Mask | None, moved: Moved) -> None:
         """All at once as far as that is exact; block by block where pages have copies or the host is short."""
         todo, done = Pass.over(region, pages), 0
         if len(todo.blocks) > FEW_BLOCKS and not self._has_copies and self._host_holds_all():
@@ -147,7 +154,7 @@ class Memories:
             done = outcome.blocks
         for number in range(done, len(todo.blocks)):
             where = slice(todo.ends[number - 1] if number else 0, todo.ends[number])
-            self._bring_block(region, pages[where], duplicate[where], moved)
+            self._bring_block(region, pages[where], _of(duplicate, where), moved)
 
     def _settle(self, todo: Pass, outcome: Outcome, moved: Moved) -> None:
         """Put the pages where a sweep left their blocks."""
@@ -176,29 +183,29 @@ class Memories:
         """Whatever leaves the GPU finds room: nothing can be refused half way."""
         return self._figures.host_bytes is None or self.movable_bytes <= self._figures.host_bytes
 
-    def _bring_block(self, region: Region, pages: Numbers, duplicate: Mask, moved: Moved) -> None:
+    def _bring_block(self, region: Region, pages: Numbers, duplicate: Mask | None, moved: Moved) -> None:
         """Bring pages of one block, evicting older blocks; if there are none left, the rest stays with the host."""
         missing = (region.state[pages] & ON_GPU) == 0
         block = region.first_block + int(pages[0]) // region.block_pages
         if block in self._recent and (self._parameters.hits_refresh or missing.any()):
             self._recent.move_to_end(block)
-        wanted, keep = pages[missing], duplicate[missing]
+        wanted, keep = pages[missing], _of(duplicate, missing)
         while len(wanted) * self._page_bytes > self.gpu_free:
             if next(iter(self._recent), block) == block:  # nobody is left but the block itself
                 break
             self._evict_oldest(moved)
         room = self.gpu_free // self._page_bytes
-        self._put_on_gpu(region, wanted[:room], keep[:room], moved)
+        self._put_on_gpu(region, wanted[:room], _of(keep, slice(room)), moved)
         self._leave_with_host(region, wanted[room:], moved)
         if region.gpu_pages[block - region.first_block]:
             self._recent[block] = region
 
     def _bring_what_fits(self, region: Region, pages: Numbers, moved: Moved) -> None:
         room = self.gpu_free // self._page_bytes
-        self._put_on_gpu(region, pages[:room], np.zeros(len(pages[:room]), np.bool_), moved)
+        self._put_on_gpu(region, pages[:room], None, moved)
         self._leave_with_host(region, pages[room:], moved)
 
-    def _put_on_gpu(self, region: Region, pages: Numbers, duplicate: Mask, moved: Moved) -> None:
+    def _put_on_gpu(self, region: Region, pages: Numbers, duplicate: Mask | None, moved: Moved) -> None:
         """Pages that are not on the GPU come there; there is room."""
         if not len(pages):
             return
@@ -207,9 +214,11 @@ class Memories:
         moved.arrived += len(pages)
         region.state[pages] = state | ON_GPU
         self._count(region, pages, 1)
-        self._leave_host(region, pages[~duplicate])
+        self._leave_host(region, pages if duplicate is None else pages[~duplicate])
 
     def _leave_with_host(self, region: Region, pages: Numbers, moved: Moved) -> None:
+        if not len(pages):
+            return
         moved.unplaced += len(pages)
         fresh = pages[region.state[pages] == 0]
         self._take_host(len(fresh))
@@ -246,9 +255,12 @@ class Memories:
 
     def _count(self, region: Region, pages: Numbers, sign: int) -> None:
         self._take_gpu(region, sign * len(pages))
-        first = int(pages[0]) // region.block_pages
+        first, last = int(pages[0]) // region.block_pages, int(pages[-1]) // region.block_pages
+        if first == last:
+            region.gpu_pages[first] += sign * len(pages)
+            return
         counts = np.bincount(pages // region.block_pages - first)
-        region.gpu_pages[first : first + len(counts)] += (sign * counts).astype(np.int32)
+        region.gpu_pages[first : last + 1] += (sign * counts).astype(np.int32)
 
     def _refresh(self, region: Region, pages: Numbers) -> None:
         """The blocks of these pages were used last, in the order of their addresses."""
@@ -271,6 +283,10 @@ class Memories:
         if self._figures.host_bytes is not None and self.host_used + nbytes > self._figures.host_bytes:
             raise _out_of_memory("the host's memory")
         self.host_used += nbytes
+
+
+def _of(mask: Mask | None, where: Mask | slice) -> Mask | None:
+    return None if mask is None else mask[where]
 
 
 def _out_of_memory(where: str) -> Refused:

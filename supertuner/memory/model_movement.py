@@ -11,8 +11,8 @@ from supertuner.memory.driver import Kind
 from supertuner.memory.model_clock import Clock
 from supertuner.memory.model_figures import Figures, Parameters
 from supertuner.memory.model_memories import Memories, Moved
-from supertuner.memory.model_pages import AT_HOST, ON_GPU, Mask, Numbers, Region
-from supertuner.memory.model_rules import Use, gpu_use, host_use
+from supertuner.memory.model_pages import AT_HOST, ON_GPU, Numbers, Region
+from supertuner.memory.model_rules import gpu_use, host_use
 
 
 class Movement:
@@ -70,16 +70,20 @@ class Movement:
             self._memories.used_again(region, region.blocks(pages))
             self._use_memory(pages.stop - pages.start, True, write)
             return
-        use = gpu_use(self._figures, region, pages, write)
         every, moved = _numbers(pages), Moved()
+        if region.kind is Kind.MANAGED and not region.advised:
+            self._memories.bring(region, every, None, moved)
+            self._charge(len(every), 0, moved, by_gpu=True, write=write)
+            return
+        use = gpu_use(self._figures, region, pages, write)
         if use.elsewhere.any():
-            self._memories.send_home(region, every[use.elsewhere], _none(use.elsewhere), Moved())
+            self._memories.send_home(region, every[use.elsewhere], None, Moved())
         wanted = use.local | use.arrive
         if wanted.any():
             self._memories.bring(region, every[wanted], use.duplicate[wanted], moved)
         if write and region.kind is Kind.MANAGED:
             self._memories.keep_only_on_gpu(region, every)
-        self._charge(use, moved, by_gpu=True, write=write)
+        self._charge(*use.counts(), moved, by_gpu=True, write=write)
         if use.remote.any():
             self._count_accesses(region, every[use.remote], accesses)
 
@@ -88,12 +92,12 @@ class Movement:
         self._clock.wait(float(region.ready_s[region.blocks(pages)].max()))
         every, moved = _numbers(pages), Moved()
         if use.elsewhere.any():
-            self._memories.bring(region, every[use.elsewhere], _none(every[use.elsewhere]), moved)
+            self._memories.bring(region, every[use.elsewhere], None, moved)
         if use.arrive.any():
             self._memories.send_home(region, every[use.arrive], use.duplicate[use.arrive], moved)
         if write and region.kind is Kind.MANAGED:
             self._memories.keep_only_at_host(region, every)
-        self._charge(use, moved, by_gpu=False, write=write)
+        self._charge(*use.counts(), moved, by_gpu=False, write=write)
 
     def _count_accesses(self, region: Region, remote: Numbers, accesses: int | None) -> None:
         """Remote accesses fill their block's counter; where it is full, the block's pages follow to the GPU."""
@@ -110,18 +114,18 @@ class Movement:
             if follow.any():
                 self._clock.traffic.counter_migrations += 1
                 pages = _numbers(where)[follow]
-                self._memories.bring(region, pages, _none(pages), moved)
+                self._memories.bring(region, pages, None, moved)
         self._clock.wait(self._cross(moved))
 
-    def _charge(self, use: Use, moved: Moved, by_gpu: bool, write: bool) -> None:
-        """Faults, then the link, then memory itself."""
+    def _charge(self, local: int, over_link: int, moved: Moved, by_gpu: bool, write: bool) -> None:
+        """Faults, then the link, then memory itself. Pages that found no room were used over the link."""
         page = self._page_bytes
         self._clock.fault(moved.arrived)
-        remote = (int(np.count_nonzero(use.remote | use.elsewhere)) + moved.unplaced) * page
+        remote = (over_link + moved.unplaced) * page
         self._clock.traffic.remote_bytes += remote
         towards_gpu = by_gpu != write  # the GPU reads, or the host writes: data flows to the GPU's side
         self._clock.wait(self._cross(moved, remote if towards_gpu else 0, 0 if towards_gpu else remote))
-        self._use_memory(int(np.count_nonzero(use.local | use.arrive)) - moved.unplaced, by_gpu, write)
+        self._use_memory(local - moved.unplaced, by_gpu, write)
 
     def _use_device_memory(self, pages: int, by_gpu: bool, write: bool) -> None:
         if by_gpu or self._figures.one_pool:
@@ -144,7 +148,3 @@ class Movement:
 
 def _numbers(pages: slice) -> Numbers:
     return np.arange(pages.start, pages.stop, dtype=np.int64)
-
-
-def _none(like: Mask | Numbers) -> Mask:
-    return np.zeros(int(np.count_nonzero(like)) if like.dtype == np.bool_ else len(like), np.bool_)

@@ -34,6 +34,11 @@ class Use:
     elsewhere: Mask
     """Populated on the other side, because they prefer it, and used over the link."""
 
+    def counts(self) -> tuple[int, int]:
+        """Pages used where they are or arrive, and pages used over the link."""
+        local, over_link = self.local | self.arrive, self.remote | self.elsewhere
+        return int(np.count_nonzero(local)), int(np.count_nonzero(over_link))
+
 
 def gpu_use(figures: Figures, region: Region, pages: slice, write: bool) -> Use:
     """The GPU uses pages of managed or system memory on a machine with two memories."""
