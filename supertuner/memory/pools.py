@@ -103,8 +103,10 @@ class Pools:
         self._allocators = {pattern: CUDAPluggableAllocator(path, alloc_name(pattern), free) for pattern in used}
         self._pools = {pattern: self._new_pool(pattern) for pattern in used}
         self._current: Pattern = settings.access_pattern
-        self._steps = self._refusals = self._told_managed = 0
+        self._steps = self._peak = self._told_managed = 0
+        self._refusals = overflow.stats(device).refusals
         self._light_at: int | None = None
+        self._given_at_light = -1
         self._hard_at: int | None = None
         self._retired = False
         self._route = self._open_route()
@@ -230,6 +232,10 @@ class Pools:
         snapshots = [one for pool in pools for one in pool.snapshot(include_traces=False)]
         return reclaiming.segments_of(snapshots, self._overflow.kind_of)
 
+    def _given(self) -> int:
+        """How many allocations torch has served, from its cache or not."""
+        return int(torch.cuda.memory_stats(self._device)["allocation.all.allocated"])
+
     def _page_bytes(self) -> int:
         return 2 * MIB if isinstance(self._driver, Missing) else self._driver.page_bytes
 
@@ -238,6 +244,7 @@ class Pools:
     ) -> reclaiming.Situation:
         cold = reclaiming.cold_spans(segments, self._page_bytes())
         free, total = torch.cuda.mem_get_info(self._device)
+        self._peak = max(self._peak, torch.cuda.max_memory_allocated(self._device))  # others may reset torch's own
         return reclaiming.Situation(
             stage=account.stage,
             total_bytes=total,
@@ -246,8 +253,9 @@ class Pools:
             reserved_bytes=sum(segment.span.nbytes for segment in segments),
             cached_bytes=sum(segment.free_bytes for segment in segments),
             cold_bytes=sum(span.nbytes for span in cold),
-            peak_bytes=torch.cuda.max_memory_allocated(self._device),
+            peak_bytes=self._peak,
             refused=refused,
+            used_since_light=self._given() != self._given_at_light,
             can_discard=not isinstance(self._driver, Missing) and self._driver.version() >= DISCARDS_SINCE,
             steps_since_light=None if self._light_at is None else self._steps - self._light_at,
             steps_since_hard=None if self._hard_at is None else self._steps - self._hard_at,
@@ -259,7 +267,7 @@ class Pools:
             return 0
         spans = reclaiming.cold_spans(segments, self._page_bytes())
         torch.cuda.synchronize(self._device)  # kernels that were queued before a block was freed may still use it
-        self._light_at = self._steps
+        self._light_at, self._given_at_light = self._steps, self._given()
         try:
             if now.can_discard:
                 self._driver.discard(spans)

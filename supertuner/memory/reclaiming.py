@@ -60,6 +60,8 @@ class Situation:
     """The most that was ever in use at once."""
     refused: bool
     """An allocation was refused since the last step's end."""
+    used_since_light: bool
+    """Torch handed out memory since the last time, so what was taken off the GPU then may be back."""
     can_discard: bool
     steps_since_light: int | None
     steps_since_hard: int | None
@@ -90,7 +92,9 @@ def cold_spans(segments: Sequence[Segment], page_bytes: int) -> tuple[Span, ...]
 
 def light_reason(now: Situation) -> str | None:
     """Why cold managed memory should be taken off the GPU now; None: it should not."""
-    if now.stage != 2 or now.cold_bytes < LIGHT_SHARE * now.total_bytes or not now.cold_bytes:
+    if now.stage != 2 or not now.cold_bytes or now.cold_bytes < LIGHT_SHARE * now.total_bytes:
+        return None
+    if not now.used_since_light:
         return None
     if now.can_discard:
         return "free in the cache, so its contents are worthless"
