@@ -344,7 +344,9 @@ void pages_advise(uintptr_t address, size_t nbytes, int advice, struct place pla
     pthread_mutex_lock(&lock);
     EACH_PAGE(at, address, nbytes) {
         struct page *page = page_at(at, &system);
-        if (!page) continue;
+        /* Through the host's page tables a GPU has no mappings and no copies of its own: such advice has no effect. */
+        bool without_effect = system && attribute(100) && advice != 3 && advice != 4;
+        if (!page || without_effect) continue;
         switch (advice) {
             case 1: page->read_mostly = true; break;
             case 2: page->read_mostly = false; break;
@@ -390,10 +392,9 @@ static struct place attracted(const struct page *page, int device, bool system) 
     bool reachable = page->preferred.type != AT_DEVICE || (cpu ? direct : page->preferred.id == device);
     if (page->home.type == AT_NOTHING) return page->preferred.type != AT_NOTHING && reachable ? page->preferred : here;
     if (cpu) return on_gpu(page) && !direct ? here : page->home;
-    bool mapped = page->accessed_by & 1u << device;
-    if (!on_gpu(page) && (mapped || same(page->home, page->preferred))) return page->home;
-    if (!on_gpu(page) && page->preferred.type == AT_HOST) return page->home;
-    return here;
+    bool mapped = page->accessed_by & 1u << device; /* peers reach each other's memory, too */
+    bool preferred = same(page->home, page->preferred) || page->preferred.type == AT_HOST;
+    return mapped || (!on_gpu(page) && preferred) ? page->home : here;
 }
 
 void pages_touch(uintptr_t address, size_t nbytes, int device) {

@@ -1,0 +1,308 @@
+"""What `cuda.py` adds to the laws: why there is no driver; versions of driver and bindings; devices, contexts, forks."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import subprocess
+import sys
+import time
+from ctypes import addressof, c_char
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from supertuner.memory.cuda import CudaDriver, open_cuda, start
+from supertuner.memory.driver import HOST, Advice, Device, Driver, Gpu, HostNode, Kind, Missing, Refused, Span
+from supertuner.memory.pages import kernel_move_pages
+from tests.fakes.building import MIB, ROOT, environment, run_python
+from tests.memory.bench import BLOCK, refuses, taken
+from tests.memory.old_bindings import OldBindings
+from tests.memory.on_fake import FakeBench, on_fake
+
+OPEN = "from supertuner.memory.cuda import open_cuda; print(open_cuda().reason)"
+
+
+# ---- why there is none
+
+
+def test_without_a_driver_that_is_the_reason_and_it_is_known_at_once() -> None:
+    missing = open_cuda()
+    if not isinstance(missing, Missing):
+        pytest.skip("there is a driver here")
+    assert missing.reason == "no NVIDIA driver (libcuda.so.1) here"
+    seconds = []
+    for _ in range(20):
+        began = time.perf_counter()
+        open_cuda()
+        seconds.append(time.perf_counter() - began)
+    assert median(seconds) < 0.005
+
+
+def test_without_a_driver_the_bindings_are_not_even_imported() -> None:
+    code = "import sys; from supertuner.memory.cuda import open_cuda; open_cuda(); print('cuda' in sys.modules)"
+    if isinstance(open_cuda(), Missing):
+        assert run_python(code, os.environ) == "False\n"
+
+
+def test_a_driver_without_a_gpu_is_told_from_no_driver() -> None:
+    assert run_python(OPEN, environment(devices=0)) == "the driver found no GPU\n"
+
+
+def test_a_driver_that_does_not_start_is_named_with_its_own_word() -> None:
+    reason = run_python(OPEN, environment(faults="cuInit=803"))
+    assert "cuInit: CUDA_ERROR_SYSTEM_DRIVER_MISMATCH" in reason
+    assert "nvidia-smi" in reason
+
+
+def test_a_driver_too_old_for_locations_says_what_it_is_and_what_is_needed() -> None:
+    assert run_python(OPEN, environment(driver=12010)) == "the driver is of CUDA 12.1; 12.2 or newer is needed\n"
+
+
+def test_without_bindings_the_remedy_is_to_install_them() -> None:
+    code = f"import sys; sys.modules['cuda.bindings'] = None; {OPEN}"
+    assert "pip install cuda-bindings" in run_python(code, environment())
+
+
+def test_a_library_that_is_no_library_is_not_called_absent(tmp_path: Path) -> None:
+    (tmp_path / "libcuda.so.1").write_text("not a library, long enough to be read as the start of one: " + "x" * 64)
+    reason = run_python(OPEN, {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)})
+    assert reason.startswith("libcuda.so.1 cannot be loaded:")
+
+
+# ---- devices
+
+
+@on_fake("gh200")
+def test_a_superchip_is_known_by_its_attributes(bench: FakeBench) -> None:
+    (found,) = bench.driver.devices()
+    assert found == Device(
+        number=0,
+        name="NVIDIA GH200 480GB",
+        total_bytes=64 * MIB,
+        capability=(9, 0),
+        managed=True,
+        concurrent_managed=True,
+        pageable=True,
+        host_page_tables=True,
+        direct_host_access=True,
+        integrated=False,
+        numa_node=1,
+        host_node=0,
+        uuid=found.uuid,
+    )
+
+
+@on_fake("gb10")
+def test_one_pool_is_integrated_and_its_gpu_is_no_node(bench: FakeBench) -> None:
+    (found,) = bench.driver.devices()
+    assert (found.integrated, found.numa_node, found.capability) == (True, None, (12, 1))
+
+
+@on_fake("pcie")
+def test_a_card_reads_no_system_memory_and_is_no_node(bench: FakeBench) -> None:
+    (found,) = bench.driver.devices()
+    assert (found.pageable, found.host_page_tables, found.numa_node, found.managed) == (False, False, None, True)
+
+
+@on_fake("gh200")
+def test_an_attribute_that_the_driver_does_not_know_is_unknown_and_not_false(bench: FakeBench) -> None:
+    bench.fake.fault("cuDeviceGetAttribute", 1, times=0)
+    (found,) = bench.driver.devices()
+    assert (found.managed, found.integrated, found.capability, found.numa_node) == (None, None, None, None)
+
+
+@on_fake("gh200", devices=2)
+def test_two_devices_have_two_memories_and_two_names(bench: FakeBench) -> None:
+    first, second = bench.driver.devices()
+    assert (first.number, second.number, first.numa_node, second.numa_node) == (0, 1, 1, 2)
+    assert first.uuid != second.uuid
+    address = bench.driver.allocate(Kind.DEVICE, 4 * MIB, device=1)
+    assert (bench.driver.free_bytes(0), bench.driver.free_bytes(1)) == (64 * MIB, 60 * MIB)
+    bench.driver.free(address)
+    assert bench.driver.free_bytes(1) == 64 * MIB
+
+
+@on_fake("gh200", devices=2)
+def test_managed_memory_goes_to_the_device_that_is_named(bench: FakeBench) -> None:
+    with taken(bench, Kind.MANAGED, BLOCK) as span:
+        for home in (Gpu(1), Gpu(0), HOST, Gpu(1)):
+            bench.driver.prefetch([span], home)
+            assert bench.driver.last_prefetch(span) == home
+            assert bench.resident(span)[home] == BLOCK // bench.driver.page_bytes
+        bench.driver.advise(span, Advice.ACCESSED_BY, Gpu(0))
+        bench.driver.advise(span, Advice.ACCESSED_BY, Gpu(1))
+        assert set(bench.driver.accessed_by(span)) == {Gpu(0), Gpu(1)}
+        bench.driver.fill(span, 1, device=0)
+        assert bench.resident(span)[Gpu(1)] == BLOCK // bench.driver.page_bytes, "mapped, so it is used where it is"
+
+
+# ---- versions
+
+
+def _three(bench: FakeBench, driver: Driver) -> None:
+    with taken(bench, Kind.MANAGED, 3 * BLOCK) as span:
+        parts = [Span(span.address + i * BLOCK, BLOCK) for i in range(3)]
+        bench.fake.reset()
+        driver.prefetch(parts, Gpu(0))
+        assert bench.resident(span)[Gpu(0)] == 3 * BLOCK // bench.driver.page_bytes
+
+
+@on_fake("gh200", driver=13000)
+def test_with_cuda_13_many_ranges_are_prefetched_by_one_call(bench: FakeBench) -> None:
+    _three(bench, bench.driver)
+    assert (bench.fake.calls("cuMemPrefetchBatchAsync"), bench.fake.calls("cuMemPrefetchAsync")) == (1, 0)
+
+
+@on_fake("gh200", driver=12020)
+def test_before_cuda_13_they_are_prefetched_one_by_one(bench: FakeBench) -> None:
+    _three(bench, bench.driver)
+    assert (bench.fake.calls("cuMemPrefetchBatchAsync"), bench.fake.calls("cuMemPrefetchAsync")) == (0, 3)
+
+
+@on_fake("gh200", driver=13000)
+def test_nothing_to_prefetch_or_discard_is_no_call(bench: FakeBench) -> None:
+    bench.driver.prefetch([], Gpu(0))
+    bench.driver.discard([])
+    assert bench.fake.calls("cuMemPrefetchBatchAsync") == bench.fake.calls("cuMemDiscardBatchAsync") == 0
+
+
+@on_fake("gh200", driver=13000)
+def test_bindings_of_cuda_12_take_locations_by_another_name_and_have_no_batches(bench: FakeBench) -> None:
+    from cuda.bindings import driver as bindings
+
+    old = start(OldBindings(bindings), kernel_move_pages)  # type: ignore[arg-type]
+    assert isinstance(old, CudaDriver)
+    _three(bench, old)
+    assert (bench.fake.calls("cuMemPrefetchBatchAsync"), bench.fake.calls("cuMemPrefetchAsync")) == (0, 3)
+    with taken(bench, Kind.MANAGED, BLOCK) as span:
+        for home in (HOST, Gpu(0), HostNode(0)):
+            old.advise(span, Advice.PREFERRED_LOCATION, home)
+            assert old.preferred(span) == home
+        assert refuses("CUDA_ERROR_NOT_FOUND", old.discard, [span]).unsupported
+
+
+# ---- contexts, threads, forks
+
+
+@on_fake("gh200", devices=2)
+def test_a_verb_leaves_the_threads_current_context_as_it_was(bench: FakeBench) -> None:
+    from cuda.bindings import driver as bindings
+
+    def current() -> int:
+        return int(bindings.cuCtxGetCurrent()[1])
+
+    with taken(bench, Kind.MANAGED, BLOCK) as span:
+        for context in (0, int(bindings.cuDevicePrimaryCtxRetain(1)[1])):
+            bindings.cuCtxSetCurrent(context)
+            for device in (0, 1):
+                bench.driver.fill(span, 1, device)
+                bench.driver.prefetch([span], Gpu(device))
+                refuses(None, bench.driver.fill, Span(span.address, 1 << 40), 1, device)
+                assert current() == context
+        bindings.cuCtxSetCurrent(0)
+
+
+@on_fake("gh200")
+def test_each_device_gets_one_context_and_one_stream_however_often_it_is_used(bench: FakeBench) -> None:
+    driver = open_cuda()
+    assert isinstance(driver, CudaDriver)
+    bench.fake.reset()
+    for _ in range(3):
+        driver.synchronize()
+    assert (bench.fake.calls("cuDevicePrimaryCtxRetain"), bench.fake.calls("cuStreamCreate")) == (1, 1)
+
+
+@on_fake("gh200")
+def test_after_a_fork_the_child_is_refused_and_the_parent_goes_on(bench: FakeBench) -> None:
+    before = bench.driver.free_bytes(0)
+    child = os.fork()
+    if child == 0:
+        try:
+            bench.driver.free_bytes(0)
+        except Refused as refused:
+            os._exit(0 if refused.name == "CUDA_ERROR_NOT_INITIALIZED" else 2)
+        os._exit(3)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert bench.driver.free_bytes(0) == before
+
+
+@on_fake("pcie")
+def test_pinned_memory_is_told_apart(bench: FakeBench) -> None:
+    from cuda.bindings import driver as bindings
+
+    bindings.cuCtxSetCurrent(bindings.cuDevicePrimaryCtxRetain(0)[1])
+    _, address = bindings.cuMemHostAlloc(4096, 0)
+    assert bench.driver.kind_of(int(address)) is Kind.PINNED
+    bindings.cuMemFreeHost(address)
+    bindings.cuCtxSetCurrent(0)
+    refuses("CUDA_ERROR_INVALID_VALUE", bench.driver.allocate, Kind.PINNED, 4096)
+
+
+# ---- the kernel's word on pages, and the fake's own promises
+
+
+def test_the_kernel_says_where_pages_are_or_that_it_will_not() -> None:
+    block = mmap.mmap(-1, 2 * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    block[0] = 1
+    address = addressof(c_char.from_buffer(block))
+    touched, untouched = kernel_move_pages([address, address + mmap.PAGESIZE])
+    assert touched >= 0 or touched == -errno.ENOSYS
+    assert untouched in (-errno.ENOENT, -errno.ENOSYS)
+    assert kernel_move_pages([]) == []
+    block.close()
+
+
+def test_a_log_has_one_line_for_each_call(tmp_path: Path) -> None:
+    code = "from supertuner.memory.cuda import open_cuda; d = open_cuda(); d.free_bytes(0); d.free_bytes(0)"
+    run_python(code, environment(log=str(tmp_path / "log")))
+    calls = [line.split()[0] for line in (tmp_path / "log").read_text().splitlines()]
+    assert calls.count("cuMemGetInfo") == 2
+    assert calls[0] == "cuInit"
+
+
+def test_faults_can_be_asked_for_from_a_later_call_on_and_a_few_times() -> None:
+    code = """
+from supertuner.memory.cuda import open_cuda
+from supertuner.memory.driver import Refused
+driver = open_cuda()
+for _ in range(5):
+    try:
+        driver.free_bytes(0)
+        print("ok", end=" ")
+    except Refused as refused:
+        print(refused.code, end=" ")
+"""
+    assert run_python(code, environment(faults="cuMemGetInfo=700@2x2")).split() == ["ok", "700", "700", "ok", "ok"]
+
+
+def test_the_fake_is_seen_by_the_process_that_is_meant_and_by_no_other() -> None:
+    assert not any("supertuner-fakes" in line for line in Path("/proc/self/maps").read_text().splitlines())
+    command = [sys.executable, "-c", "from supertuner.memory.cuda import open_cuda; print(type(open_cuda()).__name__)"]
+    seen = [
+        subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+        for env in (environment(), dict(os.environ))
+    ]
+    assert seen[0] == "CudaDriver"
+    assert seen[1] == type(open_cuda()).__name__
+
+
+@on_fake("gh200", hbm_bytes=96 << 30)
+def test_a_hundred_thousand_live_ranges_are_found_as_fast_as_ten(bench: FakeBench) -> None:
+    def seconds_for_each(addresses: list[int]) -> float:
+        some = addresses[:: max(1, len(addresses) // 1000)]
+        began = time.perf_counter()
+        for address in some:
+            bench.driver.kind_of(address + 100)
+        return (time.perf_counter() - began) / len(some)
+
+    few = [bench.driver.allocate(Kind.MANAGED, 8192) for _ in range(10)] * 100
+    quick = min(seconds_for_each(few) for _ in range(5))
+    many = [bench.driver.allocate(Kind.MANAGED, 8192) for _ in range(100_000)]
+    slow = min(seconds_for_each(many) for _ in range(5))
+    for address in [*few[:10], *many]:
+        bench.driver.free(address)
+    assert slow < 5 * quick + 5e-6
+    refuses("CUDA_ERROR_INVALID_VALUE", bench.driver.free, many[0])

@@ -1,0 +1,152 @@
+"""No driver call of `cuda.py` can be deleted unnoticed: each verb makes exactly the calls listed here, and each of
+them, made to fail, is a refusal under its own name. A call that the list does not know fails the last test."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import supertuner.memory.cuda as product
+from supertuner.memory.cuda import CudaDriver, open_cuda
+from supertuner.memory.driver import HOST, Advice, Driver, Gpu, Kind, Missing, Refused, Span
+from tests.memory.on_fake import FakeBench, Fakes
+
+UNKNOWN = 999
+PIECE = 64 << 10
+PREFER = Advice.PREFERRED_LOCATION
+
+
+class Memory:
+    """What verbs are tried on."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self.device = Span(driver.allocate(Kind.DEVICE, PIECE), PIECE)
+        self.managed = Span(driver.allocate(Kind.MANAGED, PIECE), PIECE)
+        self.halves = [Span(self.managed.address, PIECE // 2), Span(self.managed.address + PIECE // 2, PIECE // 2)]
+
+    def close(self) -> None:
+        self._driver.free(self.device.address)
+        self._driver.free(self.managed.address)
+
+
+def _started() -> CudaDriver:
+    """A driver that has done nothing yet; that there is none is told as the refusal that it comes from."""
+    driver = open_cuda()
+    if isinstance(driver, Missing):
+        raise Refused(driver.reason, "", UNKNOWN)
+    return driver
+
+
+ON = ("cuCtxPushCurrent", "cuCtxPopCurrent")
+ATTRIBUTES = 11
+VERBS: dict[str, tuple[Callable[[Driver, Memory], object], list[str]]] = {
+    "open_cuda": (lambda d, m: _started(), ["cuInit", "cuDeviceGetCount", "cuDriverGetVersion"]),
+    "first use": (
+        lambda d, m: _started().synchronize(),
+        [
+            *("cuInit", "cuDeviceGetCount", "cuDriverGetVersion"),
+            *("cuDevicePrimaryCtxRetain", "cuStreamCreate", "cuStreamSynchronize", *ON),
+        ],
+    ),
+    "version": (lambda d, m: d.version(), ["cuDriverGetVersion"]),
+    "devices": (
+        lambda d, m: d.devices(),
+        [
+            "cuDeviceGetCount",
+            "cuDeviceGetName",
+            "cuDeviceGetUuid",
+            "cuDeviceTotalMem",
+            *["cuDeviceGetAttribute"] * ATTRIBUTES,
+        ],
+    ),
+    "free_bytes": (lambda d, m: d.free_bytes(0), ["cuMemGetInfo", *ON]),
+    "allocate device": (lambda d, m: d.free(d.allocate(Kind.DEVICE, 8)), ["cuMemAlloc", "cuMemFree", *ON, *ON]),
+    "allocate managed": (
+        lambda d, m: d.free(d.allocate(Kind.MANAGED, 8)),
+        ["cuMemAllocManaged", "cuMemFree", *ON, *ON],
+    ),
+    "allocate system": (lambda d, m: d.free(d.allocate(Kind.SYSTEM, 8)), []),
+    "kind_of": (lambda d, m: d.kind_of(m.managed.address), ["cuPointerGetAttributes"]),
+    "advise": (lambda d, m: d.advise(m.managed, PREFER, HOST), ["cuMemAdvise", *ON]),
+    "unadvise": (lambda d, m: d.unadvise(m.managed, PREFER, HOST), ["cuMemAdvise", *ON]),
+    "prefetch": (
+        lambda d, m: d.prefetch(m.halves, Gpu(0)),
+        ["cuDriverGetVersion", "cuMemPrefetchBatchAsync", *ON],
+    ),
+    "discard": (lambda d, m: d.discard(m.halves), ["cuDriverGetVersion", "cuMemDiscardBatchAsync", *ON]),
+    "preferred": (lambda d, m: d.preferred(m.managed), ["cuMemRangeGetAttributes", *ON]),
+    "last_prefetch": (lambda d, m: d.last_prefetch(m.managed), ["cuMemRangeGetAttributes", *ON]),
+    "accessed_by": (lambda d, m: d.accessed_by(m.managed), ["cuDeviceGetCount", "cuMemRangeGetAttribute", *ON]),
+    "read_mostly": (lambda d, m: d.read_mostly(m.managed), ["cuMemRangeGetAttribute", *ON]),
+    "fill": (lambda d, m: d.fill(m.device, 1), ["cuMemsetD8Async", "cuStreamSynchronize", *ON]),
+    "copy": (
+        lambda d, m: d.copy(m.device.address, m.managed.address, PIECE),
+        ["cuMemcpyAsync", "cuStreamSynchronize", *ON],
+    ),
+    "read device": (lambda d, m: d.read(m.device), ["cuPointerGetAttributes", "cuMemcpyDtoH", *ON]),
+    "read managed": (lambda d, m: d.read(m.managed), ["cuPointerGetAttributes"]),
+    "synchronize": (lambda d, m: d.synchronize(), ["cuStreamSynchronize", *ON]),
+}
+BEFORE_13 = {"prefetch": ["cuDriverGetVersion", "cuMemPrefetchAsync", "cuMemPrefetchAsync", *ON]}
+"""What differs without batch calls."""
+
+
+def expected(verb: str, has_batches: bool) -> dict[str, int]:
+    calls = VERBS[verb][1] if has_batches else BEFORE_13.get(verb, VERBS[verb][1])
+    return {name: calls.count(name) for name in calls}
+
+
+def all_calls() -> list[str]:
+    """Every driver call that the product's syntax tree names, without the suffix of its version."""
+    tree = ast.parse(Path(product.__file__).read_text())
+    names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    names |= {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    return sorted({re.sub(r"_v\d$", "", name) for name in names if re.fullmatch(r"cu[A-Z]\w+", name)})
+
+
+def try_verb(bench: FakeBench, verb: str) -> None:
+    """In the process on the fake: the calls that a verb makes, then the verb with each of them failing."""
+    act, calls = VERBS[verb][0], expected(verb, bench.driver.version() >= 13000)
+    memory = Memory(bench.driver)
+    bench.fake.reset()
+    act(bench.driver, memory)
+    assert {name: n for name in all_calls() if (n := bench.fake.calls(name))} == calls
+    for call in calls:
+        bench.fake.reset()
+        bench.fake.fault(call, UNKNOWN)
+        with pytest.raises(Refused, match=call):
+            act(bench.driver, memory)
+        _leave_all_contexts(bench)
+    bench.fake.reset()
+    act(bench.driver, memory)
+    memory.close()
+
+
+def _leave_all_contexts(bench: FakeBench) -> None:
+    """A cuCtxPopCurrent that failed has left its context behind."""
+    from cuda.bindings import driver as bindings
+
+    bench.fake.reset()
+    while int(bindings.cuCtxGetCurrent()[1]):
+        bindings.cuCtxPopCurrent()
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_verb_makes_its_calls_and_each_that_fails_is_a_refusal(fakes: Fakes, verb: str) -> None:
+    fakes.run({"profile": "gh200"}, f"{__name__}:try_verb", {"verb": verb})
+
+
+@pytest.mark.parametrize("verb", BEFORE_13)
+def test_before_cuda_13_so_do_the_calls_that_stand_in_for_batches(fakes: Fakes, verb: str) -> None:
+    fakes.run({"profile": "gh200", "driver": 12020}, f"{__name__}:try_verb", {"verb": verb})
+
+
+def test_every_driver_call_of_the_product_is_in_the_list() -> None:
+    tried = {call for verb in VERBS for batches in (True, False) for call in expected(verb, batches)}
+    assert len(tried) > 20
+    assert sorted(tried) == all_calls()
