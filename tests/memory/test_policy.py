@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
 
-from supertuner.memory.policy import POLICIES, Hint, Kind, kind_named, tensors_in
+from supertuner.memory.policy import POLICIES, WORDS, Hint, Kind, kind_named, tensors_in
 
 ONE = torch.zeros(1)
 
@@ -103,3 +104,10 @@ def test_a_batch_of_any_shape_is_taken_apart_by_name(batch: object, names: list[
 def test_a_name_inside_another_is_judged_with_what_is_around_it() -> None:
     kinds = [kind_named(name) for name, _ in tensors_in({"audio": {"latents": ONE, "mask": ONE}})]
     assert kinds == [Kind.AUDIO_LATENTS, Kind.MASKS]
+
+
+def test_the_page_about_hints_shows_these_tables() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "hints.md").read_text()
+    for kind, words in [*WORDS, (Kind.OTHER, ())]:
+        asked = [", ".join(POLICIES[policy][kind]) or "-" for policy in ("default", "seeds")]  # type: ignore[index]
+        assert f"| {' | '.join([kind, ', '.join(words), *asked])} |".replace("|  |", "| |") in page
