@@ -20,9 +20,9 @@ from supertuner.tools.doctor.allocation import WRONG_TOLD, Bench, Rate, Trial, r
 from supertuner.tools.doctor.allocation_checks import allocation_checks
 from supertuner.tools.doctor.allocation_plan import FLOOR_BYTES, FLOOR_SHARE, Declined, Plan, Room, plan
 from supertuner.tools.doctor.check import Mark
-from supertuner.tools.doctor.machine import try_memory
+from supertuner.tools.doctor.machine import room_of, try_memory
 from tests.memory.machine_files import folder_host, gh200_files
-from tests.tools.doctoring import situation
+from tests.tools.doctoring import NO_DRIVER, situation, without_gpu
 
 TINY = Figures("tiny", 64 * MIB, host_bytes=GIB, ats=True, gpu_read_bytes_s=4e12, gpu_write_bytes_s=4e12,
                host_bytes_s=4e11, to_device_bytes_s=4e11, to_host_bytes_s=3e11)  # fmt: skip
@@ -296,11 +296,16 @@ def test_a_test_that_could_not_go_beyond_gpu_memory_is_a_warning_with_a_remedy()
 
 def test_the_test_takes_its_limits_from_the_machine(tmp_path: Path) -> None:
     """A GH200 by its files with a modelled driver below: MemAvailable counts GPU memory in, and the limit does not."""
-    chip = Watched(MACHINES["gh200-96"], page_bytes=2 * MIB)
+    chip = Watched(MACHINES["gh200-96"])
     facts = situation(tmp_path, *chip.devices()).facts
-    found = try_memory(
-        facts, chip, folder_host(tmp_path / "host", gh200_files()), 20.0, Silence(), lambda: chip.seconds
-    )
-    assert isinstance(found, Trial)
-    assert "455 GiB of host memory are available" in found.plan.limited
-    assert chip.held == {}
+    found = room_of(facts, chip, folder_host(tmp_path / "host", gh200_files()))
+    assert found.host_available == 455 * GIB and found.gpu_bytes == 96 * GIB
+    assert facts.memory_available == 540 * GIB
+    planned = plan(found, 20.0)
+    assert isinstance(planned, Plan) and "455 GiB of host memory are available" in planned.limited
+
+
+def test_without_a_gpu_nothing_is_tried(tmp_path: Path) -> None:
+    declined = try_memory(without_gpu(tmp_path).facts, NO_DRIVER, folder_host(tmp_path, {}), 1.5, Silence())
+    assert declined == Declined("no GPU")
+    assert [check.mark for check in allocation_checks(declined, "measured")] == [Mark.ABSENT]

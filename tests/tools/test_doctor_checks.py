@@ -116,6 +116,9 @@ def test_keys_of_a_patched_torch_break_a_stock_one_and_are_ignored_by_one_withou
     assert stock.mark is Mark.BAD and "PYTORCH_CUDA_ALLOC_CONF holds use_uvm" in stock.finding
     without = check(situation(tmp_path / "b", environ=environ, torch=CPU_TORCH), "allocator settings")
     assert without.mark is Mark.WARNING
+    typo = {"PYTORCH_ALLOC_CONF": "use_uvm:True,uvm_acess_pattern:gpu_first"}
+    told = check(situation(tmp_path / "c", environ=typo, torch=CPU_TORCH), "allocator settings")
+    assert told.mark is Mark.BAD and "did you mean uvm_access_pattern?" in told.finding
 
 
 def test_settings_that_stock_torch_knows_are_no_trap(tmp_path: Path) -> None:

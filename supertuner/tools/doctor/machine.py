@@ -58,8 +58,17 @@ def try_memory(
     if isinstance(driver, Missing) or not facts.gpus:
         return Declined("no GPU")
     gpu = facts.gpus[0]
+    planned = plan(room_of(facts, driver, host), scale)
+    if isinstance(planned, Declined):
+        return planned
+    return Bench(driver, gpu.device, gpu.machine, planned, clock, progress).run()
+
+
+def room_of(facts: Facts, driver: Driver, host: Host) -> Room:
+    """What there is to take, as of now. GPU memory that the kernel counts as its own is not host memory."""
+    gpu = facts.gpus[0]
     free = free_gpu_bytes(facts, driver, host, gpu.device.number)
-    room = Room(
+    return Room(
         gpu_bytes=gpu.device.total_bytes,
         gpu_free=0 if free is None else free,
         host_total=facts.memory_total,
@@ -68,7 +77,3 @@ def try_memory(
         concurrent=gpu.device.concurrent_managed,
         one_pool=facts.one_pool,
     )
-    planned = plan(room, scale)
-    if isinstance(planned, Declined):
-        return planned
-    return Bench(driver, gpu.device, gpu.machine, planned, clock, progress).run()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Final
 
+from supertuner.config import alloc_conf
 from supertuner.memory.driver import Missing
 from supertuner.tools.doctor.check import Check, Mark, absent, bad, good, warning
 from supertuner.tools.doctor.situation import Situation, Variable
@@ -15,7 +15,6 @@ from supertuner.tools.doctor.situation import Situation, Variable
 TORCH, ENVIRONMENT, PARTS = "torch", "environment", "SuperTuner"
 CUDA_TORCH: Final = "`pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu130`"
 SOURCE_SCRIPT: Final = "`. scripts/setup_gh200_env.sh`"
-FRACTION: Final = "per_process_memory_fraction"
 
 
 def software_checks(situation: Situation) -> Iterator[Check]:
@@ -71,24 +70,30 @@ def allocator(situation: Situation) -> Check:
     name = "allocator settings"
     if not situation.allocator:
         return good(TORCH, name, "none set")
-    foreign = {var: keys for var, text in situation.allocator.items() if (keys := uvm_keys(text))}
-    if not foreign:
+    keys = {var: [one.key for one in alloc_conf.entries(text) if one.ours] for var, text in situation.allocator.items()}
+    holding = [var for var, found in keys.items() if found]
+    if not holding:
         return good(TORCH, name, ", ".join(f"{var}={text}" for var, text in situation.allocator.items()))
-    told = "; ".join(f"{var} holds {', '.join(keys)}" for var, keys in foreign.items())
-    remedy = f"`unset {' '.join(foreign)}`, then {SOURCE_SCRIPT}: ratio and pattern travel in variables of their own"
+    told = "; ".join(f"{var} holds {', '.join(keys[var])}" for var in holding)
+    remedy = f"`unset {' '.join(holding)}`, then {SOURCE_SCRIPT}: ratio and pattern travel in variables of their own"
+    wrong = [f"{var}: {what}" for var in holding for what in alloc_conf.wrong(situation.allocator[var])]
     if situation.torch.patched:
         return good(TORCH, name, f"{told}, which this patched torch knows")
+    if wrong:
+        return bad(TORCH, name, "; ".join(wrong), remedy)
+    ours = f"{told}: SuperTuner takes that as settings of memory.overflow and keeps it from torch"
     if situation.torch.cuda is None:
-        finding = f"{told}: a build without CUDA ignores that, a stock CUDA build stops with an error"
-        return warning(TORCH, name, finding, remedy)
-    return bad(TORCH, name, f"{told}: stock torch refuses that at its first use of the GPU", remedy)
+        return warning(TORCH, name, f"{ours}; other programs stop as soon as torch is a stock CUDA build", remedy)
+    return bad(TORCH, name, f"{ours}; in any other program stock torch refuses it at its first use of the GPU", remedy)
 
 
 def fraction(situation: Situation) -> Check:
-    holding = [var for var, text in situation.allocator.items() if FRACTION in setting_keys(text)]
+    holding = [var for var, text in situation.allocator.items() if alloc_conf.memory_fraction(text) is not None]
     if not holding:
         return good(TORCH, "memory fraction", "not set")
-    finding = f"{holding[0]} sets {FRACTION}: it counts spilled bytes too, so overflow is refused together with it"
+    finding = (
+        f"{holding[0]} sets {alloc_conf.FRACTION}: it counts spilled bytes too, so overflow is refused together with it"
+    )
     remedy = (
         f"take it out of {holding[0]}, or `unset {holding[0]}`; memory.overflow.gpu_reserve_gb keeps GPU memory free"
     )
@@ -141,14 +146,3 @@ def compiler(situation: Situation) -> Check:
         return good(PARTS, "compiler", situation.around.compiler)
     finding = "none: the overflow allocator cannot be built, nor anything by torch.compile"
     return warning(PARTS, "compiler", finding, "`sudo apt install gcc`")
-
-
-def setting_keys(text: str) -> list[str]:
-    """The keys of an allocator's settings, `key:value,key:[a:b,c:d]`; what stands in brackets is a value."""
-    flat = re.sub(r"\[[^\]]*\]?", "", text)
-    return [part.partition(":")[0].strip() for part in flat.split(",") if ":" in part]
-
-
-def uvm_keys(text: str) -> list[str]:
-    """Keys of the seeds' patched torch."""
-    return [key for key in setting_keys(text) if key == "use_uvm" or key.startswith("uvm_")]
