@@ -227,15 +227,21 @@ def uvm_hint_override() -> bool | None:
     return _process.override
 
 
-def use_hints(hints: Hints, setting: bool | None, cache_types: Sequence[str], support: Support) -> None:
-    """Let the functions below use a run's own hints and configuration."""
+def use_hints(hints: Hints | None, setting: bool | None, cache_types: Sequence[str], support: Support) -> None:
+    """Let the functions below use a run's own hints and configuration. For a run without hints too: None."""
     _process.hints, _process.support = hints, support
     _process.asked, _process.enabled = (setting, tuple(cache_types)), None
 
 
+def drop_hints() -> None:
+    """The run is over: its hints and configuration are nobody's. The override stays."""
+    _process.asked = _process.hints = _process.enabled = _process.support = None
+
+
 def reset_hints() -> None:
     """Forget override, configuration and hints: as in a new process."""
-    _process.override = _process.asked = _process.hints = _process.enabled = _process.support = None
+    drop_hints()
+    _process.override = None
 
 
 def hints_enabled() -> Enabled:
@@ -245,7 +251,8 @@ def hints_enabled() -> Enabled:
             _process.asked = (_setting_of_environment(), ())
         wanted = decide(_process.override, *_process.asked, Support(True, "not looked at yet"))
         if wanted.on:  # only now is there a reason to wake the driver
-            _ready()
+            if _process.support is None:
+                _ready()
             assert _process.support is not None
             wanted = decide(_process.override, *_process.asked, _process.support)
         _process.enabled = wanted

@@ -118,7 +118,8 @@ def fresh() -> Iterator[None]:
 @pytest.fixture
 def silent(fresh: None, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A process in which nothing was said, by whatever shell these tests run in."""
-    monkeypatch.delenv("SIMPLETUNER_GH200_ENABLE_UVM_HINTS", raising=False)
+    for name in ("SIMPLETUNER_GH200_ENABLE_UVM_HINTS", "SUPERTUNER_GH200_OPTIMIZATIONS__ENABLE_UVM_HINTS"):
+        monkeypatch.delenv(name, raising=False)
     return monkeypatch
 
 
@@ -148,3 +149,17 @@ def test_the_override_has_the_last_word_until_it_is_taken_back(fresh: None) -> N
     )
     hints.set_uvm_hint_override(None)
     assert hints.gh200_uvm_enabled()
+
+
+def test_a_run_without_hints_is_believed_over_the_environment_until_it_is_over(silent: pytest.MonkeyPatch) -> None:
+    silent.setenv("SIMPLETUNER_GH200_ENABLE_UVM_HINTS", "1")
+    hints.use_hints(None, False, UNIFIED, YES)
+    assert hints.hints_enabled().reason == "gh200_optimizations.enable_uvm_hints is false"
+    hints.drop_hints()
+    assert hints.hints_enabled().reason.startswith("gh200_optimizations.enable_uvm_hints is true")
+
+
+def test_the_environment_of_a_script_is_read_through_the_configuration(silent: pytest.MonkeyPatch) -> None:
+    silent.setenv("SIMPLETUNER_GH200_ENABLE_UVM_HINTS", "1")
+    silent.setenv("SUPERTUNER_GH200_OPTIMIZATIONS__ENABLE_UVM_HINTS", "false")
+    assert hints.hints_enabled().asked is False
