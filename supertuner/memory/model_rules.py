@@ -1,6 +1,6 @@
 """Who moves when a page is used: pure functions from the pages' state and advice to what happens to each page.
 
-The rules are CUDA's documentation of cuMemAdvise and of managed memory, and FACTS.md for system memory on ATS machines:
+The rules are CUDA's documentation of cuMemAdvise and of managed memory, and reports of system memory on ATS machines:
 managed pages come to the processor that faults on them, unless advice says otherwise and a mapping is possible; system
 pages are placed where they are first touched, are read in place over the link, and follow the GPU's access counters.
 """

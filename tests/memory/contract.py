@@ -2,7 +2,7 @@
 
 A test file gives a fixture `bench` (see `Bench`) and a class that inherits `Laws`. A law asks the driver what the
 machine can do and skips where it does not apply, so every profile runs all of them. Sources: CUDA's documentation of
-cuMemAdvise, cuMemPrefetchAsync, cuMemRangeGetAttribute and cuMemDiscardBatchAsync; FACTS.md for what it does not say.
+cuMemAdvise, cuMemPrefetchAsync, cuMemRangeGetAttribute and cuMemDiscardBatchAsync; where it is silent, docs/model.md.
 A law that holds only in the model is a bug in the model.
 """
 

@@ -143,6 +143,9 @@ class AdviceLaws:
             moved = dict(resident(bench, span))
             assert before != moved
             assert sum(moved.values()) == pages(bench, span), "one copy of each page"
+            for home in (HOST, GPU, HOST):
+                prefetched(bench, [span], home)
+                assert sum(resident(bench, span).values()) == pages(bench, span), "and no prefetch leaves a copy behind"
             # The documentation promises read-back for managed memory only: a refusal is an answer too.
             for read_back, nothing in ((bench.driver.accessed_by, ()), (bench.driver.read_mostly, False)):
                 try:

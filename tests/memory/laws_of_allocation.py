@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
@@ -200,6 +201,11 @@ class AllocationLaws:
                     assert bench.driver.read(Span(span.address, 1)) == bytes([seed])
                     assert bench.driver.kind_of(span.address) is kind
 
-        with ThreadPoolExecutor(4) as pool:
-            list(pool.map(work, range(1, 5)))
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-6)  # so that Python changes threads in the middle of things
+        try:
+            with ThreadPoolExecutor(4) as pool:
+                list(pool.map(work, range(1, 5)))
+        finally:
+            sys.setswitchinterval(interval)
         assert bench.driver.free_bytes(0) == before

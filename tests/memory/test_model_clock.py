@@ -160,7 +160,7 @@ def test_one_pool_never_crosses_a_link() -> None:
 
 
 def test_a_gh200_sends_370_gb_there_and_back_in_about_2_seconds() -> None:
-    """The arithmetic that FACTS.md does by hand, by the model: 370 GB at 296 GB/s home and 375 GB/s back."""
+    """What one does by hand for activations sent home, by the model: 370 GB at 296 GB/s and back at 375 GB/s."""
     model = Superchip(MACHINES["gh200-96"])
     piece = Span(model.allocate(Kind.MANAGED, 37 * GB // BLOCK * BLOCK), 37 * GB // BLOCK * BLOCK)
     model.prefetch([piece], GPU)

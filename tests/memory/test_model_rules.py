@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -298,6 +300,14 @@ def test_memory_that_the_process_has_from_elsewhere_is_hinted_where_the_gpu_read
     refuses(INVALID_VALUE, model.fill, span, 1)
 
 
+def test_memory_beyond_the_end_of_an_allocation_is_not_of_its_kind() -> None:
+    model = Superchip(SMALL)
+    address = model.allocate(Kind.DEVICE, BLOCK + 1)
+    model.allocate(Kind.DEVICE, BLOCK)
+    assert model.kind_of(address + BLOCK) is Kind.DEVICE
+    assert model.kind_of(address + BLOCK + 1) is Kind.SYSTEM
+
+
 # ── what is refused ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -344,6 +354,21 @@ def test_every_machine_of_the_table_is_modelled_at_its_full_size(key: str) -> No
     model.touch(span, GPU, write=True)
     assert sum(model.resident(span).values()) * PAGE == span.nbytes
     assert model.devices()[0].total_bytes == MACHINES[key].gpu_bytes.value
+
+
+def test_threads_that_evict_each_other_keep_the_account_exact() -> None:
+    model = Superchip(SMALL)
+    spans = [managed(model, 6 * BLOCK) for _ in range(4)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(lambda span: [model.touch(span, GPU) for _ in range(150)], spans))
+    finally:
+        sys.setswitchinterval(interval)
+    on_gpu = sum(model.resident(span).get(GPU, 0) for span in spans)
+    assert on_gpu * PAGE == 8 * BLOCK - model.free_bytes(0) == 8 * BLOCK
+    assert model.traffic.to_host_bytes == model.traffic.to_device_bytes + 16 * BLOCK, "24 blocks were born on the GPU"
 
 
 # ── faults ────────────────────────────────────────────────────────────────────────────────────────────────────────────
