@@ -1,47 +1,91 @@
-"""Whether overflow can be had on this machine, and within which limits. Pure but for reading the host's memory."""
+"""Whether overflow can be had on this machine and below this torch, and within which limits; a no has its reason."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
+
+import torch
 
 from supertuner.core.host import Host
 from supertuner.core.types import GIB, MIB
+from supertuner.memory.driver import Device
 from supertuner.memory.overflow import Limits
+from supertuner.memory.routing import OLDEST, version_of
 
 if TYPE_CHECKING:
-    import torch
-
     from supertuner.config.memory import Overflow as Settings
     from supertuner.memory.probe import Facts
 
 NAME: Final = "memory.overflow"
 HOST_FLOOR_SHARE: Final = 0.10
 """Of host memory, where `host_floor_gb` is not set."""
+_TURN_OFF: Final = f"set {NAME}.enabled to false"
 
 
-def refusal(settings: Settings, facts: Facts, device: torch.device, fraction: float, own_keys: bool) -> str | None:
-    """Why overflow cannot be had here, and what to do; None: nothing speaks against it.
+@dataclass(frozen=True, slots=True)
+class TorchFacts:
+    """What speaks for or against overflow below this torch."""
 
-    `fraction`: the share of GPU memory that torch was told to keep to. `own_keys`: torch has `uvm.*` statistics itself.
-    """
-    turn_off = f"set {NAME}.enabled to false"
+    version: str
+    sees_gpu: bool
+    backend: str = "native"
+    """Which allocator it runs on: only its own has pools."""
+    memory_fraction: float = 1.0
+    """The share of GPU memory that it was told to keep to."""
+    own_statistics: bool = False
+    """It has `uvm.*` statistics itself: a patched torch."""
+
+
+def torch_facts(device: torch.device) -> TorchFacts:
+    """This torch, asked about one of its devices."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return TorchFacts(torch.__version__, sees_gpu=False)
+    return TorchFacts(
+        torch.__version__,
+        sees_gpu=True,
+        backend=torch.cuda.get_allocator_backend(),
+        memory_fraction=torch.cuda.get_per_process_memory_fraction(device.index or 0),
+        own_statistics=any(key.startswith("uvm.") for key in torch.cuda.memory_stats(device)),
+    )
+
+
+def refusal(settings: Settings, facts: Facts, device: torch.device, below: TorchFacts, host: Host) -> str | None:
+    """Why overflow cannot be had here, and what to do; None: nothing speaks against it."""
     if not settings.enabled:
         return f"{NAME}.enabled is false"
     if device.type != "cuda":
-        return f"the device is {device.type}, which has no second memory to spill from; {turn_off}"
-    gpu = next((gpu.device for gpu in facts.gpus if gpu.device.number == (device.index or 0)), None)
+        return f"the device is {device.type}, which has no second memory to spill from; {_TURN_OFF}"
+    number = device.index or 0
+    gpu = next((gpu.device for gpu in facts.gpus if gpu.device.number == number), None)
     if gpu is None:
-        return f"there is no GPU {device.index or 0} here ({facts.no_gpu_reason or 'not found'}); {turn_off}"
+        return f"there is no GPU {number} here ({facts.no_gpu_reason or 'the driver has fewer'}); {_TURN_OFF}"
+    if host.memory_available() is None:
+        return "the host's available memory cannot be read in /proc/meminfo, so no floor of it can be kept"
+    return _no_use_on(gpu, facts) or _no_use_below(below)
+
+
+def _no_use_on(gpu: Device, facts: Facts) -> str | None:
     if facts.one_pool:
-        return f"CPU and GPU share one memory on {gpu.name}, so there is nowhere to spill to; {turn_off}"
+        return f"CPU and GPU share one memory on {gpu.name}, so there is nowhere to spill to; {_TURN_OFF}"
     if gpu.managed is False or gpu.concurrent_managed is False:
         lacking = "managed memory" if gpu.managed is False else "managed memory that CPU and GPU use at once"
-        return f"{gpu.name} has no {lacking}, without which GPU memory cannot be exceeded; {turn_off}"
-    if fraction < 1.0:
-        why = "which counts spilled memory as well"
-        return f"a memory fraction of {fraction:g} is set for torch, {why}; remove the fraction, or {turn_off}"
-    if own_keys:
-        return f"this torch is patched and spills by itself (it has uvm.* statistics); use one of the two: {turn_off}"
+        return f"{gpu.name} has no {lacking}, without which GPU memory cannot be exceeded; {_TURN_OFF}"
+    return None
+
+
+def _no_use_below(below: TorchFacts) -> str | None:
+    if not below.sees_gpu:
+        return f"torch {below.version} sees no GPU; install a CUDA build of torch, or {_TURN_OFF}"
+    if version_of(below.version) < OLDEST:
+        return f"torch {below.version} is too old for it; install {'.'.join(map(str, OLDEST))} or newer, or {_TURN_OFF}"
+    if below.backend != "native":
+        return f"torch runs on {below.backend}, which has no pools; remove backend from its allocator variable"
+    if below.own_statistics:
+        return f"this torch is patched and spills by itself (it has uvm.* statistics); use one of the two: {_TURN_OFF}"
+    if below.memory_fraction < 1.0:
+        what = f"a memory fraction of {below.memory_fraction:g} is set for torch, which counts spilled memory as well"
+        return f"{what}; remove the fraction, or {_TURN_OFF}"
     return None
 
 

@@ -21,7 +21,7 @@ from supertuner.core.events import Decided, Measured, Noted, Sink, Warned
 from supertuner.core.host import Host
 from supertuner.core.types import JSON, MIB, bytes_text
 from supertuner.memory import reclaiming, routing
-from supertuner.memory.admission import NAME, limits_of, refusal
+from supertuner.memory.admission import NAME, limits_of, refusal, torch_facts
 from supertuner.memory.driver import HOST, Driver, Missing, Refused
 from supertuner.memory.overflow import FREE, Limits, Overflow, OverflowStats, Pattern, alloc_name, built
 from supertuner.memory.routing import ProcessWide, Route, ThisThread
@@ -59,21 +59,12 @@ def open_pools(
     `driver` takes memory back between steps; without one only the pools' own cache can be given up.
     """
     where = torch.device("cuda", device) if isinstance(device, int) else device
-    is_cuda = where.type == "cuda" and torch.cuda.is_available()
-    fraction = torch.cuda.get_per_process_memory_fraction(where.index or 0) if is_cuda else 1.0
-    own_keys = is_cuda and any(key.startswith("uvm.") for key in torch.cuda.memory_stats(where))
-    reason = refusal(settings, facts, where, fraction, own_keys)
+    reason = refusal(settings, facts, where, torch_facts(where), host)
     library = built()
-    if reason is None and isinstance(library, Missing):
-        reason = library.reason
-    if reason is None and not is_cuda:
-        reason = f"torch {torch.__version__} sees no CUDA device; install a CUDA build"
-    if reason is None and routing.version_of(torch.__version__) < routing.OLDEST:
-        reason = f"torch {torch.__version__} is too old; 2.13 or newer is needed"
-    if reason is None and host.memory_available() is None:
-        reason = "the host's available memory cannot be read, so no floor of it can be kept"
-    if reason is not None or isinstance(library, Missing):
+    if reason is not None:
         raise MemoryEngineError(f"{NAME}: {reason}")
+    if isinstance(library, Missing):
+        raise MemoryEngineError(f"{NAME}: {library.reason}")
     return Pools(settings, facts, host, sink, driver, where.index or 0, Overflow(library))
 
 
