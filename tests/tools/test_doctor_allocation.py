@@ -136,6 +136,11 @@ def test_host_memory_that_nobody_knows_is_not_taken() -> None:
     assert isinstance(planned, Plan) and planned.nbytes <= 54 * GIB and planned.link_bytes == 0
 
 
+def test_a_stand_in_that_claims_more_memory_than_the_host_has_is_not_believed() -> None:
+    planned = plan(Room(96 * GIB, 96 * GIB, 24 * GIB, 20 * GIB, True, True, False, stand_in=True), 1.5)
+    assert isinstance(planned, Plan) and planned.nbytes <= 8 * GIB and "stand-in" in planned.limited
+
+
 def test_without_concurrent_access_the_test_stays_inside_the_gpu() -> None:
     planned = plan(Room(64 * GIB, 60 * GIB, 64 * GIB, 50 * GIB, True, False, False), 2.0)
     assert isinstance(planned, Plan) and planned.nbytes <= 54 * GIB and "concurrent" in planned.limited

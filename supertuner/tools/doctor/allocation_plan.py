@@ -30,6 +30,8 @@ class Room:
     managed: bool | None
     concurrent: bool | None
     one_pool: bool | None
+    stand_in: bool = False
+    """The GPU is a library that plays one: its memory is host memory too, whatever it says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,8 @@ def _most(room: Room) -> tuple[int, str, str]:
         return int(room.gpu_free * 0.9), "without concurrent managed access the GPU cannot go beyond its own memory", ""
     if room.host_available is None:
         return int(room.gpu_free * 0.9), "nobody says how much host memory is free, so none of it is taken", ""
+    if room.stand_in:
+        return spare // 2, "the GPU is a stand-in, whose memory is the host's", ""
     kept = bytes_text(_floor(room))
     why = f"{bytes_text(room.host_available)} of host memory are available, and {kept} stay free"
     return room.gpu_free + spare, why, "free host memory and try again: `ps aux --sort=-rss | head` shows who has it"

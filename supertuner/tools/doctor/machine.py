@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from supertuner.core.events import Progress
@@ -33,7 +34,8 @@ def examine(
     show(checks)
     tested: Trial | Declined = Declined("--skip-allocation")
     if scale is not None:
-        tested = try_memory(situation.facts, driver, host, scale, progress)
+        stand_in = situation.behind.figures == "stand-in"
+        tested = try_memory(situation.facts, driver, host, scale, progress, stand_in=stand_in)
     more = tuple(allocation_checks(tested, situation.behind.figures))
     show(more)
     return Examined(situation, (*checks, *more), tested)
@@ -53,12 +55,13 @@ def try_memory(
     scale: float,
     progress: Progress,
     clock: Clock = time.perf_counter,
+    stand_in: bool = False,
 ) -> Trial | Declined:
     """The allocation test on the first GPU, as large as is safe right now."""
     if isinstance(driver, Missing) or not facts.gpus:
         return Declined("no GPU")
     gpu = facts.gpus[0]
-    planned = plan(room_of(facts, driver, host), scale)
+    planned = plan(replace(room_of(facts, driver, host), stand_in=stand_in), scale)
     if isinstance(planned, Declined):
         return planned
     return Bench(driver, gpu.device, gpu.machine, planned, clock, progress).run()

@@ -83,6 +83,7 @@ class Situation:
     around: Around
     overflow: Path | Missing
     hints: Enabled
+    """In a run whose configuration says nothing of them."""
 
 
 def look(
@@ -114,7 +115,7 @@ def look(
             settings_problems=tuple(str(problem).removeprefix("environment: ") for problem in _problems(own)),
             around=_around(host, facts, environ, folder),
             overflow=built(),
-            hints=decide(None, _hints_setting(environ, variables), (), supported(driver)),
+            hints=decide(None, _hints_setting(environ, variables), _cache_types(), supported(driver)),
         )
 
 
@@ -166,6 +167,12 @@ def _hints_setting(environ: Mapping[str, str], variables: tuple[Variable, ...]) 
     if value is None:
         value = next(variable.value for variable in variables if variable.setting == name)
     return value if isinstance(value, bool) else None
+
+
+def _cache_types() -> tuple[str, ...]:
+    """Of a run that says nothing of its caches."""
+    caches = load(None, environ={}, check_paths=False).config.cache_config
+    return caches.vae_cache_type, caches.text_cache_type
 
 
 def _around(host: Host, facts: Facts, environ: Mapping[str, str], folder: Path) -> Around:

@@ -125,7 +125,8 @@ def hints(situation: Situation) -> Check:
     found = situation.hints
     if found.on:
         return good(PARTS, "hints", f"would be on: {found.reason}")
-    if found.asked and situation.facts.gpus:
+    told = any(one.setting.endswith("enable_uvm_hints") and one.value is True for one in situation.variables)
+    if told and found.asked and situation.facts.gpus:
         return warning(PARTS, "hints", f"would be off: {found.reason}", "`unset SIMPLETUNER_GH200_ENABLE_UVM_HINTS`")
     unasked = found.asked is None and bool(situation.facts.gpus)
     return absent(PARTS, "hints", f"would be off: {found.reason}", SOURCE_SCRIPT if unasked else "")
