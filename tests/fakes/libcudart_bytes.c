@@ -64,6 +64,8 @@ static void zero_ours(char *target, size_t count) {
 }
 
 static cudaError_t fill_bytes(void *target, int value, size_t count) {
+    cudaError_t error = use_device();
+    if (error != cudaSuccess) return error;
     touch_managed(target, count);
     if (value == 0 && count > SMALL && is_ours(target))
         zero_ours(target, count);
@@ -73,7 +75,8 @@ static cudaError_t fill_bytes(void *target, int value, size_t count) {
 }
 
 static cudaError_t copy_bytes(void *target, const void *source, size_t count) {
-    if (count == 0) return cudaSuccess;
+    cudaError_t error = use_device();
+    if (error != cudaSuccess || count == 0) return error;
     touch_managed(source, count);
     touch_managed(target, count);
     if (count <= SMALL || !is_ours(target)) {

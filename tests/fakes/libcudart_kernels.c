@@ -55,6 +55,8 @@ cudaError_t __cudaGetKernel(cudaKernel_t *kernel, const void *function) {
 
 /* A launch that a GPU would refuse is refused: an empty or oversized grid or block is a bug in the caller. */
 static cudaError_t launch(dim3 grid, dim3 block, size_t shared) {
+    cudaError_t error = use_device(); /* a launch makes the thread's context, which cuBLAS then expects to find */
+    if (error != cudaSuccess) return error;
     unsigned long long threads = (unsigned long long)block.x * block.y * block.z;
     if (threads == 0 || threads > 1024 || block.z > 64) return note(cudaErrorInvalidConfiguration);
     if (grid.x == 0 || grid.y == 0 || grid.z == 0) return note(cudaErrorInvalidConfiguration);
