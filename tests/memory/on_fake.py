@@ -77,43 +77,40 @@ class FakeProcess:
             text=True,
         )
 
-    def run(self, target: str, parameters: Mapping[str, Any]) -> Any:
-        """What the function returned; pytest's own exceptions if it was skipped or failed over there."""
+    def run(self, target: str, parameters: Mapping[str, Any]) -> tuple[str, Any, bool]:
+        """The outcome of the function, what it returned or said, and whether it left GPU memory taken."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps([target, dict(parameters)]) + "\n")
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
         if not answer:
-            pytest.fail(f"the process on the fake driver ended with {self._process.wait()}", pytrace=False)
-        outcome, value = json.loads(answer)
-        if outcome == "skipped":
-            pytest.skip(value)
-        if outcome == "failed":
-            pytest.fail(value, pytrace=False)
-        return value
+            return "failed", f"the process on the fake driver ended with {self._process.wait()}", True
+        outcome, value, left_memory = json.loads(answer)
+        return outcome, value, left_memory
 
     def close(self) -> None:
         self._process.communicate()
 
 
 class Fakes:
-    """The session's processes. One that saw a failure is replaced: what it left allocated is no other test's affair."""
+    """The session's processes. One that failed, or left memory taken, is replaced: no other test shall see that."""
 
     def __init__(self) -> None:
         self._processes: dict[str, FakeProcess] = {}
 
     def run(self, options: Mapping[str, Any], target: str, parameters: Mapping[str, Any] | None = None) -> Any:
+        """What the function returned over there; or skipped, or failed, as it was."""
         key = json.dumps(dict(options), sort_keys=True)
         process = self._processes.pop(key, None) or FakeProcess(options)
-        try:
-            value = process.run(target, parameters or {})
-        except pytest.fail.Exception:
+        outcome, value, left_memory = process.run(target, parameters or {})
+        if outcome == "failed" or left_memory:
             process.close()
-            raise
-        except pytest.skip.Exception:
+        else:
             self._processes[key] = process
-            raise
-        self._processes[key] = process
+        if outcome == "skipped":
+            pytest.skip(value)
+        if outcome == "failed":
+            pytest.fail(value, pytrace=False)
         return value
 
     def close(self) -> None:
@@ -159,7 +156,10 @@ def serve() -> None:
     assert isinstance(driver, CudaDriver), driver
     for line in sys.stdin:
         fake.reset()
-        answers.write(json.dumps(_outcome(FakeBench(driver, fake), *json.loads(line))) + "\n")
+        outcome, value = _outcome(FakeBench(driver, fake), *json.loads(line))
+        fake.reset()
+        left_memory = any(fake.hbm_used(number) for number in range(driver.count()))
+        answers.write(json.dumps([outcome, value, left_memory]) + "\n")
         answers.flush()
 
 

@@ -1,4 +1,4 @@
-"""What `cuda.py` adds to the laws: why there is no driver; versions of it and its bindings; devices, contexts, forks."""
+"""What `cuda.py` adds to the laws: why there is no driver; versions, of its bindings too; devices, contexts, forks."""
 
 from __future__ import annotations
 
