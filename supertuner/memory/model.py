@@ -118,7 +118,7 @@ class Superchip:
                 concurrent_managed=figures.managed and figures.concurrent,
                 pageable=figures.reaches_host,
                 host_page_tables=figures.ats,
-                direct_host_access=figures.ats,
+                direct_host_access=figures.reaches_host,
                 integrated=figures.one_pool,
                 numa_node=GPU_NODE if figures.ats and not figures.one_pool else None,
                 host_node=HOST_NODE,
