@@ -7,7 +7,8 @@
  *
  * Threads. One mutex guards everything, and is never held across a call of the driver: allocating may wait for the GPU
  * and freeing always does, and neither another device nor whoever asks for statistics should wait with it. Bytes are
- * booked before the driver is asked and given back if it says no, so limits hold exactly, whoever comes at once.
+ * booked before the driver is asked and given back if it says no, so limits hold exactly, whoever comes at once. (Two
+ * threads could count the same free GPU memory, and dip into the reserve; torch's own lock keeps them apart.)
  *
  * Fork. CUDA does not survive it: a child of a process that used this library gets NULL, and its frees do nothing.
  *

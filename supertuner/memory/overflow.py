@@ -119,6 +119,7 @@ class Overflow:
         reserve = UNLIMITED if limits.gpu_reserve_bytes is None else limits.gpu_reserve_bytes
         refused = self._c.supertuner_overflow_configure(device, ctypes.c_double(limits.ratio), ctypes.c_uint64(reserve))
         assert refused == 0, f"device {device}, ratio {limits.ratio}"
+        assert len(str(limits.meminfo)) < 256, limits.meminfo
         cap = UNLIMITED if limits.host_cap_bytes is None else limits.host_cap_bytes
         sizes = (ctypes.c_uint64(size) for size in (limits.host_floor_bytes, limits.host_reserve_bytes, cap))
         self._c.supertuner_overflow_host(*sizes, str(limits.meminfo).encode())

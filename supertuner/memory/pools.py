@@ -7,6 +7,7 @@ valid.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 Class: TypeAlias = Literal["weights", "state"]
 
 RECLAIMED: Final = "memory.reclaimed"
+LOOK_SHARE: Final = 0.01
+"""Of a run's time, that looking through torch's segments may take: microseconds for each of them."""
 DISCARDS_SINCE: Final = 13000
 """The driver's version from which managed memory can be discarded."""
 
@@ -98,6 +101,7 @@ class Pools:
         self._refusals = overflow.stats(device).refusals
         self._light_at: int | None = None
         self._given_at_light = -1
+        self._next_look_s = 0.0
         self._hard_at: int | None = None
         self._retired = False
         self._route = self._open_route()
@@ -119,7 +123,7 @@ class Pools:
 
     @contextmanager
     def placing(self, what: Class) -> Iterator[None]:
-        """Allocations inside are of this class. Not to be nested, and for the whole process where routing is."""
+        """Allocations inside are of this class: the whole process's, where the whole process is routed."""
         before, pattern = self._current, self._patterns[what]
         self._switch(pattern)
         try:
@@ -131,20 +135,27 @@ class Pools:
         return self._overflow.stats(self._device)
 
     def between_steps(self) -> Reclaimed:
-        """Take back what is worth it; costs a few microseconds while nothing has spilled."""
+        """Take back what is worth it: microseconds while nothing has spilled, a hundredth of the time from then on."""
         self._steps += 1
         account = self.stats()
         refused, self._refusals = account.refusals > self._refusals, account.refusals
-        if not refused and not account.managed_bytes and not self._retired:
+        began, idle = time.monotonic(), not account.managed_bytes and not self._retired
+        if not refused and (idle or began < self._next_look_s):
             return Reclaimed()
         if account.managed_bytes != self._told_managed:
             self._told_managed = account.managed_bytes
             self._tell_limits(account.managed_bytes)
         segments = self._segments()
+        if self._retired:
+            torch.cuda.empty_cache()  # segments of earlier pools, as far as their tensors are gone by now
+            account = self.stats()
+            held = account.device_bytes + account.managed_bytes
+            self._retired = held > sum(segment.span.nbytes for segment in segments)
         now = self._situation(account, segments, refused)
         light = self._light(now, segments)
-        hard = self._hard(self._situation(self.stats(), segments, refused) if light else now)
-        return Reclaimed(light, hard)
+        reason = reclaiming.hard_reason(self._situation(self.stats(), segments, refused) if light else now)
+        self._next_look_s = time.monotonic() + (time.monotonic() - began) / LOOK_SHARE
+        return Reclaimed(light, 0 if reason is None else self.rebuild(reason))
 
     def rebuild(self, reason: str) -> int:
         """Drop the pools and begin anew: cached segments go back to the driver. The bytes that went."""
@@ -156,7 +167,7 @@ class Pools:
         torch.cuda.empty_cache()  # what earlier pools still held and nobody uses any more
         after = self.stats()
         freed = before.device_bytes + before.managed_bytes - after.device_bytes - after.managed_bytes
-        self._retired, self._hard_at = True, self._steps
+        self._retired, self._hard_at, self._next_look_s = True, self._steps, 0.0
         self._overflow.reclaimed(hard=1, device=self._device)
         self._tell("hard", freed, reason)
         self._sink.emit(Noted(NAME, f"pools rebuilt, {bytes_text(freed)} given back: {reason}"))
@@ -271,13 +282,6 @@ class Pools:
         self._overflow.reclaimed(light=1, device=self._device)
         self._tell("light", now.cold_bytes, reason)
         return now.cold_bytes
-
-    def _hard(self, now: reclaiming.Situation) -> int:
-        if self._retired:
-            torch.cuda.empty_cache()  # an earlier pool's segments, as far as their tensors are gone
-            self._retired = False
-        reason = reclaiming.hard_reason(now)
-        return 0 if reason is None else self.rebuild(reason)
 
     def _tell(self, how: str, nbytes: int, reason: str) -> None:
         figures: dict[str, JSON] = {"how": how, "bytes": nbytes, "step_ends": self._steps, "reason": reason}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import threading
 import time
 
 from hypothesis import given, settings
@@ -309,15 +311,39 @@ assert plugin.stats().advice_failures == 0, plugin.stats()
 @on_fake(devices=2)
 def test_each_gpu_has_an_account_of_its_own_and_the_caller_keeps_its_context(bench: FakeBench) -> None:
     plugin = Plugin(Limits(gpu_reserve_bytes=64 * MIB))
+    before = current_context()
     here, there = plugin.alloc(SEGMENT), plugin.alloc(SEGMENT, device=1)
     assert (plugin.overflow.kind_of(here), plugin.overflow.kind_of(there)) == (Kind.MANAGED, Kind.DEVICE)
     assert (bench.fake.hbm_used(0), bench.fake.hbm_used(1)) == (0, SEGMENT)
     assert (plugin.stats(0).stage, plugin.stats(1).stage) == (2, 1)
+    assert current_context() == before
     plugin.free(there, SEGMENT, device=1)
     plugin.free(here, SEGMENT)
     assert plugin.stats(1).device_bytes == 0 and bench.fake.hbm_used(1) == 0
     assert plugin.alloc(SEGMENT, device=9) is None and plugin.alloc(SEGMENT, device=-1) is None
     assert plugin.alloc(0) is None and plugin.alloc(-5) is None
+
+
+def current_context() -> int | None:
+    """Of this thread, as the driver has it."""
+    context = ctypes.c_void_p()
+    assert ctypes.CDLL("libcuda.so.1").cuCtxGetCurrent(ctypes.byref(context)) == 0
+    return context.value
+
+
+@on_fake()
+def test_a_thread_without_a_context_is_served_and_has_none_afterwards(bench: FakeBench) -> None:
+    plugin, seen = Plugin(), []
+
+    def work() -> None:
+        address = plugin.alloc(SEGMENT)
+        seen.append((plugin.overflow.kind_of(address), current_context()))
+        plugin.free(address, SEGMENT)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [(Kind.DEVICE, None)] and plugin.stats().device_bytes == 0
 
 
 def in_child(body) -> object:
