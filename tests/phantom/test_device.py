@@ -59,7 +59,7 @@ def test_torch_and_the_driver_count_the_same_bytes() -> None:
 
 @pytest.mark.parametrize(("profile", "integrated"), [("gb10", True), ("pcie", False)])
 def test_another_machine_is_a_variable_away(profile: str, integrated: bool) -> None:
-    code = "import torch; p = torch.cuda.get_device_properties(0); torch.ones(4, device='cuda'); print(bool(p.is_integrated))"
+    code = "import torch; torch.ones(4, device='cuda'); print(bool(torch.cuda.get_device_properties(0).is_integrated))"
     env = {**os.environ, "FAKECUDA_PROFILE": profile}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == str(integrated)

@@ -1,0 +1,52 @@
+"""The quickstart on the phantom's CUDA device, from staging to export, with overflow and hints on.
+
+Values mean nothing here, so nothing is said of losses and pictures; that every part runs on a device, that is said.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from PIL import Image
+from safetensors import safe_open
+
+from supertuner.tools.quickstart import Quickstart, quickstart
+from supertuner.tools.training import summary
+
+STEPS = 12
+SHORT = (
+    "train.device=cuda", f"train.max_steps={STEPS}", "checkpoints.every_steps=6", "validation.inference_steps=4",
+    "validation.seeds=[0]", "memory.overflow.enabled=true", "gh200_optimizations.enable_uvm_hints=true",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Quickstart:
+    folder = tmp_path_factory.mktemp("quickstart")
+    return quickstart(folder / "quickstart", [f"arena.home={folder / 'arenas'}", *SHORT])
+
+
+def test_it_trains_to_the_end(made: Quickstart) -> None:
+    losses = [json.loads(line) for line in (made.trained.run / "losses.jsonl").read_text().splitlines()]
+    assert made.trained.steps == STEPS == len(losses)
+    assert made.trained.stopped_by is None
+
+
+def test_both_experts_are_exported_whole(made: Quickstart) -> None:
+    assert [path.stem for path in made.trained.exports] == ["quickstart_high_noise", "quickstart_low_noise"]
+    for path in made.trained.exports:
+        with safe_open(path, framework="pt") as file:
+            assert any("lora_A" in name for name in file.keys())  # noqa: SIM118
+
+
+def test_there_are_checkpoints_and_samples(made: Quickstart) -> None:
+    assert (made.trained.run / "checkpoints" / f"step-{STEPS:08d}").is_dir()
+    with Image.open(made.both) as picture:
+        assert picture.width > 0 and picture.height > 0
+
+
+def test_the_summary_says_what_became_of_hints_and_overflow(made: Quickstart) -> None:
+    said = summary(made.trained)
+    assert "hint applied" in said
+    assert "overflow" in said
