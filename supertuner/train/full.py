@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -12,13 +12,17 @@ from supertuner.core.errors import TrainError
 
 
 @contextmanager
-def fitting(what: str, remedy: str) -> Iterator[None]:
-    """TrainError instead of torch's own, which is a traceback to users and would end a run for a mere sample."""
+def fitting(what: str, remedy: str | Callable[[], str]) -> Iterator[None]:
+    """TrainError instead of torch's own, which is a traceback to users and would end a run for a mere sample.
+
+    A remedy that depends on what was refused is asked for when it was.
+    """
     try:
         yield
     except torch.OutOfMemoryError as error:
-        reason = (str(error).strip() or "out of memory").splitlines()[0]
-        raise TrainError(f"{what} not fit into the device's memory ({reason}); {remedy}") from error
+        reason = (str(error).strip() or "out of memory").splitlines()[0].partition(" Of the allocated memory")[0]
+        told = remedy if isinstance(remedy, str) else remedy()
+        raise TrainError(f"{what} not fit into the device's memory ({reason}); {told}") from error
 
 
 def release(device: torch.device) -> None:

@@ -71,7 +71,7 @@ def _train(run: Run, window: Window) -> None:
         text = change_text(size, run.config.train.batch_size, run.parallel.ranks)
         run.sink.emit(Noted("ramp", text))
     rate = trainee.optimizer.base_rate * run.factor(plan.step)
-    with fitting(f"step {plan.step + 1} does", LESS_MEMORY):
+    with fitting(f"step {plan.step + 1} does", lambda: run.memory.remedy(LESS_MEMORY)):
         result = train_window(
             trainee,
             (_placed(run, batch) for batch in window),

@@ -27,7 +27,7 @@ from supertuner.memory.overflow import OverflowStats
 from supertuner.memory.pools import Pools, open_pools
 from supertuner.memory.probe import Facts, free_gpu_bytes, probe
 from supertuner.memory.stats import named
-from supertuner.memory.telemetry import Sampler
+from supertuner.memory.telemetry import NO_CUPTI, Sampler
 from supertuner.memory.unified import UnifiedBuffers
 from supertuner.step.batch import StepBatch
 
@@ -82,6 +82,15 @@ class MemoryEngine:
         if self.sample_every and step % self.sample_every == 0:
             self.sampler.emit(sink, step)
 
+    def remedy(self, less: str) -> str:
+        """What to do where memory is full: `less` names what needs less of it."""
+        if self.pools is None:
+            return f"{less}, or memory.overflow.enabled: true" if _can_overflow(self.facts) else less
+        account = self.pools.stats()
+        if account.refused_host:
+            return f"{less}; overflow is on, and the host is at its floor (memory.overflow.host_floor_gb)"
+        return f"{less}, or raise memory.overflow.oversubscription_ratio" if account.refused_ratio else less
+
     def lines(self) -> list[str]:
         """What became of it, for the summary."""
         hints = [f"hint {line}" for line in self.tally.lines()] if self.enabled.on else [str(self.enabled)]
@@ -105,13 +114,16 @@ def open_memory(config: RunConfig, device: torch.device, *, host: Host, sink: Si
         pools = None
         if overflow.enabled:
             pools = opened.enter_context(open_pools(overflow, facts, host, sink, driver=driver, device=device))
+        cupti = open_cupti(device.index or 0) if hints is not None or pools is not None else NO_CUPTI
+        if not isinstance(cupti, Missing):
+            opened.callback(cupti.close)
         sampler = opened.enter_context(
             Sampler(
                 facts,
                 host,
                 driver,
                 nvml,
-                open_cupti(device.index or 0) if device.type == "cuda" else Missing("no GPU computes"),
+                cupti,
                 device=device.index or 0,
                 torch_device=device,
                 overflow=None if pools is None else partial(_account, pools),
@@ -139,6 +151,11 @@ def _hints(
     hints = Hints(driver, number, free_bytes=free)
     use_hints(hints, setting, caches, can)
     return enabled, hints, UnifiedBuffers(driver, device, free_bytes=free)
+
+
+def _can_overflow(facts: Facts) -> bool:
+    """Whether there is a second memory to spill to."""
+    return facts.one_pool is False and any(gpu.device.concurrent_managed for gpu in facts.gpus)
 
 
 def _account(pools: Pools) -> Mapping[str, int | float | str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -87,7 +87,7 @@ def open_run(
         corpus, other = _opened_data(config, opened, outside)
         course = _course(config, corpus, parallel, sink)
         samples_plan = plan(config, family, model, corpus, other, sink)  # before hours of encoding: it may be refused
-        encoding = encoding_of(config, family, model, precision)
+        encoding = replace(encoding_of(config, family, model, precision), remedy=memory.remedy)
         maker_of = partial(_maker, config, encoding, folder, opened, outside, memory)
         done = course.consumed(0 if begin is None else begin.step)
         maker = maker_of(memory.place, corpus, done, course.total_samples)
@@ -291,7 +291,7 @@ def _trained(
     settings = config.adapter
     dtype = torch.float32 if settings.type == "full" else precision.dtype
     remedy = 'set model.base_weights: "int8", or train one of model.experts at a time'
-    with fitting(f"{expert.part} does", remedy), memory.placing("weights"):
+    with fitting(f"{expert.part} does", partial(memory.remedy, remedy)), memory.placing("weights"):
         module = family.denoiser(model, expert, dtype).to(precision.device)
         if config.model.base_weights != "as_computed":
             sink.emit(quantise(module, config.model.base_weights, precision.device))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +33,7 @@ ASKED = "asked"
 
 def validate(run: Run, *, asked: bool = False) -> Path:
     """Measure the held-out loss, make samples; the folder of the samples."""
-    with fitting("samples do", "lower validation.width, height or frames"):
+    with fitting("samples do", partial(run.memory.remedy, "lower validation.width, height or frames")):
         return _validate(run, asked)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -24,6 +25,7 @@ from supertuner.data.corpus import Corpus
 from supertuner.data.ordering.order import Draws
 from supertuner.data.ordering.windows import MicroBatch
 from supertuner.models.spec import Family, MediaEncoder, Model, TextEncoder
+from supertuner.train.full import fitting
 
 T = TypeVar("T")
 
@@ -54,6 +56,8 @@ class Encoding:
     device: torch.device
     dtype: torch.dtype
     """What the forward pass computes in. Captions are encoded in it; latents are kept in it, or in bf16 for fp16."""
+    remedy: Callable[[str], str] = str
+    """What to do where the device's memory is full, made of what needs less of it."""
 
 
 class Encoders:
@@ -70,10 +74,15 @@ class Encoders:
 
     def media(self, sample: torch.Tensor) -> Tensors:
         """The entry of one sample (no batch dimension)."""
-        return self._alone(lambda: self._encode_media(sample))
+        shape = "×".join(map(str, sample.shape))
+        less = partial(self._encoding.remedy, "lower the dataset's resolution or frames")
+        with fitting(f"encoding a sample of {shape} does", less):
+            return self._alone(lambda: self._encode_media(sample))
 
     def text(self, caption: str) -> Tensors:
-        return self._alone(lambda: self._encode_text(caption))
+        less = partial(self._encoding.remedy, "free the device: other processes may use it")
+        with fitting("the text encoder does", less):
+            return self._alone(lambda: self._encode_text(caption))
 
     @property
     def cut(self) -> int:
