@@ -20,6 +20,7 @@ from supertuner.tools.doctor.allocation import WRONG_TOLD, Bench, Rate, Trial, r
 from supertuner.tools.doctor.allocation_checks import allocation_checks
 from supertuner.tools.doctor.allocation_plan import FLOOR_BYTES, FLOOR_SHARE, Declined, Plan, Room, plan
 from supertuner.tools.doctor.check import Mark
+from supertuner.tools.doctor.checks import Examined
 from supertuner.tools.doctor.machine import room_of, try_memory
 from tests.memory.machine_files import folder_host, gh200_files
 from tests.tools.doctoring import NO_DRIVER, situation, without_gpu
@@ -200,6 +201,14 @@ def test_a_wrong_value_in_a_block_is_found(at: int) -> None:
     check = next(allocation_checks(found, "measured"))
     assert check.mark is Mark.BAD and "WRONG VALUES" in check.finding and "`" in check.remedy
     assert check.finding.endswith(f"and {len(found.wrong) - 2} more places")
+
+
+def test_wrong_values_spoil_the_examination_whatever_was_required(tmp_path: Path) -> None:
+    chip = Watched(TINY)
+    found = situation(tmp_path, *chip.devices())
+    assert not Examined(found, (), trial(chip)).spoilt
+    chip.spoilt = Span(0, 64)
+    assert Examined(found, (), trial(chip)).spoilt
 
 
 def test_a_copy_that_the_gpu_does_not_make_is_found() -> None:

@@ -166,6 +166,12 @@ def test_without_a_gpu_one_line_says_so_and_the_rest_is_reported(tmp_path: Path)
     assert names == {one.name for one in all_checks(situation(tmp_path / "gpu"))}, "the report has the same checks"
 
 
+def test_hidden_gpus_are_told(tmp_path: Path) -> None:
+    assert "CUDA_VISIBLE_DEVICES is ''" in check(without_gpu(tmp_path / "a", CUDA_VISIBLE_DEVICES=""), "GPU").finding
+    found = situation(tmp_path / "b", environ={"CUDA_VISIBLE_DEVICES": "2"})
+    assert "CUDA_VISIBLE_DEVICES=2" in check(found, "GPU").finding
+
+
 def test_hints_that_are_asked_for_where_there_is_no_gpu_say_why_they_are_off(tmp_path: Path) -> None:
     found = without_gpu(tmp_path, SIMPLETUNER_GH200_ENABLE_UVM_HINTS="1")
     assert check(found, "hints").mark is Mark.ABSENT

@@ -213,6 +213,16 @@ def test_a_refusal_of_the_driver_is_a_finding(tmp_path: Path) -> None:
     assert found["allocation"]["passed"] is False and "CUDA_ERROR_INVALID_VALUE" in found["allocation"]["problem"]
 
 
+@pytest.mark.parametrize(("call", "group"), [("cuDeviceGetName", "GPU"), ("cuMemGetInfo", "allocation")])
+def test_a_driver_that_fails_when_it_is_asked_costs_a_line_and_not_the_rest(
+    call: str, group: str, tmp_path: Path
+) -> None:
+    done = doctor("--json", env=environment("gh200", faults=f"{call}=999@1x99"), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    told = [check for check in json.loads(done.stdout)["checks"] if "CUDA_ERROR_UNKNOWN" in check["finding"]]
+    assert group in {check["group"] for check in told}
+
+
 def test_the_seeds_name_for_it_takes_the_same_options_and_replaces_the_last_report(tmp_path: Path) -> None:
     report.write(tmp_path / report.DEFAULT_NAME, {"report": report.OURS})
     done = doctor(

@@ -21,6 +21,10 @@ CLOCKS: Final = {"measured": "", "modelled": " (modelled)", "stand-in": " (a sta
 
 
 def allocation_checks(found: Trial | Declined, figures: Origin) -> Iterator[Check]:
+    if isinstance(found, Declined) and found.failed:
+        remedy = "see who has the GPU, and in which mode: `nvidia-smi -q -d COMPUTE,PIDS`"
+        yield bad(GROUP, "allocation test", f"could not begin: {found.reason}", remedy)
+        return
     if isinstance(found, Declined):
         yield absent(GROUP, "allocation test", f"not made: {found.reason}")
         return

@@ -63,6 +63,8 @@ class Declined:
     """There will be no test, and why."""
 
     reason: str
+    failed: bool = False
+    """The driver would not even begin, which is no reason but a fault."""
 
 
 def plan(room: Room, scale: float) -> Plan | Declined:

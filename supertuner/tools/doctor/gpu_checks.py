@@ -22,6 +22,8 @@ def gpu_checks(situation: Situation) -> Iterator[Check]:
     gpus = situation.facts.gpus
     if not gpus:
         reason = situation.facts.no_gpu_reason or "the driver names no GPU"
+        if situation.visible is not None:
+            reason += f"; CUDA_VISIBLE_DEVICES is {situation.visible!r}, which may hide it"
         yield absent(
             GROUP, "GPU", f"none: {reason}", "where one should be, `nvidia-smi` tells whether the system sees it"
         )
@@ -50,7 +52,8 @@ def present(situation: Situation) -> Check:
     gpus = [gpu.device for gpu in situation.facts.gpus]
     kinds = {(gpu.name, gpu.total_bytes): sum(g.name == gpu.name for g in gpus) for gpu in gpus}
     text = ", ".join(f"{count} × {name}, {bytes_text(size)}" for (name, size), count in kinds.items())
-    return good(GROUP, "GPU", text)
+    shown = f", as CUDA_VISIBLE_DEVICES={situation.visible} lets us see" if situation.visible is not None else ""
+    return good(GROUP, "GPU", text + shown)
 
 
 def driver(situation: Situation) -> Check:

@@ -10,7 +10,7 @@ from pathlib import Path
 from supertuner.core.events import Progress
 from supertuner.core.host import Host
 from supertuner.memory.cuda import open_cuda
-from supertuner.memory.driver import Driver, Missing
+from supertuner.memory.driver import Driver, Missing, Refused
 from supertuner.memory.nvml import open_nvml
 from supertuner.memory.probe import Facts, free_gpu_bytes, host_available_bytes
 from supertuner.tools.doctor.allocation import Bench, Clock, Trial
@@ -43,9 +43,13 @@ def examine(
 
 def look_here(host: Host, environ: Mapping[str, str]) -> tuple[Situation, Driver | Missing]:
     """This machine, by NVIDIA's driver if it is there."""
-    driver = open_cuda()
+    driver, nvml, folder = open_cuda(), open_nvml(), Path.cwd()
     library = None if isinstance(driver, Missing) else mapped_library(host)
-    return look(host, driver, open_nvml(), environ, folder=Path.cwd(), library=library), driver
+    try:
+        return look(host, driver, nvml, environ, folder=folder, library=library), driver
+    except Refused as refusal:  # it has begun and does not answer: as good as none, and the rest is still to be told
+        silent = Missing(f"the driver fails when it is asked for its GPUs: {refusal}")
+        return look(host, silent, nvml, environ, folder=folder, library=library), silent
 
 
 def try_memory(
@@ -61,7 +65,11 @@ def try_memory(
     if isinstance(driver, Missing) or not facts.gpus:
         return Declined("no GPU")
     gpu = facts.gpus[0]
-    planned = plan(replace(room_of(facts, driver, host), stand_in=stand_in), scale)
+    try:
+        room = room_of(facts, driver, host)
+    except Refused as refusal:
+        return Declined(f"the driver refused: {refusal}", failed=True)
+    planned = plan(replace(room, stand_in=stand_in), scale)
     if isinstance(planned, Declined):
         return planned
     return Bench(driver, gpu.device, gpu.machine, planned, clock, progress).run()

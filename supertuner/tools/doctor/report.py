@@ -59,6 +59,7 @@ def document(
         "environment": {
             "variables": [asdict(variable) for variable in situation.variables],
             "allocator": dict(situation.allocator),
+            "visible_devices": situation.visible,
             "settings": list(situation.settings),
             "settings_problems": list(situation.settings_problems),
         },

@@ -77,6 +77,8 @@ class Situation:
     variables: tuple[Variable, ...]
     allocator: Mapping[str, str]
     """The variables of torch's allocator that are set."""
+    visible: str | None
+    """CUDA_VISIBLE_DEVICES, which hides GPUs from driver and torch; None: it is unset."""
     settings: tuple[str, ...]
     """Names of the SUPERTUNER_ variables that are set."""
     settings_problems: tuple[str, ...]
@@ -111,6 +113,7 @@ def look(
             torch=answer.result(),
             variables=variables,
             allocator={name: environ[name] for name in ALLOCATOR_VARIABLES if environ.get(name)},
+            visible=environ.get("CUDA_VISIBLE_DEVICES"),
             settings=tuple(sorted(own)),
             settings_problems=tuple(str(problem).removeprefix("environment: ") for problem in _problems(own)),
             around=_around(host, facts, environ, folder),
