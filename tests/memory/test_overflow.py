@@ -171,16 +171,20 @@ def test_memory_that_others_took_for_a_while_can_be_had_afterwards(bench: FakeBe
 
 @on_fake()
 def test_memory_that_others_take_counts_after_the_next_look(bench: FakeBench) -> None:
-    plugin = Plugin(
-        Limits(ratio=100.0, gpu_reserve_bytes=64 * MIB, host_floor_bytes=100 * MIB, host_reserve_bytes=4 * MIB)
-    )
-    plugin.host_has(1000 * MIB)
-    segments = [plugin.alloc(SEGMENT)]
-    plugin.host_has(101 * MIB)
-    segments.append(plugin.alloc(SEGMENT))  # within what may be handed out between two looks
-    assert segments[-1] is not None and plugin.stats().host_looks == 1
-    assert plugin.alloc(SEGMENT) is None and plugin.stats().host_looks == 2
-    give_back(plugin, segments)
+    limits = Limits(ratio=100.0, gpu_reserve_bytes=64 * MIB, host_floor_bytes=100 * MIB, host_reserve_bytes=4 * MIB)
+    for _ in range(20):
+        plugin, began = Plugin(limits), time.monotonic()
+        plugin.host_has(1000 * MIB)
+        segments = [plugin.alloc(SEGMENT)]
+        plugin.host_has(101 * MIB)
+        segments.append(plugin.alloc(SEGMENT))  # within what may be handed out between two looks
+        looks, prompt = plugin.stats().host_looks, time.monotonic() - began < 0.08
+        last = plugin.alloc(SEGMENT)
+        give_back(plugin, [address for address in segments if address])
+        assert last is None
+        if prompt:  # on a busy machine the first look may have grown old in between
+            break
+    assert prompt and None not in segments and looks == 1
 
 
 @on_fake()
