@@ -108,12 +108,15 @@ def cachings(
         from supertuner.data.opened import open_corpus, portion
         from supertuner.step.precision import Precision
         from supertuner.train.caching.stores import open_caching
+        from supertuner.train.memory import open_memory
         from supertuner.train.model_source import opened_model
         from supertuner.train.setup import device_of, encoding_of
-    precision = Precision(config.train.mixed_precision, device_of(config.train.device))
-    encoding = encoding_of(config, *opened_model(config, folder), precision)
+    device = device_of(config.train.device)
+    precision = Precision(config.train.mixed_precision, device)
     life = life_of(config)
     with ExitStack() as opened:
+        memory = opened.enter_context(open_memory(config, device, host=host, sink=sink))
+        encoding = encoding_of(config, *opened_model(config, folder), precision, memory.remedy)
         found = []
         for data, held_out in (("training", False), ("held-out", True)):
             part = portion(config, held_out=held_out)
@@ -131,6 +134,7 @@ def cachings(
                 progress=progress,
                 until=until,
                 life=life,
+                attached=memory.keep_in_host,
             )
             found.append((data, opened.enter_context(caching)))
         yield found

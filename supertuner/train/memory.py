@@ -21,7 +21,17 @@ from supertuner.core.types import bytes_text
 from supertuner.memory.cuda import open_cuda
 from supertuner.memory.cupti import open_cupti
 from supertuner.memory.driver import Driver, Missing
-from supertuner.memory.hints import Enabled, Hints, Support, Tally, decide, supported, use_hints, uvm_hint_override
+from supertuner.memory.hints import (
+    Enabled,
+    Hints,
+    Support,
+    Tally,
+    decide,
+    drop_hints,
+    supported,
+    use_hints,
+    uvm_hint_override,
+)
 from supertuner.memory.nvml import open_nvml
 from supertuner.memory.overflow import OverflowStats
 from supertuner.memory.pools import Pools, open_pools
@@ -109,6 +119,7 @@ def open_memory(config: RunConfig, device: torch.device, *, host: Host, sink: Si
         facts = probe(host, driver, nvml)
         tally = Tally()
         enabled, hints, buffers = _hints(config, device, driver, facts, host, sink)
+        opened.callback(drop_hints)  # the seeds' functions follow this run's configuration as long as it lasts
         if buffers is not None:
             opened.callback(buffers.close)
         pools = None
@@ -144,8 +155,9 @@ def _hints(
     enabled = decide(uvm_hint_override(), setting, caches, can)
     sink.emit(Decided("residency_hints", enabled.on, enabled.reason))
     if setting and not enabled.on:
-        sink.emit(Warned("gh200_optimizations.enable_uvm_hints", f"has no effect here: {can.reason}"))
+        sink.emit(Warned("gh200_optimizations.enable_uvm_hints", f"has no effect: {enabled.reason}"))
     if not enabled.on or isinstance(driver, Missing):
+        use_hints(None, setting, caches, can)
         return enabled, None, None
     free = partial(free_gpu_bytes, facts, driver, host, number)
     hints = Hints(driver, number, free_bytes=free)

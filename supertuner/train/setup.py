@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -87,7 +87,7 @@ def open_run(
         corpus, other = _opened_data(config, opened, outside)
         course = _course(config, corpus, parallel, sink)
         samples_plan = plan(config, family, model, corpus, other, sink)  # before hours of encoding: it may be refused
-        encoding = replace(encoding_of(config, family, model, precision), remedy=memory.remedy)
+        encoding = encoding_of(config, family, model, precision, memory.remedy)
         maker_of = partial(_maker, config, encoding, folder, opened, outside, memory)
         done = course.consumed(0 if begin is None else begin.step)
         maker = maker_of(memory.place, corpus, done, course.total_samples)
@@ -226,13 +226,16 @@ def _course(config: RunConfig, corpus: Corpus, parallel: Parallel, sink: Sink) -
     return course
 
 
-def encoding_of(config: RunConfig, family: Family, model: Model, precision: Precision) -> Encoding:
-    """By what samples are encoded; the encoders' files are read through once, and remembered."""
+def encoding_of(
+    config: RunConfig, family: Family, model: Model, precision: Precision, remedy: Callable[[str], str]
+) -> Encoding:
+    """By what samples are encoded; the encoders' files are read through once, and remembered. `remedy` says what to do
+    where the device's memory is full."""
     memo = config.run.output_dir / FINGERPRINTS
     media, text = fingerprint(family.media_files(model), memo), fingerprint(family.text_files(model), memo)
     if model.starts_from_frame:  # of the same VAE, text-to-video has entries without a condition: they are not ours
         media = xxhash.xxh3_128_hexdigest(f"{media} and the first frame".encode())
-    return Encoding(family, model, Identities(media, text), precision.device, precision.dtype)
+    return Encoding(family, model, Identities(media, text), precision.device, precision.dtype, remedy)
 
 
 def _measured(config: RunConfig, corpus: Corpus) -> int:
