@@ -31,6 +31,7 @@ def emptied_gpu() -> Iterator[None]:
 
     if ON_PHANTOM:
         gc.collect()
+        torch._C._cuda_clearCublasWorkspaces()  # kept for each thread's handle, in the pool of whoever came first
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         torch.cuda.reset_accumulated_memory_stats()
