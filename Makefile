@@ -22,8 +22,8 @@ test: setup  ## Run the test suite
 phantom: setup  ## Make .venv-phantom: torch's CUDA build on fake libraries, for a machine without a GPU (docs/phantom.md)
 	@scripts/setup_phantom.sh $(VENV) .venv-phantom
 
-test-phantom: phantom  ## Run the tests that need CUDA tensors, on the phantom; TESTS="tests/phantom/test_allocator.py" runs only those
-	@scripts/phantom_python.sh -m pytest -m '' $(or $(TESTS),tests/phantom)
+test-phantom: phantom  ## Run the tests that need CUDA tensors, on the phantom; TESTS=tests/phantom/test_bytes.py runs only those
+	@scripts/phantom_python.sh -m pytest -m '$(MARKED)' $(or $(TESTS),tests/phantom)
 
 check: setup  ## Lint, format, types, and wheels for aarch64
 	$(BIN)/ruff check .

@@ -5,6 +5,7 @@
 #
 # Everything but torch is lent by the product's own environment through a .pth file, so versions cannot differ. Two
 # stamps, by content: one for what is fetched, one (kept by the builder) for the fakes, which are compiled in seconds.
+# Ends with 75 when the packages cannot be had.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=${1:?usage: scripts/setup_phantom.sh VENV PHANTOM_VENV}
@@ -35,7 +36,7 @@ if ! { [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$digest" ]; }; then
     fetch() {
         PIP_CONFIG_FILE=/dev/null PIP_FIND_LINKS='' PIP_EXTRA_INDEX_URL='' \
             "$phantom/bin/python" -m pip --disable-pip-version-check download -qq --no-deps -d "$wheels" "$@" \
-            || fail "could not fetch $*; the phantom needs the package index once. The rest of the project does not need the phantom."
+            || { echo "phantom: could not fetch $*; the phantom needs the package index once, and the rest of the project does not need the phantom" >&2; exit 75; }
     }
     fetch "$torch"
     # shellcheck disable=SC2086  # a list of words

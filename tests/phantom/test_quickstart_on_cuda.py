@@ -6,6 +6,7 @@ Values mean nothing here, so nothing is said of losses and pictures; that every 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -15,16 +16,16 @@ from supertuner.tools.quickstart import Quickstart, quickstart
 from supertuner.tools.training import summary
 
 STEPS = 12
+ON_CUDA = ("train.device=cuda", "memory.overflow.enabled=true", "gh200_optimizations.enable_uvm_hints=true")
 SHORT = (
-    "train.device=cuda", f"train.max_steps={STEPS}", "checkpoints.every_steps=6", "validation.inference_steps=4",
-    "validation.seeds=[0]", "memory.overflow.enabled=true", "gh200_optimizations.enable_uvm_hints=true",
+    f"train.max_steps={STEPS}", "checkpoints.every_steps=6", "validation.inference_steps=4", "validation.seeds=[0]",
 )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Quickstart:
     folder = tmp_path_factory.mktemp("quickstart")
-    return quickstart(folder / "quickstart", [f"arena.home={folder / 'arenas'}", *SHORT])
+    return quickstart(folder / "quickstart", [f"arena.home={folder / 'arenas'}", *ON_CUDA, *SHORT])
 
 
 def test_it_trains_to_the_end(made: Quickstart) -> None:
@@ -50,3 +51,12 @@ def test_the_summary_says_what_became_of_hints_and_overflow(made: Quickstart) ->
     said = summary(made.trained)
     assert "hint applied" in said
     assert "overflow" in said
+
+
+@pytest.mark.phantom_long
+@pytest.mark.timeout(900)
+def test_it_runs_at_its_full_length(tmp_path: Path) -> None:
+    made = quickstart(tmp_path / "quickstart", [f"arena.home={tmp_path / 'arenas'}", *ON_CUDA])
+    assert made.trained.steps == 500
+    assert len(list((made.trained.run / "samples").iterdir())) == 2
+    assert all(path.stat().st_size > 0 for path in made.trained.exports)
