@@ -89,19 +89,19 @@ def _no_use_below(below: TorchFacts) -> str | None:
     return None
 
 
-def limits_of(settings: Settings, host: Host, *, managed_bytes: int = 0, on_gpu_bytes: int = 0) -> Limits:
+def limits_of(settings: Settings, host: Host, *, available: int | None, managed_bytes: int = 0) -> Limits:
     """The plugin's limits.
 
-    `managed_bytes` live already: what the host has available is left beside them. `on_gpu_bytes` are free GPU memory
-    that the kernel counts among the host's, as it does on a superchip whose GPU memory is a NUMA node.
+    `managed_bytes` live already: what the host has `available` is left beside them. That is without free GPU memory,
+    which the kernel of a superchip counts among the host's.
     """
-    total, available = host.memory_total() or 0, host.memory_available()
+    total = host.memory_total() or 0
     floor = settings.host_floor_gb * GIB if settings.host_floor_gb is not None else HOST_FLOOR_SHARE * total
     return Limits(
         ratio=settings.oversubscription_ratio,
         gpu_reserve_bytes=None if settings.gpu_reserve_gb is None else int(settings.gpu_reserve_gb * GIB),
         host_floor_bytes=int(floor),
         host_reserve_bytes=min(4 * GIB, max(256 * MIB, total // 64)),
-        host_cap_bytes=None if available is None else max(0, available - on_gpu_bytes) + managed_bytes,
+        host_cap_bytes=None if available is None else available + managed_bytes,
         meminfo=host.root / "proc/meminfo",
     )

@@ -25,6 +25,7 @@ from supertuner.memory import reclaiming, routing
 from supertuner.memory.admission import NAME, limits_of, refusal, torch_facts
 from supertuner.memory.driver import HOST, Driver, Missing, Refused
 from supertuner.memory.overflow import FREE, Limits, Overflow, OverflowStats, Pattern, alloc_name, built
+from supertuner.memory.probe import host_available_bytes
 from supertuner.memory.routing import ProcessWide, Route, ThisThread
 
 if TYPE_CHECKING:
@@ -175,9 +176,8 @@ class Pools:
 
     def _tell_limits(self, managed_bytes: int) -> Limits:
         """What the host has left changes while a run goes on; a container's share of it only Python can see."""
-        numa = any(gpu.device.numa_node is not None for gpu in self._facts.gpus if gpu.device.number == self._device)
-        on_gpu = torch.cuda.mem_get_info(self._device)[0] if numa else 0
-        limits = limits_of(self._settings, self._host, managed_bytes=managed_bytes, on_gpu_bytes=on_gpu)
+        available = host_available_bytes(self._facts, self._host)
+        limits = limits_of(self._settings, self._host, available=available, managed_bytes=managed_bytes)
         self._overflow.configure(limits, self._device)
         return limits
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from supertuner.arena.format import Life
+from supertuner.config.environment import keep_from_torch
 from supertuner.config.load import Loaded, load
 from supertuner.config.tree import RunConfig
 from supertuner.core.errors import ConfigError, SourceError
@@ -64,6 +65,7 @@ def session(loaded: Loaded) -> Iterator[Session]:
         raise SourceError(f"{loaded.source} names no dataset; add one under datasets")
     kept = kept_config(loaded)
     name = run_name(loaded, kept)
+    keep_from_torch()  # the configuration has what was said there; stock torch would refuse it
     with Console() as console, RunFolder(config.run.output_dir / name, name, kept) as folder:
         sink = Together(console, folder)
         folder.emit_all(loaded.notes)

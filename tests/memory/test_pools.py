@@ -85,14 +85,14 @@ def test_a_plugin_that_was_not_built_is_an_error_that_says_how_to_build_it(gh200
 
 def test_limits_are_the_settings_and_shares_of_the_machine_where_they_say_nothing(tmp_path):
     host = folder_host(tmp_path, {"proc/meminfo": meminfo(MemTotal=480 << 20, MemAvailable=400 << 20)})
-    plain = limits_of(ON, host)
+    plain = limits_of(ON, host, available=host.memory_available())
     assert (plain.ratio, plain.gpu_reserve_bytes, plain.host_floor_bytes) == (5.0, None, 48 * GIB)
     assert (plain.host_reserve_bytes, plain.host_cap_bytes) == (4 * GIB, 400 * GIB)
     assert plain.meminfo == tmp_path / "proc/meminfo"
     asked = Settings(enabled=True, oversubscription_ratio=2.5, gpu_reserve_gb=1.5, host_floor_gb=0.0)
-    told = limits_of(asked, host, managed_bytes=30 * GIB, on_gpu_bytes=90 * GIB)
+    told = limits_of(asked, host, available=310 * GIB, managed_bytes=30 * GIB)
     assert (told.ratio, told.gpu_reserve_bytes, told.host_floor_bytes) == (2.5, int(1.5 * GIB), 0)
-    assert told.host_cap_bytes == 340 * GIB, "what is free on a superchip's GPU is not the host's"
+    assert told.host_cap_bytes == 340 * GIB, "what we hold of it already is ours to send home"
 
 
 def test_a_containers_limit_caps_what_the_host_could_hold(tmp_path):
@@ -102,7 +102,8 @@ def test_a_containers_limit_caps_what_the_host_could_hold(tmp_path):
         "sys/fs/cgroup/job/memory.max": f"{100 * GIB}\n",
         "sys/fs/cgroup/job/memory.current": f"{40 * GIB}\n",
     }
-    told = limits_of(ON, folder_host(tmp_path, files), managed_bytes=10 * GIB)
+    host = folder_host(tmp_path, files)
+    told = limits_of(ON, host, available=host.memory_available(), managed_bytes=10 * GIB)
     assert (told.host_cap_bytes, told.host_floor_bytes) == (70 * GIB, 10 * GIB)
 
 

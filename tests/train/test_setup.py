@@ -55,7 +55,7 @@ def test_of_one_vae_image_to_video_and_text_to_video_have_entries_of_their_own(
     models = [wan.read(source) for source in (tiny_wan, tiny_wan_image_to_video)]
     assert len({fingerprint(wan.media_files(model), None) for model in models}) == 1, "the VAE is the same"
     precision = Precision("fp32", torch.device("cpu"))
-    made = [encoding_of(settings, wan, model, precision).identities for model in models]
+    made = [encoding_of(settings, wan, model, precision, str).identities for model in models]
     assert made[0].media != made[1].media and made[0].text == made[1].text
 
 
