@@ -25,22 +25,24 @@ done
 digest=$( { cat scripts/setup_phantom.sh; grep -E '^torch==' constraints.txt; site "$venv"; pwd; } | sha256sum | cut -d ' ' -f 1)
 if ! { [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$digest" ]; }; then
     torch=$(grep -E '^torch==' constraints.txt)
-    echo "phantom: making $phantom with the CUDA build of $torch (half a gigabyte)"
-    rm -rf "$phantom"
-    "$venv/bin/python" -m venv "$phantom"
-    { site "$venv"; pwd; } > "$(site "$phantom")/supertuner-venv.pth"
+    echo "phantom: fetching the CUDA build of $torch (half a gigabyte)"
     wheels=$(mktemp -d)
     trap 'rm -rf "$wheels"' EXIT
     # pip may be set to prefer a local CPU build of torch: no config file and no further places, for this fetch alone.
     # What is in the environment (a proxy, certificates, an index) stays.
     fetch() {
         PIP_CONFIG_FILE=/dev/null PIP_FIND_LINKS='' PIP_EXTRA_INDEX_URL='' \
-            "$phantom/bin/python" -m pip --disable-pip-version-check download -qq --no-deps -d "$wheels" "$@" \
+            "$venv/bin/python" -m pip --disable-pip-version-check download -qq --no-deps -d "$wheels" "$@" \
             || { echo "phantom: could not fetch $*; the phantom needs the package index once, and the rest of the project does not need the phantom" >&2; exit 75; }
     }
     fetch "$torch"
     # shellcheck disable=SC2086  # a list of words
     fetch $headers
+
+    echo "phantom: making $phantom"
+    rm -rf "$phantom"
+    "$venv/bin/python" -m venv "$phantom"
+    { site "$venv"; pwd; } > "$(site "$phantom")/supertuner-venv.pth"
     "$phantom/bin/python" -m pip --disable-pip-version-check install -qq --no-deps --no-index "$wheels"/torch-*.whl
     "$phantom/bin/python" -m zipfile -e "$wheels"/nvidia_cuda_runtime-*.whl "$wheels/headers"
     "$phantom/bin/python" -m zipfile -e "$wheels"/nvidia_cuda_crt-*.whl "$wheels/headers"
