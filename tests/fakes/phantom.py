@@ -76,6 +76,7 @@ LIBRARIES: Final = {
 # Sizes that nobody wrote must not be left unset: cuSOLVER's word for "not supported".
 CUSOLVER_SIZES: Final = re.compile(r"cusolver\w+_bufferSize")
 # Functions that return words, whatever the library.
+SAYS: Final = '"not supported by the phantom: see docs/phantom.md"'
 WORDS: Final = re.compile(r"\w+Get(Last)?(Error|Status)(String|Name)?")
 
 
@@ -139,7 +140,9 @@ def stub(symbol: str, library: Library) -> str:
     if re.fullmatch(library.makers, symbol):
         return f"int {symbol}(void **made) {{ static char one[64]; *made = one; return 0; }}\n"
     if WORDS.fullmatch(symbol):
-        return f'const char *{symbol}(void) {{ return "not supported by the phantom: see docs/phantom.md"; }}\n'
+        return f"const char *{symbol}(void) {{ return {SAYS}; }}\n"
+    if symbol == "cuptiGetResultString":  # the one that hands its words out through a pointer
+        return f"int {symbol}(int result, const char **words) {{ *words = {SAYS}; return 0; }}\n"
     answer = 0 if re.fullmatch(library.succeeds, symbol) else library.otherwise
     if CUSOLVER_SIZES.fullmatch(symbol):
         answer = 9
