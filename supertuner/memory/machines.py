@@ -1,8 +1,12 @@
 """The machines that SuperTuner knows, as a literal table: each figure with where it comes from, or why it is not known.
 
-Nothing here was measured by us on a GPU. `spec` is what the maker prints; `measured by others` is a published
-measurement; `unknown` carries None and the reason. Memory is in bytes (GPU memory is sold in binary gigabytes),
-bandwidth in bytes a second (sold in decimal ones), FLOPS are dense, without sparsity, accumulating in fp32.
+Nothing here was measured by us on a GPU. `spec` is what the maker prints, or a peak worked out from it; `measured by
+others` is a published measurement; `unknown` carries None and the reason. A figure that is contested says so. Memory
+is in bytes (GPU memory is sold in binary gigabytes), bandwidth in bytes a second (sold in decimal ones), and FLOPS are
+dense: where the maker prints them with sparsity, half of that.
+
+The sources were read in November 2026 in stored copies of public pages. Of the makers' own documents few were among
+them: what is quoted from a copy names the copy.
 """
 
 from __future__ import annotations
@@ -38,7 +42,11 @@ class Machine:
     key: str
     title: str
     names: str
-    """A regular expression for the whole name that the driver gives its GPU (or `/proc/cpuinfo` its CPU)."""
+    """A regular expression for the whole name that the driver gives its GPU (or `/proc/cpuinfo` its CPU).
+
+    A comment at each row says which names were found in public output of drivers or in NVIDIA's lists. The others are
+    guesses: a name without "NVIDIA ", and relatives of the names that were found.
+    """
     gpu_bytes: Figure
     host_bytes: Figure
     """Of the CPU next to the GPU. On a one-pool machine, the same memory again."""
@@ -75,20 +83,39 @@ def _unknown(reason: str) -> Figure:
     return Figure(None, reason, "unknown")
 
 
-_GH200 = "NVIDIA GH200 Grace Hopper Superchip datasheet"
-_GB200 = "NVIDIA GB200 NVL72 datasheet, its total divided by 72 GPUs"
-_GB10 = "NVIDIA DGX Spark datasheet"
-_MI300A = "AMD Instinct MI300A datasheet"
-_H100 = "NVIDIA H100 datasheet"
-_A100 = "NVIDIA A100 80GB datasheet"
-_ADA = "NVIDIA Ada GPU architecture whitepaper"
-_RTX50 = "NVIDIA RTX Blackwell GPU architecture whitepaper"
-_NVBANDWIDTH = "nvbandwidth figures published for GH200 (450 GB/s each way by the datasheet)"
-_BLOCK = Figure(2 * MIB, "NVIDIA's open kernel modules: UVM_VA_BLOCK_SIZE")
-_PAGE_64K = Figure(64 * KIB, "NVIDIA Grace tuning guide recommends a kernel with 64 KiB pages")
-_PAGE_4K = Figure(4 * KIB, "x86-64 has no other base page")
-_PCIE4 = Figure(31.5 * GB_S, "PCI Express 4.0, 16 lanes, 128b/130b, one direction")
-_PCIE5 = Figure(63.0 * GB_S, "PCI Express 5.0, 16 lanes, 128b/130b, one direction")
+_NOTES = "a published figure in this project's notes, which do not name its document"
+_KTH = "Schieffer and others, arXiv:2407.07850, as reported by 4nownews.com (2024-07-27)"
+_DNHKNG = "dnhkng.github.io, What 2x GH200 delivers (2026-04-25)"
+_TO_DEVICE = _KTH + f": 375; 377 and 380 in {_DNHKNG}, 346 in NVIDIA/nvbandwidth issue 23; 450 by specification"
+_TO_HOST = _NOTES + f": 296; 297 in {_KTH}, 297 and 298 in {_DNHKNG}; 450 by specification"
+_GRACE_480 = (
+    _NOTES + ": about 384 for the 480 GB part, as a peak. STREAM TRIAD gives 288 to 342 of it by NVIDIA's Grace CPU "
+    f"Benchmarking Guide (410 to 486 on the 120 GB part), 348 in {_DNHKNG}; 486 in {_KTH}"
+)
+_GRACE_BYTES = "NVIDIA Grace CPU Benchmarking Guide, STREAM: Grace Hopper comes with 120 or 480 GB"
+_HOPPER_BF16 = _NOTES + ": 990; that it is dense shows in the H100 SXM's 989.4 dense, 1978.9 with sparsity"
+_HOPPER_FP8 = "no source found for a GH200; 1978.9 dense is the H100 SXM's"
+_HOPPER_FP32 = "pc2/GPUInspector.jl pull request 27: theoretical peak that it works out on a GH200"
+_GB200 = "NVIDIA's specifications of a GB200 NVL72, per GPU, as copied by zdszero.github.io (Hardware)"
+_NVL72 = "NVIDIA's page on GB200 NVL72, as copied by Regatta's node profiles"
+_GB10 = "NVIDIA's page on DGX Spark, as copied by ai-infrastructure.net/dgx-spark"
+_MI300A = "AMD's data on MI300A, as copied by vengineer.hatenablog.com (2023-12-11)"
+_H100 = "NVIDIA's specifications of H100, as copied by archive-lib.hpctech.co.jp"
+_H100_DENSE = "NVIDIA's peaks of H100 SXM5, dense, as copied by glennklockwood.com (H100)"
+_A100 = "NVIDIA A100 datasheet 1758950 r4, as copied by glennklockwood.com (A100)"
+_RTX4090 = "waredb.com, NVIDIA GeForce RTX 4090"
+_RTX5090 = "github.com/lamonoai/gpumap, nvidia/GPU.md"
+_BOTH = "; it does not tell reads from writes"
+_BLOCK = Figure(
+    2 * MIB,
+    "NVIDIA/open-gpu-kernel-modules, uvm_va_block_types.h: UVM_VA_BLOCK_BITS is 21, the maximum block size is 2MB",
+)
+_PAGE_64K = Figure(
+    64 * KIB, "NVIDIA Grace Performance Tuning Guide, Page Size: the recommended default value for the page size is 64K"
+)
+_PAGE_4K = Figure(4 * KIB, "the base page of x86-64, which has no other; an Arm host may differ")
+_PCIE4 = Figure(31.5 * GB_S, "arithmetic: 16 GT/s, 16 lanes, 128b/130b, one direction; packet headers not taken off")
+_PCIE5 = Figure(63.0 * GB_S, "arithmetic: 32 GT/s, 16 lanes, 128b/130b, one direction; packet headers not taken off")
 _ANY_HOST = _unknown("a card: the host is whatever it is put into")
 _ONE_POOL = _unknown("one pool of memory: there is no link to cross")
 _ANY_CPU = _unknown("differs from CPU to CPU; probe it")
@@ -98,17 +125,18 @@ MACHINES: Final[Mapping[str, Machine]] = {
     "gh200-96": Machine(
         key="gh200-96",
         title="GH200 96 GB",
+        # "NVIDIA GH200 480GB" and "NVIDIA GH200 120GB": found (both have 96 GB).
         names=r"(NVIDIA )?GH200( (120|480)GB)?",
-        gpu_bytes=Figure(96 * GIB, _GH200 + ": 96 GB HBM3"),
-        host_bytes=Figure(480 * GIB, _GH200 + ": up to 480 GB LPDDR5X; there is a part with 120 GB"),
-        gpu_read_bytes_s=_seen(3615 * GB_S, "published STREAM-like reads on GH200 96 (4 TB/s by the datasheet)"),
-        gpu_write_bytes_s=_seen(3705 * GB_S, "published STREAM-like writes on GH200 96 (4 TB/s by the datasheet)"),
-        host_bytes_s=Figure(384 * GB_S, _GH200 + ", 480 GB part; published STREAM figures go from 384 to 486"),
-        to_device_bytes_s=_seen(375 * GB_S, _NVBANDWIDTH + ": 375 to 380"),
-        to_host_bytes_s=_seen(296 * GB_S, _NVBANDWIDTH),
-        bf16_flops=Figure(990 * TFLOPS, _GH200),
-        fp8_flops=Figure(1979 * TFLOPS, _GH200),
-        fp32_flops=Figure(67 * TFLOPS, _GH200),
+        gpu_bytes=Figure(96 * GIB, "the product: 96 GB HBM3"),
+        host_bytes=Figure(480 * GIB, _GRACE_BYTES + "; the larger is taken"),
+        gpu_read_bytes_s=_seen(3615 * GB_S, _NOTES + f"; 3728 (BabelStream Triad) in {_DNHKNG}, 3400 in {_KTH}"),
+        gpu_write_bytes_s=_seen(3705 * GB_S, _NOTES + f"; 3728 (BabelStream Triad) in {_DNHKNG}, 3400 in {_KTH}"),
+        host_bytes_s=Figure(384 * GB_S, _GRACE_480),
+        to_device_bytes_s=_seen(375 * GB_S, _TO_DEVICE),
+        to_host_bytes_s=_seen(296 * GB_S, _TO_HOST),
+        bf16_flops=Figure(990 * TFLOPS, _HOPPER_BF16),
+        fp8_flops=_unknown(_HOPPER_FP8),
+        fp32_flops=Figure(66.9 * TFLOPS, _HOPPER_FP32),
         system_page_bytes=_PAGE_64K,
         driver_block_bytes=_BLOCK,
         one_pool=False,
@@ -118,17 +146,18 @@ MACHINES: Final[Mapping[str, Machine]] = {
     "gh200-144": Machine(
         key="gh200-144",
         title="GH200 144 GB",
+        # "NVIDIA GH200 144G HBM3e": found.
         names=r"(NVIDIA )?GH200( (144GB?( HBM3e)?|480GB))?",
-        gpu_bytes=Figure(144 * GIB, _GH200 + ": 144 GB HBM3e"),
-        host_bytes=Figure(480 * GIB, _GH200 + ": up to 480 GB LPDDR5X"),
-        gpu_read_bytes_s=Figure(4900 * GB_S, _GH200),
-        gpu_write_bytes_s=Figure(4900 * GB_S, _GH200 + "; it does not tell reads from writes"),
-        host_bytes_s=Figure(384 * GB_S, _GH200 + ", 480 GB part; published STREAM figures go from 384 to 486"),
-        to_device_bytes_s=_seen(375 * GB_S, _NVBANDWIDTH + ": 375 to 380, on the 96 GB part"),
-        to_host_bytes_s=_seen(296 * GB_S, _NVBANDWIDTH + ", on the 96 GB part"),
-        bf16_flops=Figure(990 * TFLOPS, _GH200),
-        fp8_flops=Figure(1979 * TFLOPS, _GH200),
-        fp32_flops=Figure(67 * TFLOPS, _GH200),
+        gpu_bytes=Figure(144 * GIB, "the product: 144 GB HBM3e"),
+        host_bytes=Figure(480 * GIB, _NOTES + ": 480 GB LPDDR5X, as the 96 GB part"),
+        gpu_read_bytes_s=Figure(4900 * GB_S, _NOTES + ": 4.9 TB/s by specification; nobody's measurement was found"),
+        gpu_write_bytes_s=Figure(4900 * GB_S, _NOTES + ": 4.9 TB/s by specification" + _BOTH),
+        host_bytes_s=Figure(384 * GB_S, _GRACE_480),
+        to_device_bytes_s=_seen(375 * GB_S, "on the 96 GB part: " + _TO_DEVICE),
+        to_host_bytes_s=_seen(296 * GB_S, "on the 96 GB part: " + _TO_HOST),
+        bf16_flops=Figure(990 * TFLOPS, _HOPPER_BF16),
+        fp8_flops=_unknown(_HOPPER_FP8),
+        fp32_flops=Figure(66.9 * TFLOPS, _HOPPER_FP32),
         system_page_bytes=_PAGE_64K,
         driver_block_bytes=_BLOCK,
         one_pool=False,
@@ -138,17 +167,21 @@ MACHINES: Final[Mapping[str, Machine]] = {
     "gb200": Machine(
         key="gb200",
         title="GB200, one of its two GPUs",
+        # "NVIDIA GB200": found.
         names=r"(NVIDIA )?GB200",
-        gpu_bytes=Figure(186 * GIB, _GB200 + ": 186 GB HBM3e"),
-        host_bytes=Figure(480 * GIB, "NVIDIA GB200 datasheet: 480 GB LPDDR5X for one Grace and two GPUs"),
-        gpu_read_bytes_s=Figure(8000 * GB_S, _GB200),
-        gpu_write_bytes_s=Figure(8000 * GB_S, _GB200 + "; it does not tell reads from writes"),
-        host_bytes_s=Figure(512 * GB_S, "NVIDIA GB200 datasheet: Grace memory, up to 512 GB/s, for two GPUs"),
+        gpu_bytes=Figure(186 * GIB, _GB200 + ": 186 GB HBM3E"),
+        host_bytes=Figure(480 * GIB, _NVL72 + ": up to 480 GB LPDDR5X for one Grace and two GPUs"),
+        gpu_read_bytes_s=Figure(8000 * GB_S, _GB200 + ": 8 TB/s"),
+        gpu_write_bytes_s=Figure(8000 * GB_S, _GB200 + ": 8 TB/s" + _BOTH),
+        host_bytes_s=Figure(
+            14_000 / 36 * GB_S,
+            _NVL72 + ": 14 TB/s over 36 Grace, each for two GPUs; up to 512 GB/s for one, by the same",
+        ),
         to_device_bytes_s=_unknown("no published measurement of this direction was found"),
-        to_host_bytes_s=_seen(330 * GB_S, "published, to the GPU's own NUMA node; 115 GB/s across"),
-        bf16_flops=Figure(2500 * TFLOPS, _GB200),
-        fp8_flops=Figure(5000 * TFLOPS, _GB200),
-        fp32_flops=Figure(80 * TFLOPS, _GB200),
+        to_host_bytes_s=_seen(330 * GB_S, _NOTES + ": 330 to the GPU's own NUMA node, 115 across"),
+        bf16_flops=Figure(2500 * TFLOPS, _GB200 + ": 5 PFLOPS with sparsity, half of it dense; 2250 by verda.com"),
+        fp8_flops=Figure(5000 * TFLOPS, _GB200 + ": 10 PFLOPS with sparsity, half of it dense; 4500 by verda.com"),
+        fp32_flops=Figure(80 * TFLOPS, _GB200 + "; 75 by verda.com, 90 by glennklockwood.com"),
         system_page_bytes=_PAGE_64K,
         driver_block_bytes=_BLOCK,
         one_pool=False,
@@ -158,39 +191,48 @@ MACHINES: Final[Mapping[str, Machine]] = {
     "gb10": Machine(
         key="gb10",
         title="GB10 (DGX Spark)",
+        # "NVIDIA GB10": found.
         names=r"(NVIDIA )?GB10",
-        gpu_bytes=Figure(128 * GIB, _GB10 + ": one pool of 128 GB LPDDR5X; the kernel sees less"),
+        gpu_bytes=Figure(128 * GIB, _GB10 + ": one pool of 128 GB LPDDR5x; the kernel sees less"),
         host_bytes=Figure(128 * GIB, _GB10 + ": the same pool"),
-        gpu_read_bytes_s=Figure(273 * GB_S, _GB10),
-        gpu_write_bytes_s=Figure(273 * GB_S, _GB10 + "; it does not tell reads from writes"),
-        host_bytes_s=Figure(273 * GB_S, _GB10 + ": the same memory; what the CPU alone reaches is not published"),
+        gpu_read_bytes_s=Figure(273 * GB_S, _GB10 + ": 273 GB/s"),
+        gpu_write_bytes_s=Figure(273 * GB_S, _GB10 + ": 273 GB/s" + _BOTH),
+        host_bytes_s=Figure(273 * GB_S, _GB10 + ": the same memory; what the CPU alone reaches was not found"),
         to_device_bytes_s=_ONE_POOL,
         to_host_bytes_s=_ONE_POOL,
-        bf16_flops=Figure(125 * TFLOPS, _GB10 + ": an eighth of the 1 PFLOP of sparse FP4"),
-        fp8_flops=Figure(250 * TFLOPS, _GB10 + ": a quarter of the 1 PFLOP of sparse FP4"),
-        fp32_flops=_unknown("the datasheet gives FP4 only"),
-        system_page_bytes=Figure(4 * KIB, "DGX OS ships the nvidia kernel, not its 64k flavour"),
+        bf16_flops=Figure(
+            125 * TFLOPS,
+            _NOTES + ": about 125, dense by its ratio to NVIDIA's 1 PFLOP of sparse FP4; 62.5 by the RTX 5090's ratios",
+        ),
+        fp8_flops=_unknown("no source found: NVIDIA prints 1 PFLOP of FP4 with sparsity and nothing else"),
+        fp32_flops=_unknown("no source found: NVIDIA prints 1 PFLOP of FP4 with sparsity and nothing else"),
+        system_page_bytes=Figure(
+            4 * KIB, "NVIDIA/NV-Kernels pull request 590: the 4 KiB arm64 `nvidia` kernel flavour used by DGX Spark"
+        ),
         driver_block_bytes=_BLOCK,
         one_pool=True,
-        ats=True,
+        ats=True,  # NVIDIA's UVM driver says so of GB10: Start9Labs/start-technologies pull request 3693
         link="none",
     ),
     "mi300a": Machine(
         key="mi300a",
         title="MI300A",
+        # "AMD Instinct MI300A Accelerator": found, as the name of the CPU.
         names=r"AMD Instinct MI300A.*",
-        gpu_bytes=Figure(128 * GIB, _MI300A + ": one pool of 128 GB HBM3"),
-        host_bytes=Figure(128 * GIB, _MI300A + ": the same pool"),
-        gpu_read_bytes_s=Figure(5300 * GB_S, _MI300A),
-        gpu_write_bytes_s=Figure(5300 * GB_S, _MI300A + "; it does not tell reads from writes"),
-        host_bytes_s=_unknown("the same memory, but what its CPU cores reach is not in the datasheet"),
+        gpu_bytes=Figure(
+            128 * GIB, "ROCm documentation, Instinct architecture information: MI300A, VRAM 128 GiB; one pool"
+        ),
+        host_bytes=Figure(128 * GIB, "ROCm documentation, Instinct architecture information: the same pool"),
+        gpu_read_bytes_s=Figure(5300 * GB_S, _NOTES + ": 5.3 TB/s; a peak, says ROCm/rocm_bandwidth_test issue 121"),
+        gpu_write_bytes_s=Figure(5300 * GB_S, _NOTES + ": 5.3 TB/s, a peak" + _BOTH),
+        host_bytes_s=_unknown("the same memory, but no source found for what its CPU cores reach"),
         to_device_bytes_s=_ONE_POOL,
         to_host_bytes_s=_ONE_POOL,
-        bf16_flops=Figure(980.6 * TFLOPS, _MI300A),
-        fp8_flops=Figure(1961.2 * TFLOPS, _MI300A),
-        fp32_flops=Figure(122.6 * TFLOPS, _MI300A),
+        bf16_flops=Figure(980.6 * TFLOPS, _MI300A + ": peak bfloat16, no sparsity mentioned"),
+        fp8_flops=_unknown("no source found: the data that was found give INT8 (1.96 POPs)"),
+        fp32_flops=Figure(122.6 * TFLOPS, _MI300A + "; 113.2 measured by chipsandcheese.com (Sizing up MI300A's GPU)"),
         system_page_bytes=_PAGE_4K,
-        driver_block_bytes=_unknown("another driver, which has no such block"),
+        driver_block_bytes=_unknown("not NVIDIA's driver; no source found for such a block in its own"),
         one_pool=True,
         ats=False,
         link="none",
@@ -198,16 +240,17 @@ MACHINES: Final[Mapping[str, Machine]] = {
     "h100-80-pcie": Machine(
         key="h100-80-pcie",
         title="H100 80 GB PCIe",
+        # "NVIDIA H100 PCIe": found.
         names=r"(NVIDIA )?H100 PCIe",
-        gpu_bytes=Figure(80 * GIB, _H100 + ": 80 GB HBM2e"),
+        gpu_bytes=Figure(80 * GIB, "the product: 80 GB HBM2e"),
         host_bytes=_ANY_HOST,
-        gpu_read_bytes_s=Figure(2000 * GB_S, _H100),
-        gpu_write_bytes_s=Figure(2000 * GB_S, _H100 + "; it does not tell reads from writes"),
+        gpu_read_bytes_s=Figure(2000 * GB_S, _H100 + ": 2000 GB/s"),
+        gpu_write_bytes_s=Figure(2000 * GB_S, _H100 + ": 2000 GB/s" + _BOTH),
         host_bytes_s=_ANY_HOST,
         to_device_bytes_s=_PCIE5,
         to_host_bytes_s=_PCIE5,
-        bf16_flops=Figure(756 * TFLOPS, _H100),
-        fp8_flops=Figure(1513 * TFLOPS, _H100),
+        bf16_flops=Figure(756.5 * TFLOPS, _H100 + ": 1,513 with sparsity, half of it dense"),
+        fp8_flops=Figure(1513 * TFLOPS, _H100 + ": 3,026 with sparsity, half of it dense"),
         fp32_flops=Figure(51 * TFLOPS, _H100),
         system_page_bytes=_PAGE_4K,
         driver_block_bytes=_BLOCK,
@@ -218,17 +261,18 @@ MACHINES: Final[Mapping[str, Machine]] = {
     "h100-80-sxm": Machine(
         key="h100-80-sxm",
         title="H100 80 GB SXM",
+        # "NVIDIA H100 80GB HBM3": found.
         names=r"(NVIDIA )?H100 80GB HBM3",
-        gpu_bytes=Figure(80 * GIB, _H100 + ": 80 GB HBM3"),
+        gpu_bytes=Figure(80 * GIB, "the product: 80 GB HBM3"),
         host_bytes=_ANY_HOST,
-        gpu_read_bytes_s=Figure(3350 * GB_S, _H100),
-        gpu_write_bytes_s=Figure(3350 * GB_S, _H100 + "; it does not tell reads from writes"),
+        gpu_read_bytes_s=Figure(3350 * GB_S, _H100 + ": 3,350 GB/s"),
+        gpu_write_bytes_s=Figure(3350 * GB_S, _H100 + ": 3,350 GB/s" + _BOTH),
         host_bytes_s=_ANY_HOST,
         to_device_bytes_s=_PCIE5,
         to_host_bytes_s=_PCIE5,
-        bf16_flops=Figure(989.4 * TFLOPS, _H100),
-        fp8_flops=Figure(1979 * TFLOPS, _H100),
-        fp32_flops=Figure(67 * TFLOPS, _H100),
+        bf16_flops=Figure(989.4 * TFLOPS, _H100_DENSE),
+        fp8_flops=Figure(1978.9 * TFLOPS, _H100_DENSE),
+        fp32_flops=Figure(66.9 * TFLOPS, _H100_DENSE),
         system_page_bytes=_PAGE_4K,
         driver_block_bytes=_BLOCK,
         one_pool=False,
@@ -238,15 +282,16 @@ MACHINES: Final[Mapping[str, Machine]] = {
     "a100-80": Machine(
         key="a100-80",
         title="A100 80 GB",
+        # "NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe" and "NVIDIA A100-PCIE-80GB": found.
         names=r"(NVIDIA )?A100(-SXM4-80GB|-SXM-80GB| 80GB PCIe|-PCIE-80GB)",
-        gpu_bytes=Figure(80 * GIB, _A100 + ": 80 GB HBM2e"),
+        gpu_bytes=Figure(80 * GIB, "the product: 80 GB HBM2e"),
         host_bytes=_ANY_HOST,
-        gpu_read_bytes_s=Figure(1935 * GB_S, _A100 + ": the PCIe card, the slower; 2039 for SXM"),
-        gpu_write_bytes_s=Figure(1935 * GB_S, _A100 + "; it does not tell reads from writes"),
+        gpu_read_bytes_s=Figure(1935 * GB_S, "thundercompute.com, NVIDIA A100 specs: PCIe, the slower; 2,039 for SXM"),
+        gpu_write_bytes_s=Figure(1935 * GB_S, "thundercompute.com, NVIDIA A100 specs: PCIe, the slower" + _BOTH),
         host_bytes_s=_ANY_HOST,
         to_device_bytes_s=_PCIE4,
         to_host_bytes_s=_PCIE4,
-        bf16_flops=Figure(312 * TFLOPS, _A100),
+        bf16_flops=Figure(312 * TFLOPS, _A100 + ": 312 dense, 624 with sparsity"),
         fp8_flops=_unknown("the chip has no FP8 units"),
         fp32_flops=Figure(19.5 * TFLOPS, _A100),
         system_page_bytes=_PAGE_4K,
@@ -258,17 +303,18 @@ MACHINES: Final[Mapping[str, Machine]] = {
     "rtx-4090": Machine(
         key="rtx-4090",
         title="RTX 4090",
+        # "NVIDIA GeForce RTX 4090": found.
         names=r"(NVIDIA )?GeForce RTX 4090",
-        gpu_bytes=Figure(24 * GIB, _ADA + ": 24 GB GDDR6X"),
+        gpu_bytes=Figure(24 * GIB, "the product: 24 GB GDDR6X"),
         host_bytes=_ANY_HOST,
-        gpu_read_bytes_s=Figure(1008 * GB_S, _ADA),
-        gpu_write_bytes_s=Figure(1008 * GB_S, _ADA + "; it does not tell reads from writes"),
+        gpu_read_bytes_s=Figure(1008 * GB_S, _RTX4090 + ": 1008 GB/s"),
+        gpu_write_bytes_s=Figure(1008 * GB_S, _RTX4090 + ": 1008 GB/s" + _BOTH),
         host_bytes_s=_ANY_HOST,
         to_device_bytes_s=_PCIE4,
         to_host_bytes_s=_PCIE4,
-        bf16_flops=Figure(165.2 * TFLOPS, _ADA),
-        fp8_flops=Figure(330.3 * TFLOPS, _ADA),
-        fp32_flops=Figure(82.6 * TFLOPS, _ADA),
+        bf16_flops=Figure(165.15 * TFLOPS, _RTX4090 + ": 165.15, with sparsity 330.30"),
+        fp8_flops=_unknown("sources disagree: 330 dense by waredb.com, 661 dense by github.com/lamonoai/gpumap"),
+        fp32_flops=Figure(82.58 * TFLOPS, _RTX4090),
         system_page_bytes=_PAGE_4K,
         driver_block_bytes=_BLOCK,
         one_pool=False,
@@ -278,17 +324,20 @@ MACHINES: Final[Mapping[str, Machine]] = {
     "rtx-5090": Machine(
         key="rtx-5090",
         title="RTX 5090",
+        # "NVIDIA GeForce RTX 5090": found.
         names=r"(NVIDIA )?GeForce RTX 5090",
-        gpu_bytes=Figure(32 * GIB, _RTX50 + ": 32 GB GDDR7"),
+        gpu_bytes=Figure(32 * GIB, "the product: 32 GB GDDR7"),
         host_bytes=_ANY_HOST,
-        gpu_read_bytes_s=Figure(1792 * GB_S, _RTX50),
-        gpu_write_bytes_s=Figure(1792 * GB_S, _RTX50 + "; it does not tell reads from writes"),
+        gpu_read_bytes_s=Figure(1792 * GB_S, _RTX5090 + ": 1,792 GB/s"),
+        gpu_write_bytes_s=Figure(1792 * GB_S, _RTX5090 + ": 1,792 GB/s" + _BOTH),
         host_bytes_s=_ANY_HOST,
         to_device_bytes_s=_PCIE5,
         to_host_bytes_s=_PCIE5,
-        bf16_flops=Figure(209.5 * TFLOPS, _RTX50),
-        fp8_flops=Figure(419 * TFLOPS, _RTX50),
-        fp32_flops=Figure(104.8 * TFLOPS, _RTX50),
+        bf16_flops=Figure(210 * TFLOPS, _RTX5090 + ": 210 accumulating in fp32, with sparsity 419"),
+        fp8_flops=_unknown(
+            "sources disagree: 419 by github.com/lamonoai/gpumap, 774 measured by xzwgit/gpu-flops-bench"
+        ),
+        fp32_flops=Figure(105 * TFLOPS, _RTX5090),
         system_page_bytes=_PAGE_4K,
         driver_block_bytes=_BLOCK,
         one_pool=False,

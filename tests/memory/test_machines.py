@@ -16,12 +16,12 @@ ROWS = list(MACHINES.items())
 @pytest.mark.parametrize(
     ("name", "gib", "key"),
     [
-        ("NVIDIA GH200 480GB", 95.6, "gh200-96"),
-        ("GH200 480GB", 95.6, "gh200-96"),
-        ("NVIDIA GH200 120GB", 95.6, "gh200-96"),
-        ("NVIDIA GH200 144G HBM3e", 140.6, "gh200-144"),
-        ("NVIDIA GB200", 184.9, "gb200"),
-        ("NVIDIA GB10", 119.7, "gb10"),
+        ("NVIDIA GH200 480GB", 94.5, "gh200-96"),  # 101468602368 bytes, by a public dump of one
+        ("GH200 480GB", 94.5, "gh200-96"),
+        ("NVIDIA GH200 120GB", 95.0, "gh200-96"),
+        ("NVIDIA GH200 144G HBM3e", 142.5, "gh200-144"),  # 153008209920 bytes, likewise
+        ("NVIDIA GB200", 183.0, "gb200"),
+        ("NVIDIA GB10", 121.69, "gb10"),  # and 119.7, by other owners
         ("NVIDIA H100 80GB HBM3", 79.6, "h100-80-sxm"),
         ("NVIDIA H100 PCIe", 79.6, "h100-80-pcie"),
         ("NVIDIA A100-SXM4-80GB", 79.3, "a100-80"),
@@ -73,6 +73,37 @@ def test_every_figure_says_where_it_comes_from_and_an_unknown_one_why(key: str, 
         assert figure.source, name
         assert (figure.value is None) == (figure.how == "unknown"), name
         assert figure.value is None or figure.value > 0, name
+
+
+@pytest.mark.parametrize(("key", "row"), ROWS)
+def test_a_tensor_units_peak_says_that_it_is_without_sparsity(key: str, row: object) -> None:
+    machine = MACHINES[key]
+    for figure in (machine.bf16_flops, machine.fp8_flops):
+        assert figure.value is None or "dense" in figure.source or "sparsity" in figure.source
+
+
+@pytest.mark.parametrize(("key", "bf16"), [("gb200", 2500), ("h100-80-sxm", 989.4), ("h100-80-pcie", 756.5)])
+def test_a_peak_that_is_printed_with_sparsity_is_halved(key: str, bf16: float) -> None:
+    assert MACHINES[key].bf16_flops.value == bf16 * 1e12
+
+
+def test_a_figure_without_a_source_is_none_and_not_remembered() -> None:
+    without = {
+        (key, name)
+        for key, row in ROWS
+        for name, figure in row.figures().items()
+        if figure.source.startswith(("no source found", "sources disagree"))
+    }
+    assert without == {
+        ("gh200-96", "fp8_flops"),
+        ("gh200-144", "fp8_flops"),
+        ("gb10", "fp8_flops"),
+        ("gb10", "fp32_flops"),
+        ("mi300a", "fp8_flops"),
+        ("rtx-4090", "fp8_flops"),
+        ("rtx-5090", "fp8_flops"),
+    }
+    assert all(MACHINES[key].figures()[name].value is None for key, name in without)
 
 
 def test_the_table_has_every_machine_of_the_plan() -> None:
