@@ -3,7 +3,8 @@
  *
  * Stages. In stage 1 a segment is device memory, as long as `reserve` bytes of the GPU stay free after it. The first
  * that does not fit so begins stage 2: managed memory, which the driver moves between GPU and host. Stage 2 ends when
- * `reserve` and a margin of 5 % of the GPU are free again; inside the margin nothing changes.
+ * `reserve` and a margin of 5 % of the GPU are free again; inside the margin nothing changes. What is refused changes
+ * nothing either.
  *
  * Threads. One mutex guards everything, and is never held across a call of the driver: allocating may wait for the GPU
  * and freeing always does, and neither another device nor whoever asks for statistics should wait with it. Bytes are
@@ -15,6 +16,7 @@
  * Whoever loads this library keeps it loaded: torch frees through it to the end. overflow.py mirrors the statistics. */
 #define _GNU_SOURCE
 #include <stdatomic.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/types.h>
 
@@ -47,12 +49,15 @@ static atomic_int forked;
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER; /* guards what follows, the segments and the host */
 static struct state {
     struct statistics said;
-    void *context;
+    context context;
     double ratio;     /* 0: not set, 5 is meant */
     uint64_t reserve; /* one more than what was set; 0: not set, as much as the margin is meant */
 } states[MAX_DEVICES];
 
-/* ---- decisions: under the mutex, without the driver ---- */
+static void lock(void) { pthread_mutex_lock(&mutex); }
+static void unlock(void) { pthread_mutex_unlock(&mutex); }
+
+/* ---- the account: under the mutex, without the driver ---- */
 
 static enum kind failed(struct state *state, const char *call, int code, uint64_t *count)
 {
@@ -62,65 +67,65 @@ static enum kind failed(struct state *state, const char *call, int code, uint64_
     return REFUSED;
 }
 
-static void restage(struct statistics *said, int64_t left) /* left: free after what is being asked for */
+static int stage_with(const struct statistics *said, int64_t left) /* left: free after what is being asked for */
 {
-    if (said->stage != 2 && left < (int64_t)said->reserve_bytes) {
-        said->stage = 2;
-        said->entered++;
-    } else if (said->stage == 2 && left >= (int64_t)(said->reserve_bytes + said->margin_bytes)) {
-        said->stage = 1;
-        said->left++;
-    } else if (!said->stage) {
-        said->stage = 1;
-    }
+    uint64_t needed = said->reserve_bytes + (said->stage == 2 ? said->margin_bytes : 0);
+    return left < (int64_t)needed ? 2 : 1;
 }
 
-static void account(struct state *state, enum kind kind, uint64_t bytes, int sign)
+static void go_to(struct statistics *said, int stage)
 {
-    struct statistics *said = &state->said;
-    said->bytes[kind] += sign * bytes;
-    if (said->bytes[kind] > said->peak_bytes[kind])
-        said->peak_bytes[kind] = said->bytes[kind];
-    if (kind == MANAGED)
-        hand_out(sign * bytes);
+    said->entered += stage == 2 && said->stage != 2;
+    said->left += stage == 1 && said->stage == 2;
+    said->stage = stage;
 }
 
-static enum kind book_as(struct state *state, enum kind kind, uint64_t bytes)
+static void account(struct state *state, const struct segment *segment, int sign)
 {
-    if (kind == MANAGED && !host_allows(bytes)) {
+    state->said.bytes[segment->kind] += sign * segment->bytes;
+    if (segment->kind == MANAGED)
+        hand_out(sign * segment->bytes);
+}
+
+static enum kind book_as(struct state *state, struct segment *segment, enum kind kind)
+{
+    if (kind == MANAGED && !host_allows(segment->bytes)) {
         state->said.refused_host++;
-        unbook_slot();
         return REFUSED;
     }
-    account(state, kind, bytes, 1);
+    segment->kind = kind;
+    account(state, segment, 1);
     return kind;
 }
 
 /* Decide what a segment will be, and count it as if the driver had given it. */
-static enum kind book(struct state *state, uint64_t bytes, uint64_t free_bytes, uint64_t total)
+static enum kind book(struct state *state, struct segment *segment, uint64_t free_bytes, uint64_t total)
 {
     struct statistics *said = &state->said;
     said->free_bytes = free_bytes;
     said->total_bytes = total;
     said->margin_bytes = (uint64_t)(MARGIN * (double)total);
     said->reserve_bytes = state->reserve ? state->reserve - 1 : said->margin_bytes;
+    if (said->reserve_bytes > total)
+        said->reserve_bytes = total;
     said->limit_bytes = (uint64_t)((state->ratio > 0 ? state->ratio : 5.0) * (double)total);
-    if (said->bytes[DEVICE] + said->bytes[MANAGED] + bytes > said->limit_bytes) {
+    if (said->bytes[DEVICE] + said->bytes[MANAGED] + segment->bytes > said->limit_bytes) {
         said->refused_ratio++;
         return REFUSED;
     }
-    if (!book_slot())
-        return failed(state, "calloc", -1, &said->refused_driver);
-    restage(said, (int64_t)(free_bytes - bytes));
-    return book_as(state, said->stage == 1 ? DEVICE : MANAGED, bytes);
+    int stage = stage_with(said, (int64_t)(free_bytes - segment->bytes));
+    enum kind kind = book_as(state, segment, stage == 1 ? DEVICE : MANAGED);
+    if (kind != REFUSED)
+        go_to(said, stage);
+    return kind;
 }
 
 /* Free memory said otherwise: it is in pieces, or another process was faster. Managed memory may still do. */
-static enum kind book_instead(struct state *state, uint64_t bytes, int code)
+static enum kind book_instead(struct state *state, struct segment *segment, int code)
 {
     failed(state, "cuMemAlloc", code, &state->said.device_failures);
-    account(state, DEVICE, bytes, -1);
-    return book_as(state, MANAGED, bytes);
+    account(state, segment, -1);
+    return book_as(state, segment, MANAGED);
 }
 
 /* ---- acts: with the driver, without the mutex ---- */
@@ -128,92 +133,93 @@ static enum kind book_instead(struct state *state, uint64_t bytes, int code)
 static void in_child(void)
 {
     atomic_store(&forked, 1);
-    pthread_mutex_init(&mutex, NULL); /* a thread of the parent may have held it, and is not here to let go */
+    unlock();
 }
 
 static void load_once(void)
 {
     load();
-    pthread_atfork(NULL, NULL, in_child);
+    pthread_atfork(lock, unlock, in_child); /* so that a child never sees the account half written */
 }
 
-struct contexts { void *ours, *before; };
-
-/* Make the device's primary context, which is torch's too, current. */
-static int enter(struct state *state, int device, struct contexts *contexts)
+/* Make the device's context current; 0, or what went wrong, which is counted there. */
+static int enter_counting(int device, struct contexts *contexts, uint64_t *count)
 {
     pthread_once(&once, load_once);
-    int handle = 0, code = atomic_load(&forked) ? -1 : load_error;
-    const char *call = atomic_load(&forked) ? "fork" : load_call;
-    pthread_mutex_lock(&mutex);
-    contexts->ours = state->context;
-    pthread_mutex_unlock(&mutex);
-    if (!code && !contexts->ours && !(code = cuda.device(&handle, device)))
-        code = cuda.retain(&contexts->ours, handle), call = "cuDevicePrimaryCtxRetain";
-    if (!code && !(code = cuda.current(&contexts->before)) && contexts->before != contexts->ours)
-        code = cuda.make_current(contexts->ours), call = "cuCtxSetCurrent";
-    pthread_mutex_lock(&mutex);
-    if (code)
-        failed(state, call, code, &state->said.refused_driver);
-    else
-        state->context = contexts->ours;
-    pthread_mutex_unlock(&mutex);
-    return !code;
-}
-
-static void leave(struct contexts contexts)
-{
-    if (contexts.before != contexts.ours)
-        cuda.make_current(contexts.before);
+    const char *call = "fork";
+    int code = atomic_load(&forked) ? -1 : enter(&states[device].context, device, contexts, &call);
+    if (code) {
+        lock();
+        failed(&states[device], call, code, count);
+        unlock();
+    }
+    return code;
 }
 
 /* gpu_first: pages live on the GPU and come back to it on use. balanced: mapped for the GPU wherever they are, moved by
  * the driver's own counters. cpu_first: they live on the host, and the GPU reads them over the link. */
-static int advise_as(struct segment segment, enum pattern pattern)
+static int advise_as(const struct segment *segment, enum pattern pattern)
 {
-    struct location gpu = {AT_DEVICE, segment.device}, home = {AT_HOST, 0}, lives = pattern == GPU_FIRST ? gpu : home;
-    int first = pattern == BALANCED ? 0 : advise(segment.address, segment.bytes, PREFERRED_LOCATION, lives);
-    int second = pattern == GPU_FIRST ? 0 : advise(segment.address, segment.bytes, ACCESSED_BY, gpu);
+    struct location gpu = {AT_DEVICE, segment->device}, home = {AT_HOST, 0}, lives = pattern == GPU_FIRST ? gpu : home;
+    int first = pattern == BALANCED ? 0 : advise(segment->address, segment->bytes, PREFERRED_LOCATION, lives);
+    int second = pattern == GPU_FIRST ? 0 : advise(segment->address, segment->bytes, ACCESSED_BY, gpu);
     return first ? first : second;
+}
+
+/* Fill in the segment; 0: refused, and nothing of it is left in the account. */
+static int obtain(struct state *state, struct segment *segment, enum pattern pattern)
+{
+    struct statistics *said = &state->said;
+    size_t free_bytes = 0, total = 0;
+    int code = cuda.info(&free_bytes, &total), advice = 0;
+    lock();
+    enum kind kind = code ? failed(state, "cuMemGetInfo", code, &said->refused_driver)
+                          : book(state, segment, free_bytes, total);
+    unlock();
+    if (kind == DEVICE && (code = cuda.allocate(&segment->address, segment->bytes))) {
+        lock();
+        kind = book_instead(state, segment, code);
+        unlock();
+    }
+    if (kind == MANAGED && !(code = cuda.allocate_managed(&segment->address, segment->bytes, ATTACH_GLOBAL)))
+        advice = advise_as(segment, pattern);
+    if (kind == REFUSED)
+        return 0;
+    lock();
+    if (advice)
+        failed(state, "cuMemAdvise", advice, &said->advice_failures);
+    if (code) {
+        failed(state, "cuMemAllocManaged", code, &said->refused_driver);
+        account(state, segment, -1);
+    } else {
+        put(segment);
+        said->segments[kind]++;
+        said->allocations[kind]++;
+        if (said->bytes[kind] > said->peak_bytes[kind])
+            said->peak_bytes[kind] = said->bytes[kind];
+    }
+    unlock();
+    return !code;
 }
 
 static void *allocate(ssize_t asked, int device, enum pattern pattern)
 {
-    struct segment segment = {0, (uint64_t)asked, device, REFUSED};
-    struct contexts contexts = {0};
-    size_t free_bytes = 0, total = 0;
-    int code, advice = 0;
-    if (asked <= 0 || device < 0 || device >= MAX_DEVICES || !enter(&states[device], device, &contexts))
+    struct contexts contexts;
+    if (asked <= 0 || device < 0 || device >= MAX_DEVICES)
         return NULL;
     struct state *state = &states[device];
-    code = cuda.info(&free_bytes, &total);
-    pthread_mutex_lock(&mutex);
-    segment.kind = code ? failed(state, "cuMemGetInfo", code, &state->said.refused_driver)
-                        : book(state, segment.bytes, free_bytes, total);
-    pthread_mutex_unlock(&mutex);
-    if (segment.kind == DEVICE && (code = cuda.allocate(&segment.address, segment.bytes))) {
-        pthread_mutex_lock(&mutex);
-        segment.kind = book_instead(state, segment.bytes, code);
-        pthread_mutex_unlock(&mutex);
+    struct segment *segment = calloc(1, sizeof *segment); /* first: once there is memory, nothing here can fail */
+    if (!segment || enter_counting(device, &contexts, &state->said.refused_driver)) {
+        free(segment);
+        return NULL;
     }
-    if (segment.kind == MANAGED && !(code = cuda.allocate_managed(&segment.address, segment.bytes, ATTACH_GLOBAL)))
-        advice = advise_as(segment, pattern);
-    pthread_mutex_lock(&mutex);
-    if (advice)
-        failed(state, "cuMemAdvise", advice, &state->said.advice_failures);
-    if (segment.kind != REFUSED && !code) {
-        put(segment);
-        state->said.segments[segment.kind]++;
-        state->said.allocations[segment.kind]++;
-    } else if (segment.kind != REFUSED) {
-        failed(state, "cuMemAllocManaged", code, &state->said.refused_driver);
-        account(state, MANAGED, segment.bytes, -1);
-        unbook_slot();
-        segment.address = 0;
-    }
-    pthread_mutex_unlock(&mutex);
+    segment->bytes = (uint64_t)asked, segment->device = device;
+    int given = obtain(state, segment, pattern);
+    void *address = given ? (void *)segment->address : NULL;
+    if (!given)
+        free(segment);
     leave(contexts);
-    return (void *)segment.address;
+    return address;
 }
 
 /* ---- what torch calls: one entry for each access pattern, so that pools of different patterns share one account ---- */
@@ -224,38 +230,42 @@ ALLOC(supertuner_alloc_gpu_first, GPU_FIRST)
 ALLOC(supertuner_alloc_balanced, BALANCED)
 ALLOC(supertuner_alloc_cpu_first, CPU_FIRST)
 
+/* What the driver does not take back stays in the account, and may be freed again. */
 EXPORT void supertuner_free(void *address, size_t asked, int device, void *stream)
 {
-    (void)asked, (void)stream; /* the size that was noted here is surer */
-    struct segment segment = {0};
-    struct contexts contexts = {0};
+    (void)asked, (void)stream; /* what was noted here is surer: the size, and the device too */
     if (!address || device < 0 || device >= MAX_DEVICES)
         return;
-    struct state *state = &states[device];
-    if (!enter(state, device, &contexts))
+    lock();
+    struct segment *segment = take((uint64_t)address); /* before the driver may give the address to another thread */
+    struct state *state = &states[segment ? segment->device : device];
+    struct statistics *said = &state->said;
+    int spilling = said->stage == 2;
+    said->foreign_frees += !segment;
+    unlock();
+    if (!segment)
         return;
-    pthread_mutex_lock(&mutex);
-    struct segment *found = look_up((uint64_t)address);
-    int spilling = state->said.stage == 2;
-    if (found)
-        segment = take(found);
-    else
-        state->said.foreign_frees++;
-    pthread_mutex_unlock(&mutex);
+    struct contexts contexts;
     size_t free_bytes = 0, total = 0;
-    int code = found ? cuda.release(segment.address) : 0, unknown = spilling ? cuda.info(&free_bytes, &total) : -1;
-    pthread_mutex_lock(&mutex);
-    if (found && code) { /* the driver still has it, so it stays in the account */
-        failed(state, "cuMemFree", code, &state->said.free_failures);
-    } else if (found) {
-        account(&states[segment.device], segment.kind, segment.bytes, -1);
-        states[segment.device].said.segments[segment.kind]--;
-        state->said.frees++;
+    int entered = !enter_counting(segment->device, &contexts, &said->free_failures);
+    int code = entered ? cuda.release(segment->address) : -1;
+    int known = spilling && !code && !cuda.info(&free_bytes, &total);
+    lock();
+    if (code) {
+        put(segment);
+        if (entered)
+            failed(state, "cuMemFree", code, &said->free_failures);
+    } else {
+        account(state, segment, -1);
+        said->segments[segment->kind]--;
+        said->frees++;
+        free(segment);
     }
-    if (!unknown && state->said.stage == 2)
-        restage(&state->said, (int64_t)(state->said.free_bytes = free_bytes));
-    pthread_mutex_unlock(&mutex);
-    leave(contexts);
+    if (known && said->stage == 2)
+        go_to(said, stage_with(said, (int64_t)(said->free_bytes = free_bytes)));
+    unlock();
+    if (entered)
+        leave(contexts);
 }
 
 /* ---- what Python calls ---- */
@@ -263,12 +273,12 @@ EXPORT void supertuner_free(void *address, size_t asked, int device, void *strea
 /* reserve: bytes of the GPU to keep free, UINT64_MAX for as much as the margin. 0, or -1 for what makes no sense. */
 EXPORT int supertuner_overflow_configure(int device, double ratio, uint64_t reserve)
 {
-    if (device < 0 || device >= MAX_DEVICES || !(ratio >= 1))
+    if (device < 0 || device >= MAX_DEVICES || !(ratio >= 1 && ratio <= 1e6))
         return -1;
-    pthread_mutex_lock(&mutex);
+    lock();
     states[device].ratio = ratio;
     states[device].reserve = reserve + 1;
-    pthread_mutex_unlock(&mutex);
+    unlock();
     return 0;
 }
 
@@ -276,26 +286,28 @@ EXPORT int supertuner_overflow_configure(int device, double ratio, uint64_t rese
  * hold of managed memory (UINT64_MAX: no container), and the file to look at. */
 EXPORT void supertuner_overflow_host(uint64_t floor, uint64_t reserve, uint64_t cap, const char *meminfo)
 {
-    pthread_mutex_lock(&mutex);
+    lock();
     host.floor = floor, host.reserve = reserve, host.cap = cap, host.due = 1;
     strncpy(host.meminfo, meminfo, sizeof host.meminfo - 1);
-    pthread_mutex_unlock(&mutex);
+    unlock();
 }
 
 EXPORT void supertuner_overflow_reclaimed(int device, uint64_t light, uint64_t hard)
 {
-    pthread_mutex_lock(&mutex);
+    if (device < 0 || device >= MAX_DEVICES)
+        return;
+    lock();
     states[device].said.light_reclamations += light;
     states[device].said.hard_reclamations += hard;
-    pthread_mutex_unlock(&mutex);
+    unlock();
 }
 
 EXPORT int supertuner_overflow_kind(const void *address) /* of a live segment: 0 device, 1 managed; -1: not ours */
 {
-    pthread_mutex_lock(&mutex);
-    struct segment *found = look_up((uint64_t)address);
+    lock();
+    struct segment *found = *place_of((uint64_t)address);
     int kind = found ? found->kind : REFUSED;
-    pthread_mutex_unlock(&mutex);
+    unlock();
     return kind;
 }
 
@@ -303,10 +315,10 @@ EXPORT int supertuner_overflow_statistics(int device, struct statistics *out, si
 {
     if (device < 0 || device >= MAX_DEVICES || size != sizeof *out)
         return -1;
-    pthread_mutex_lock(&mutex);
+    lock();
     *out = states[device].said;
     out->version = STATISTICS_VERSION, out->size = sizeof *out;
     out->host_floor_bytes = host.floor, out->host_room_bytes = host.room, out->host_looks = host.looks;
-    pthread_mutex_unlock(&mutex);
+    unlock();
     return 0;
 }

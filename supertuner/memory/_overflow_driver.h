@@ -1,9 +1,11 @@
-/* The few functions of the CUDA driver that the overflow allocator calls, found when the first segment is asked for.
+/* The few functions of the CUDA driver that the overflow allocator calls, found when the first segment is asked for, and
+ * the context that they are called in.
  *
- * No CUDA headers and nothing linked: libcuda.so.1 is opened by name. `load_error` is 0 when everything was found; else
- * `load_call` says what was not. Part of _overflow.c. */
+ * No CUDA headers and nothing linked: libcuda.so.1 is opened by name, and a name with its version has one signature for
+ * good. `load_error` is 0 when everything was found; else `load_call` says what was not. Part of _overflow.c. */
 #include <dlfcn.h>
 #include <pthread.h>
+#include <stdatomic.h>
 #include <stdint.h>
 
 enum { ATTACH_GLOBAL = 1, PREFERRED_LOCATION = 3, ACCESSED_BY = 5, AT_DEVICE = 1, AT_HOST = 2 }; /* as in cuda.h */
@@ -20,41 +22,61 @@ static struct {
 static const char *load_call;
 static int load_error;
 
-static void *find(void *library, const char *name, const char *exported, int since)
-{
-    int (*ask)(const char *, void **, int, uint64_t, int *) = dlsym(library, "cuGetProcAddress_v2");
-    void *found = NULL;
-    int status = 0;
-    if (ask && ask(name, &found, since, 0, &status) == 0 && found)
-        return found;
-    return dlsym(library, exported); /* a driver before CUDA 12 */
-}
-
 static void load(void)
 {
     int version = 0;
     void *library = dlopen(load_call = "libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
     load_error = -1;
-#define FIND(to, name, exported, since) \
-    if (!library || !(cuda.to = find(library, load_call = name, exported, since))) return
-    FIND(init, "cuInit", "cuInit", 2000);
-    FIND(version, "cuDriverGetVersion", "cuDriverGetVersion", 2020);
-    FIND(device, "cuDeviceGet", "cuDeviceGet", 2000);
-    FIND(retain, "cuDevicePrimaryCtxRetain", "cuDevicePrimaryCtxRetain", 7000);
-    FIND(current, "cuCtxGetCurrent", "cuCtxGetCurrent", 4000);
-    FIND(make_current, "cuCtxSetCurrent", "cuCtxSetCurrent", 4000);
-    FIND(info, "cuMemGetInfo", "cuMemGetInfo_v2", 3020);
-    FIND(allocate, "cuMemAlloc", "cuMemAlloc_v2", 3020);
-    FIND(release, "cuMemFree", "cuMemFree_v2", 3020);
-    FIND(allocate_managed, "cuMemAllocManaged", "cuMemAllocManaged", 6000);
+#define FIND(to, name) \
+    if (!library || !(cuda.to = dlsym(library, load_call = name))) return
+    FIND(init, "cuInit");
+    FIND(version, "cuDriverGetVersion");
+    FIND(device, "cuDeviceGet");
+    FIND(retain, "cuDevicePrimaryCtxRetain");
+    FIND(current, "cuCtxGetCurrent");
+    FIND(make_current, "cuCtxSetCurrent");
+    FIND(info, "cuMemGetInfo_v2");
+    FIND(allocate, "cuMemAlloc_v2");
+    FIND(release, "cuMemFree_v2");
+    FIND(allocate_managed, "cuMemAllocManaged");
 #undef FIND
     load_call = "cuInit";
     if ((load_error = cuda.init(0)) || (load_error = cuda.version(&version)))
         return;
-    if (version >= 12020) /* only then: asked for the newer form, an older driver might give the older one */
-        cuda.advise = find(library, "cuMemAdvise", "cuMemAdvise_v2", 12020);
+    if (version >= 12020)
+        cuda.advise = dlsym(library, "cuMemAdvise_v2");
     else
-        cuda.advise_by_number = find(library, "cuMemAdvise", "cuMemAdvise", 8000);
+        cuda.advise_by_number = dlsym(library, "cuMemAdvise");
+}
+
+typedef _Atomic(void *) context;
+struct contexts { void *ours, *before; };
+
+/* Make the device's primary context, which is torch's too, current: from `known` on, once it was asked for. 0, or the
+ * driver's code for `call`; then nothing was changed. */
+static int enter(context *known, int device, struct contexts *contexts, const char **call)
+{
+    int handle = 0, code = load_error;
+    *call = load_call;
+    *contexts = (struct contexts){.ours = atomic_load(known)};
+    if (!code && !contexts->ours) {
+        *call = "cuDeviceGet", code = cuda.device(&handle, device);
+        if (!code)
+            *call = "cuDevicePrimaryCtxRetain", code = cuda.retain(&contexts->ours, handle);
+        if (!code)
+            atomic_store(known, contexts->ours);
+    }
+    if (!code)
+        *call = "cuCtxGetCurrent", code = cuda.current(&contexts->before);
+    if (!code && contexts->before != contexts->ours)
+        *call = "cuCtxSetCurrent", code = cuda.make_current(contexts->ours);
+    return code;
+}
+
+static void leave(struct contexts contexts)
+{
+    if (contexts.before != contexts.ours)
+        cuda.make_current(contexts.before);
 }
 
 static int advise(uint64_t address, uint64_t bytes, int advice, struct location where)

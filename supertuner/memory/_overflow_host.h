@@ -59,5 +59,6 @@ static int host_allows(uint64_t bytes)
     int64_t now_ns = (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
     if (host.due || host.since + bytes > host.reserve || now_ns - host.looked_ns > LOOK_AGE_NS)
         look(now_ns);
-    return host.managed + bytes + host.floor <= (host.room < host.cap ? host.room : host.cap);
+    uint64_t room = host.room < host.cap ? host.room : host.cap;
+    return host.floor <= room && host.managed + bytes <= room - host.floor;
 }

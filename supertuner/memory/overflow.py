@@ -19,6 +19,8 @@ Pattern: TypeAlias = Literal["gpu_first", "balanced", "cpu_first"]
 FREE: Final = "supertuner_free"
 UNLIMITED: Final = (1 << 64) - 1
 """What the plugin takes for "not set"."""
+_MOST: Final = 1 << 63
+"""More than any memory, and still a number to C."""
 _VERSION: Final = 1
 
 
@@ -116,12 +118,13 @@ class Overflow:
 
     def configure(self, limits: Limits, device: int = 0) -> None:
         """Limits hold from the next segment on; what lives already stays."""
-        reserve = UNLIMITED if limits.gpu_reserve_bytes is None else limits.gpu_reserve_bytes
+        reserve = UNLIMITED if limits.gpu_reserve_bytes is None else min(limits.gpu_reserve_bytes, _MOST)
         refused = self._c.supertuner_overflow_configure(device, ctypes.c_double(limits.ratio), ctypes.c_uint64(reserve))
         assert refused == 0, f"device {device}, ratio {limits.ratio}"
         assert len(str(limits.meminfo)) < 256, limits.meminfo
         cap = UNLIMITED if limits.host_cap_bytes is None else limits.host_cap_bytes
-        sizes = (ctypes.c_uint64(size) for size in (limits.host_floor_bytes, limits.host_reserve_bytes, cap))
+        floor = min(limits.host_floor_bytes, _MOST)
+        sizes = (ctypes.c_uint64(size) for size in (floor, limits.host_reserve_bytes, cap))
         self._c.supertuner_overflow_host(*sizes, str(limits.meminfo).encode())
 
     def stats(self, device: int = 0) -> OverflowStats:

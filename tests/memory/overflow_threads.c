@@ -97,6 +97,9 @@ int main(int count, char **arguments)
         give_back(handed[i]);
     struct statistics end;
     supertuner_overflow_statistics(0, &end, sizeof end);
+    long live = 0;
+    for (int i = 0; i < 1 << BUCKET_BITS; i++)
+        live += buckets[i] != NULL;
     long said_given = (long)(end.allocations[DEVICE] + end.allocations[MANAGED]);
     int good = !wrong && !end.bytes[DEVICE] && !end.bytes[MANAGED] && !end.segments[DEVICE] && !end.segments[MANAGED] &&
                !live && !host.managed && said_given == given && (long)end.frees == freed && given == freed &&
