@@ -55,6 +55,8 @@ class MemoryEngine:
     """Where batches wait for the GPU; None: in pinned memory, or where they are made."""
     pools: Pools | None
     """Where tensors on the device come from, if GPU memory may overflow."""
+    account: OverflowStats | None
+    """The allocator's account when this run began: it goes on as long as the process does."""
     sampler: Sampler
     sample_every: int
     tally: Tally = field(default_factory=Tally)
@@ -104,7 +106,9 @@ class MemoryEngine:
     def lines(self) -> list[str]:
         """What became of it, for the summary."""
         hints = [f"hint {line}" for line in self.tally.lines()] if self.enabled.on else [str(self.enabled)]
-        return [*hints, *([] if self.pools is None else [_overflow_line(self.pools.stats())])]
+        if self.pools is None or self.account is None:
+            return hints
+        return [*hints, _overflow_line(self.account, self.pools.stats())]
 
 
 @contextmanager
@@ -141,7 +145,17 @@ def open_memory(config: RunConfig, device: torch.device, *, host: Host, sink: Si
                 hints=tally.by_status,
             )
         )
-        yield MemoryEngine(facts, enabled, hints, buffers, pools, sampler, config.report.memory_every_steps, tally)
+        yield MemoryEngine(
+            facts=facts,
+            enabled=enabled,
+            hints=hints,
+            buffers=buffers,
+            pools=pools,
+            account=None if pools is None else pools.stats(),
+            sampler=sampler,
+            sample_every=config.report.memory_every_steps,
+            tally=tally,
+        )
 
 
 def _hints(
@@ -174,11 +188,16 @@ def _account(pools: Pools) -> Mapping[str, int | float | str]:
     return named(pools.stats())
 
 
-def _overflow_line(account: OverflowStats) -> str:
-    peaks = f"at most {bytes_text(account.device_peak_bytes)} of device memory"
-    if not account.managed_allocations:
+def _overflow_line(before: OverflowStats, now: OverflowStats) -> str:
+    """What overflowed since `before`. Peaks are the process's."""
+    peaks = f"at most {bytes_text(now.device_peak_bytes)} of device memory"
+    if now.managed_allocations == before.managed_allocations:
         return f"overflow: not needed; {peaks}"
-    reclaimed = f"{account.light_reclamations} light and {account.hard_reclamations} hard reclamations"
-    spilled = f"{bytes_text(account.managed_peak_bytes)} managed"
-    refused = f", {account.refusals} refusals" if account.refusals else ""
-    return f"overflow: {peaks}, {spilled}; entered {account.entered} times, {reclaimed}{refused}"
+    light, hard = (
+        now.light_reclamations - before.light_reclamations,
+        now.hard_reclamations - before.hard_reclamations,
+    )
+    spilled = f"{bytes_text(now.managed_peak_bytes)} managed"
+    refused = f", {now.refusals - before.refusals} refusals" if now.refusals > before.refusals else ""
+    entered = now.entered - before.entered
+    return f"overflow: {peaks}, {spilled}; entered {entered} times, {light} light and {hard} hard reclamations{refused}"

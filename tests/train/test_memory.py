@@ -1,0 +1,105 @@
+"""A run's memory engine on a machine without a GPU: what it cannot do is told, with the reason, and changes nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from supertuner.config.load import load
+from supertuner.core.errors import MemoryEngineError
+from supertuner.core.events import Decided, Event, Measured, Warned
+from supertuner.core.host import Host
+from supertuner.memory.hints import gh200_uvm_enabled, set_uvm_hint_override
+from supertuner.step.batch import StepBatch
+from supertuner.train.memory import MemoryEngine, open_memory
+from tests.train.runs import Parent, config
+
+CPU = torch.device("cpu")
+
+
+class Told:
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def emit(self, event: Event, /) -> None:
+        self.events.append(event)
+
+
+def opened(tmp_path: Path, **blocks: object) -> tuple[Told, object]:
+    file = tmp_path / "run.json"
+    file.write_text(json.dumps(blocks))
+    told = Told()
+    return told, open_memory(load(file).config, CPU, host=Host(), sink=told)
+
+
+def test_hints_are_off_and_the_reason_is_told_once(tmp_path: Path) -> None:
+    told, engine = opened(tmp_path)
+    with engine as memory:
+        assert isinstance(memory, MemoryEngine)
+        assert memory.hints is None and memory.buffers is None and memory.pools is None
+        assert memory.lines() == [
+            "residency hints off: a cache of type unified_memory asks for them, but the run computes on cpu"
+        ]
+        assert not gh200_uvm_enabled(), "the seeds' function says the same"
+    decided = [event for event in told.events if isinstance(event, Decided)]
+    assert [(one.what, one.value) for one in decided] == [("residency_hints", False)]
+    assert not any(isinstance(event, Warned) for event in told.events), "nobody asked for them in so many words"
+
+
+def test_who_asks_for_hints_and_cannot_have_them_is_warned(tmp_path: Path) -> None:
+    told, engine = opened(tmp_path, gh200_optimizations={"enable_uvm_hints": True})
+    with engine:
+        pass
+    (warned,) = (event for event in told.events if isinstance(event, Warned))
+    assert warned.what == "gh200_optimizations.enable_uvm_hints"
+    assert warned.message.endswith("but the run computes on cpu")
+
+
+def test_the_override_of_code_stands_above_the_configuration(tmp_path: Path) -> None:
+    set_uvm_hint_override(False)
+    try:
+        told, engine = opened(tmp_path, gh200_optimizations={"enable_uvm_hints": True})
+        with engine as memory:
+            assert memory.lines() == ["residency hints off: set_uvm_hint_override(False)"]
+    finally:
+        set_uvm_hint_override(None)
+
+
+def test_overflow_on_a_cpu_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    _, engine = opened(tmp_path, memory={"overflow": {"enabled": True}})
+    with pytest.raises(MemoryEngineError, match=r"memory\.overflow.*cpu.*set memory\.overflow\.enabled to false"):
+        engine.__enter__()
+
+
+def test_figures_are_taken_every_so_many_steps_and_hold_what_this_machine_has(tmp_path: Path) -> None:
+    told, engine = opened(tmp_path, report={"memory_every_steps": 2})
+    with engine as memory:
+        for step in range(1, 3):
+            memory.after_step(step, told)
+    (figures,) = (event.figures for event in told.events if isinstance(event, Measured))
+    assert figures["step"] == 2
+    assert not [name for name in figures if name.startswith(("gpu.", "torch.", "uvm", "nvml.", "cupti."))]
+    told, engine = opened(tmp_path, report={"memory_every_steps": 0})
+    with engine as memory:
+        memory.after_step(10, told)
+    assert not any(isinstance(event, Measured) for event in told.events)
+
+
+def test_caches_and_batches_are_left_alone_without_hints(tmp_path: Path) -> None:
+    _, engine = opened(tmp_path)
+    with engine as memory:
+        memory.keep_in_host(4096, 4096)
+        memory.about_to_use(StepBatch(torch.ones(1), torch.ones(1), torch.ones(1), {}, {}))
+        assert memory.tally.lines() == []
+        assert memory.remedy("lower train.batch_size") == "lower train.batch_size"
+
+
+def test_a_run_keeps_the_decision_and_ends_with_it(parent: Parent, tmp_path: Path) -> None:
+    file = config(tmp_path, "plain", train={"max_steps": 2}, validation={"at_start": False, "at_end": False})
+    assert parent.train(file) == 0, parent.said()
+    assert "  memory       residency hints off: " in parent.said()
+    decisions = json.loads((tmp_path / "plain" / "run" / "decisions.json").read_text())
+    assert "residency_hints" in json.dumps(decisions)
