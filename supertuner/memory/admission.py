@@ -50,6 +50,14 @@ def torch_facts(device: torch.device) -> TorchFacts:
     )
 
 
+def numbered(device: torch.device) -> torch.device:
+    """A GPU by its number: "cuda" is the one that is current, which need not be the first."""
+    number: int | None = device.index
+    if device.type != "cuda" or number is not None:
+        return device
+    return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
+
+
 def refusal(settings: Settings, facts: Facts, device: torch.device, below: TorchFacts, host: Host) -> str | None:
     """Why overflow cannot be had here, and what to do; None: nothing speaks against it."""
     if not settings.enabled:

@@ -8,8 +8,8 @@ valid.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
@@ -22,7 +22,7 @@ from supertuner.core.events import Decided, Measured, Noted, Sink, Warned
 from supertuner.core.host import Host
 from supertuner.core.types import JSON, MIB, bytes_text
 from supertuner.memory import reclaiming, routing
-from supertuner.memory.admission import NAME, limits_of, refusal, torch_facts
+from supertuner.memory.admission import NAME, limits_of, numbered, refusal, torch_facts
 from supertuner.memory.driver import HOST, Driver, Missing, Refused
 from supertuner.memory.overflow import FREE, Limits, Overflow, OverflowStats, Pattern, alloc_name, built
 from supertuner.memory.probe import host_available_bytes
@@ -62,7 +62,7 @@ def open_pools(
 
     `driver` takes memory back between steps; without one only the pools' own cache can be given up.
     """
-    where = torch.device("cuda", device) if isinstance(device, int) else device
+    where = numbered(torch.device("cuda", device) if isinstance(device, int) else device)
     reason = refusal(settings, facts, where, torch_facts(where), host)
     library = built()
     if reason is not None:
@@ -105,7 +105,7 @@ class Pools:
         self._next_look_s = 0.0
         self._hard_at: int | None = None
         self._retired = False
-        self._route = self._open_route()
+        self._route = self._told(self._open_route())
 
     def __enter__(self) -> Pools:
         return self
@@ -153,7 +153,7 @@ class Pools:
             held = account.device_bytes + account.managed_bytes
             self._retired = held > sum(segment.span.nbytes for segment in segments)
         now = self._situation(account, segments, refused)
-        light = self._light(now, segments)
+        light = self._light(now)
         reason = reclaiming.hard_reason(self._situation(self.stats(), segments, refused) if light else now)
         self._next_look_s = time.monotonic() + (time.monotonic() - began) / LOOK_SHARE
         return Reclaimed(light, 0 if reason is None else self.rebuild(reason))
@@ -162,9 +162,9 @@ class Pools:
         """Drop the pools and begin anew: cached segments go back to the driver. The bytes that went."""
         before = self.stats()
         torch.cuda.synchronize(self._device)
-        self._route.end(self._pools[self._current])
-        self._pools = {pattern: self._new_pool(pattern) for pattern in self._pools}
-        self._route.begin(self._pools[self._current])
+        before_pools, self._pools = self._pools, {pattern: self._new_pool(pattern) for pattern in self._pools}
+        self._route.switch(before_pools[self._current], self._pools[self._current])
+        before_pools.clear()
         torch.cuda.empty_cache()  # what earlier pools still held and nobody uses any more
         after = self.stats()
         freed = before.device_bytes + before.managed_bytes - after.device_bytes - after.managed_bytes
@@ -183,29 +183,32 @@ class Pools:
 
     def _new_pool(self, pattern: Pattern) -> torch.cuda.MemPool:
         allocator: Any = self._allocators[pattern]
-        return torch.cuda.MemPool(allocator.allocator())
+        with torch.cuda.device(self._device):  # a pool has its allocator on the device that is current now, on no other
+            return torch.cuda.MemPool(allocator.allocator())
 
     def _open_route(self) -> Route:
         why = routing.not_process_wide(torch.__version__, routing.begin_call())
-        pool = self._pools[self._current]
-        route: Route
         if why is None:
-            route = ProcessWide(self._device)
-            route.begin(pool)
-            if routing.other_thread_arrives(self._device, self._arrivals):
-                return self._told(route)
-            route.end(pool)
+            everywhere = ProcessWide(self._device)
+            if self._begins(everywhere, routing.other_thread_arrives):
+                return everywhere
             why = "an allocation on another thread did not arrive"
-        route = ThisThread(self._device)
-        route.begin(pool)
-        before = self._arrivals()
-        torch.empty(8 * MIB, dtype=torch.uint8, device=f"cuda:{self._device}")
-        if self._arrivals() == before:
-            route.end(pool)
-            route.close()
+        here = ThisThread(self._device)
+        if not self._begins(here, routing.this_thread_arrives):
             raise MemoryEngineError(f"{NAME}: torch {torch.__version__} does not ask the plugin for memory ({why})")
-        self._sink.emit(Warned(NAME, f"only {route.how} are routed: {why}"))
-        return self._told(route)
+        self._sink.emit(Warned(NAME, f"only {here.how} are routed: {why}"))
+        return here
+
+    def _begins(self, route: Route, arrives: Callable[[int, Callable[[], int]], bool]) -> bool:
+        """Whether allocations arrive by this route, which is then begun; otherwise torch is as it was."""
+        with ExitStack() as undo:
+            undo.callback(route.close)
+            route.begin(self._pools[self._current])
+            undo.callback(route.end, self._pools[self._current])
+            if arrives(self._device, self._arrivals):
+                undo.pop_all()
+                return True
+        return False
 
     def _told(self, route: Route) -> Route:
         account, limits = self.stats(), self._limits
@@ -224,10 +227,20 @@ class Pools:
         return account.device_allocations + account.managed_allocations + account.refusals
 
     def _switch(self, pattern: Pattern) -> None:
-        if pattern != self._current:
-            self._route.end(self._pools[self._current])
+        if self._pools and pattern != self._current:
+            self._route.switch(self._pools[self._current], self._pools[pattern])
             self._current = pattern
-            self._route.begin(self._pools[pattern])
+
+    @contextmanager
+    def _nothing_taken(self) -> Iterator[None]:
+        """Inside, what is free in the pools stays free: what other threads allocate comes from a pool of its own."""
+        aside: Any = self._new_pool(self._current)
+        self._route.switch(self._pools[self._current], aside)
+        try:
+            yield
+        finally:
+            self._route.switch(aside, self._pools[self._current])
+            self._retired = self._retired or bool(aside.snapshot(include_traces=False))
 
     def _segments(self) -> tuple[reclaiming.Segment, ...]:
         pools: list[Any] = list(self._pools.values())
@@ -263,25 +276,27 @@ class Pools:
             steps_since_hard=None if self._hard_at is None else self._steps - self._hard_at,
         )
 
-    def _light(self, now: reclaiming.Situation, segments: tuple[reclaiming.Segment, ...]) -> int:
+    def _light(self, now: reclaiming.Situation) -> int:
         reason = reclaiming.light_reason(now)
         if reason is None or isinstance(self._driver, Missing):
             return 0
-        spans = reclaiming.cold_spans(segments, self._page_bytes())
-        torch.cuda.synchronize(self._device)  # kernels that were queued before a block was freed may still use it
-        self._light_at, self._given_at_light = self._steps, self._given()
-        try:
-            if now.can_discard:
-                self._driver.discard(spans)
-            else:
-                self._driver.prefetch(spans, HOST)
-            self._driver.synchronize(self._device)
-        except Refused as refused:
-            self._sink.emit(Warned(NAME, f"{bytes_text(now.cold_bytes)} could not be taken back: {refused}"))
-            return 0
+        with self._nothing_taken():
+            spans = reclaiming.cold_spans(self._segments(), self._page_bytes())
+            nbytes = sum(span.nbytes for span in spans)
+            torch.cuda.synchronize(self._device)  # kernels that were queued before a block was freed may still use it
+            self._light_at, self._given_at_light = self._steps, self._given()
+            try:
+                if now.can_discard:
+                    self._driver.discard(spans)
+                else:
+                    self._driver.prefetch(spans, HOST)
+                self._driver.synchronize(self._device)
+            except Refused as refused:
+                self._sink.emit(Warned(NAME, f"{bytes_text(nbytes)} could not be taken back: {refused}"))
+                return 0
         self._overflow.reclaimed(light=1, device=self._device)
-        self._tell("light", now.cold_bytes, reason)
-        return now.cold_bytes
+        self._tell("light", nbytes, reason)
+        return nbytes
 
     def _tell(self, how: str, nbytes: int, reason: str) -> None:
         figures: dict[str, JSON] = {"how": how, "bytes": nbytes, "step_ends": self._steps, "reason": reason}

@@ -31,6 +31,9 @@ class Route(Protocol):
 
     def end(self, pool: torch.cuda.MemPool) -> None: ...
 
+    def switch(self, before: torch.cuda.MemPool, after: torch.cuda.MemPool) -> None:
+        """From one pool to another, with no moment in between in which an allocation is not routed."""
+
     def close(self) -> None:
         """Leave torch as it was found."""
 
@@ -49,6 +52,10 @@ class ProcessWide:
     def end(self, pool: torch.cuda.MemPool) -> None:
         _private("_cuda_endAllocateToPool")(self._device, pool.id)
         _private("_cuda_releasePool")(self._device, pool.id)  # each begin holds the pool once
+
+    def switch(self, before: torch.cuda.MemPool, after: torch.cuda.MemPool) -> None:
+        self.begin(after)  # torch asks the pool that was begun first, so nothing changes yet
+        self.end(before)
 
     def close(self) -> None:
         pass
@@ -73,6 +80,10 @@ class ThisThread:
         assert self._open is not None, "nothing is routed"
         self._open.__exit__(None, None, None)
         self._open = None
+
+    def switch(self, before: torch.cuda.MemPool, after: torch.cuda.MemPool) -> None:
+        self.end(before)  # only this thread is routed, and it is here
+        self.begin(after)
 
     def close(self) -> None:
         self._multithreading.__exit__(None, None, None)
@@ -99,17 +110,24 @@ def not_process_wide(version: str, begin: object) -> str | None:
 
 def other_thread_arrives(device: int, arrivals: Callable[[], int]) -> bool:
     """Whether an allocation on another thread reaches the plugin, which counts `arrivals`."""
-
-    def allocate() -> None:
-        # A refusal is an arrival as well: the plugin was asked.
-        with contextlib.suppress(torch.OutOfMemoryError):
-            torch.empty(1, device=f"cuda:{device}")
-
     before = arrivals()
-    thread = threading.Thread(target=allocate, name="overflow-proof")
+    thread = threading.Thread(target=_allocate, args=(device,), name="overflow-proof")
     thread.start()
     thread.join()
     return arrivals() > before
+
+
+def this_thread_arrives(device: int, arrivals: Callable[[], int]) -> bool:
+    """Whether one on this thread does."""
+    before = arrivals()
+    _allocate(device)
+    return arrivals() > before
+
+
+def _allocate(device: int) -> None:
+    # A refusal is an arrival as well: the plugin was asked.
+    with contextlib.suppress(torch.OutOfMemoryError):
+        torch.empty(1, device=f"cuda:{device}")
 
 
 def _private(name: str) -> Any:
