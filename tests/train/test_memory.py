@@ -61,7 +61,7 @@ def test_who_asks_for_hints_and_cannot_have_them_is_warned(tmp_path: Path) -> No
 def test_the_override_of_code_stands_above_the_configuration(tmp_path: Path) -> None:
     set_uvm_hint_override(False)
     try:
-        told, engine = opened(tmp_path, gh200_optimizations={"enable_uvm_hints": True})
+        _, engine = opened(tmp_path, gh200_optimizations={"enable_uvm_hints": True})
         with engine as memory:
             assert memory.lines() == ["residency hints off: set_uvm_hint_override(False)"]
     finally:
