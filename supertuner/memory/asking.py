@@ -76,13 +76,13 @@ class Desk:
         assert spans, "no pages, no hint"
         try:
             kind = self.driver.kind_of(spans[0].address)
+            foreseen = self.foreseen(kind, wanted, on)
+            if foreseen is not None:
+                return foreseen
+            if wanted.verb is Verb.PREFETCH and isinstance(wanted.home, Gpu) and not self._has_room(spans):
+                return Outcome(Status.REFUSED, "too little GPU memory would stay free")
         except Refused as refused:
             return _refusal(refused)
-        foreseen = self.foreseen(kind, wanted, on)
-        if foreseen is not None:
-            return foreseen
-        if wanted.verb is Verb.PREFETCH and isinstance(wanted.home, Gpu) and not self._has_room(spans):
-            return Outcome(Status.REFUSED, "too little GPU memory would stay free")
         return self._told(spans, wanted, kind, wait)
 
     def foreseen(self, kind: Kind, wanted: Ask, on: int | None = None) -> Outcome | None:

@@ -163,7 +163,7 @@ class CudaDriver:
         if block is not None:
             block.close()
             return
-        with self._on(0):
+        with self._on():
             _ask(self._cuda.cuMemFree, address)
 
     def kind_of(self, address: int) -> Kind:
@@ -207,7 +207,7 @@ class CudaDriver:
             raise Refused("cuMemDiscardBatchAsync", "CUDA_ERROR_NOT_FOUND", 500)
         if not spans:
             return
-        with self._on(0) as stream:
+        with self._on() as stream:
             _ask(self._cuda.cuMemDiscardBatchAsync, *self._batch(spans), 0, stream)
 
     def _batch(self, spans: Sequence[Span]) -> tuple[list[object], list[int], int]:
@@ -236,7 +236,7 @@ class CudaDriver:
     def _home_in(self, span: Span, attribute: str) -> Home | None:
         names, types = self._cuda.CUmem_range_attribute, self._cuda.CUmemLocationType
         wanted = [getattr(names, f"CU_MEM_RANGE_ATTRIBUTE_{attribute}_{part}") for part in ("TYPE", "ID")]
-        with self._on(0):
+        with self._on():
             where = _ask(self._cuda.cuMemRangeGetAttributes, [4, 4], wanted, 2, span.address, span.nbytes)
         kind, number = int(where[0]), int(where[1])
         if kind == types.CU_MEM_LOCATION_TYPE_DEVICE.value:
@@ -255,7 +255,7 @@ class CudaDriver:
 
     def _range_attribute(self, span: Span, attribute: str, room: int) -> Any:
         name = getattr(self._cuda.CUmem_range_attribute, f"CU_MEM_RANGE_ATTRIBUTE_{attribute}")
-        with self._on(0):
+        with self._on():
             return _ask(self._cuda.cuMemRangeGetAttribute, room, name, span.address, span.nbytes)
 
     def locate(self, addresses: Sequence[int]) -> list[int | None]:
@@ -277,25 +277,33 @@ class CudaDriver:
         if self.kind_of(span.address) is not Kind.DEVICE:
             return ctypes.string_at(span.address, span.nbytes)
         buffer = ctypes.create_string_buffer(span.nbytes)
-        with self._on(0):
+        with self._on():
             _ask(self._cuda.cuMemcpyDtoH, ctypes.addressof(buffer), span.address, span.nbytes)
         return buffer.raw
 
     def synchronize(self, device: int = 0) -> None:
-        with self._on(device) as stream:
-            _ask(self._cuda.cuStreamSynchronize, stream)
+        with self._lock:
+            others = [number for number in self._streams if number != device]
+        for number in (device, *others):  # by any of them something may have gone to the host
+            with self._on(number) as stream:
+                _ask(self._cuda.cuStreamSynchronize, stream)
 
     # ---- contexts and streams
 
     @contextmanager
-    def _on(self, device: int) -> Iterator[Any]:
-        """This thread works on that device, with our stream there, and afterwards on whatever it was before."""
+    def _on(self, device: int | None = None) -> Iterator[Any]:
+        """This thread works on that device, with our stream there, and afterwards on whatever it was before.
+
+        None: on any, for what all of them can do. It is one that was used before, because to use a GPU takes memory
+        of it.
+        """
         with self._lock:
-            if device not in self._contexts:
-                self._contexts[device] = _ask(self._cuda.cuDevicePrimaryCtxRetain, device)
-        _ask(self._cuda.cuCtxPushCurrent, self._contexts[device])
+            number = next(iter(self._contexts), 0) if device is None else device
+            if number not in self._contexts:
+                self._contexts[number] = _ask(self._cuda.cuDevicePrimaryCtxRetain, number)
+        _ask(self._cuda.cuCtxPushCurrent, self._contexts[number])
         try:
-            yield self._stream(device)
+            yield self._stream(number)
         finally:
             _ask(self._cuda.cuCtxPopCurrent)
 
@@ -307,9 +315,9 @@ class CudaDriver:
             return self._streams[device]
 
 
-def _device_of(home: Home) -> int:
+def _device_of(home: Home) -> int | None:
     """The device whose stream does the work: the host has none of its own."""
-    return home.device if isinstance(home, Gpu) else 0
+    return home.device if isinstance(home, Gpu) else None
 
 
 def _ask(function: Callable[..., Any], *arguments: object) -> Any:

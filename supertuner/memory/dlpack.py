@@ -66,18 +66,23 @@ class Header:
     It is raw memory on purpose: one that ends with the interpreter could end before the last tensor.
     """
 
-    def __init__(self, address: int, nbytes: int, device: torch.device) -> None:
+    def __init__(self, device: torch.device) -> None:
         raw = _function("PyMem_RawMalloc", ctypes.c_void_p, ctypes.c_size_t)(ctypes.sizeof(_Header))
         if not raw:
             raise MemoryError("no memory for a header of a hundred bytes")
         self._raw: int = raw
         header = _Header.from_address(raw)
         header.tensor = _Tensor(
-            address, DEVICE_TYPES[device.type], device.index or 0, 1, UNSIGNED, BITS, 1,
+            None, DEVICE_TYPES[device.type], device.index or 0, 1, UNSIGNED, BITS, 1,
             raw + _Header.length.offset, raw + _Header.stride.offset, 0,
         )  # fmt: skip
         header.context, header.deleter = None, None
-        header.length, header.stride = nbytes, 1
+        header.length, header.stride = 0, 1
+
+    def aim(self, address: int, nbytes: int) -> None:
+        """At this memory from now on; only when no tensor over the memory before is alive."""
+        header = _Header.from_address(self._raw)
+        header.tensor.address, header.length = address, nbytes
 
     def wrap(self) -> tuple[torch.Tensor, Wrapped]:
         """A new tensor of bytes over the memory, and what tells when it and its views are gone."""
@@ -86,7 +91,7 @@ class Header:
         return tensor, Wrapped(StorageWeakRef(tensor.untyped_storage()))  # type: ignore[no-untyped-call]
 
     def free(self) -> None:
-        """Only when no tensor over the memory is alive."""
+        """Only when no tensor over the memory is alive, and the last one ended on this thread."""
         _function("PyMem_RawFree", None, ctypes.c_void_p)(self._raw)
 
 

@@ -88,7 +88,8 @@ class Recall:
             known = _Known(weakref.ref(storage, self._remover(number)))
             self._known[number] = known
             if len(self._known) > self._most:
-                self._known.pop(next(iter(self._known)), None)
+                for oldest in list(self._known)[:1]:  # in one step: an entry may end meanwhile, in any thread
+                    self._known.pop(oldest, None)
         known.views[tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, ask.name] = hinted
 
     def _drop(self, touched: Sequence[Span], ask: Ask) -> None:

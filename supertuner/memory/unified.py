@@ -55,6 +55,9 @@ class Blocks:
     def __init__(self, driver: Driver, gpu: int, device: torch.device, limit_bytes: int) -> None:
         self._driver, self._gpu, self._device, self._limit = driver, gpu, device, limit_bytes
         self._idle: dict[int, list[Block]] = {}
+        self._headers: list[Header] = []
+        """Of blocks that went back to the driver. Kept: a thread on which the last tensor of a block ends looks at its
+        header a moment after the storage is expired."""
         self.held_bytes = 0
         """Of all blocks, lent and idle."""
 
@@ -76,7 +79,9 @@ class Blocks:
         except Refused as refused:
             return Outcome(Status.UNSUPPORTED if refused.unsupported else Status.REFUSED, str(refused))
         self.held_bytes += size
-        return Block(Span(address, size), Header(address, size, self._device))
+        header = self._headers.pop() if self._headers else Header(self._device)
+        header.aim(address, size)
+        return Block(Span(address, size), header)
 
     def give(self, block: Block) -> None:
         self._idle.setdefault(block.span.nbytes, []).append(block)
@@ -89,7 +94,7 @@ class Blocks:
 
     def _release(self, block: Block) -> None:
         self._driver.free(block.span.address)
-        block.header.free()
+        self._headers.append(block.header)
         self.held_bytes -= block.span.nbytes
 
 
@@ -143,8 +148,12 @@ class UnifiedBuffers:
             block = self._blocks.take(nbytes)
             if isinstance(block, Outcome):
                 return None, block
-            _write(block.span, offsets, tensors)
-            whole, wrapped = block.header.wrap()
+            try:
+                _write(block.span, offsets, tensors)
+                whole, wrapped = block.header.wrap()
+            except BaseException:
+                self._blocks.give(block)
+                raise
             self._lent.append(_Lent(block, wrapped))
         placed = [_view(whole, offset, tensor) for offset, tensor in zip(offsets, tensors, strict=True)]
         return placed, self._send(Span(block.span.address, nbytes))
@@ -169,15 +178,12 @@ class UnifiedBuffers:
         return Outcome(outcome.status, outcome.reason, used, outcome.touched)
 
     def _settle(self) -> None:
-        still: list[_Lent] = []
-        for lent in self._lent:
+        for lent in tuple(self._lent):
             if lent.passed is None and not lent.wrapped.alive:
                 lent.passed = self._fence()  # all that used it was queued before it ended, so before this moment
             if lent.passed is not None and lent.passed():
+                self._lent.remove(lent)  # at once: a later one may end in an error, and this one is lent no more
                 self._blocks.give(lent.block)
-            else:
-                still.append(lent)
-        self._lent = still
 
 
 def size_class(nbytes: int) -> int:
@@ -198,7 +204,8 @@ def _packed(tensors: Sequence[torch.Tensor]) -> tuple[list[int], int]:
 
 def _write(span: Span, offsets: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
     """Copy by the CPU, which may write managed memory wherever it is."""
-    header = Header(span.address, span.nbytes, torch.device("cpu"))
+    header = Header(torch.device("cpu"))
+    header.aim(span.address, span.nbytes)
     whole, wrapped = header.wrap()
     for offset, tensor in zip(offsets, tensors, strict=True):
         _view(whole, offset, tensor).copy_(tensor.detach())
@@ -212,7 +219,8 @@ def _view(whole: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    return type(tensor) is torch.Tensor and tensor.device.type == "cpu" and tensor.layout == torch.strided
+    plain = type(tensor) is torch.Tensor and tensor.device.type == "cpu" and tensor.layout == torch.strided
+    return plain and not tensor.is_quantized and not tensor.is_nested
 
 
 def _events(device: torch.device) -> Fence:

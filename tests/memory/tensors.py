@@ -42,7 +42,9 @@ class Memory:
 
     def tensor(self) -> torch.Tensor:
         """A new storage of bytes at this address. Never read: its values may not exist."""
-        return Header(self.span.address, self.span.nbytes, torch.device("cpu")).wrap()[0]
+        header = Header(torch.device("cpu"))
+        header.aim(self.span.address, self.span.nbytes)
+        return header.wrap()[0]
 
 
 def back(span: Span) -> None:

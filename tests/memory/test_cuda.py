@@ -306,3 +306,36 @@ def test_a_hundred_thousand_live_ranges_are_found_as_fast_as_ten(bench: FakeBenc
         bench.driver.free(address)
     assert slow < 5 * quick + 5e-6
     refuses("CUDA_ERROR_INVALID_VALUE", bench.driver.free, many[0])
+
+
+# ---- more than one GPU
+
+
+@on_fake("gh200", devices=2)
+def test_work_for_the_second_gpu_leaves_the_first_alone(bench: FakeBench) -> None:
+    """A context takes hundreds of megabytes of a GPU that another process trains on."""
+    driver = open_cuda()
+    assert isinstance(driver, CudaDriver)
+    span = Span(driver.allocate(Kind.MANAGED, BLOCK, 1), BLOCK)
+    driver.advise(span, Advice.PREFERRED_LOCATION, HOST)
+    assert driver.preferred(span) is HOST and driver.accessed_by(span) == () and not driver.read_mostly(span)
+    driver.prefetch([span], HOST)
+    driver.discard([span])
+    driver.synchronize(1)
+    assert len(driver.read(span)) == BLOCK
+    driver.free(span.address)
+    assert (bench.fake.calls("cuDevicePrimaryCtxRetain"), bench.fake.calls("cuStreamCreate")) == (1, 1)
+
+
+@on_fake("gh200", devices=2)
+def test_waiting_for_one_gpu_waits_for_what_was_begun_by_way_of_another(bench: FakeBench) -> None:
+    """The host has no stream of its own: what is sent home, or discarded, may be on any of ours."""
+    driver = open_cuda()
+    assert isinstance(driver, CudaDriver)
+    span = Span(driver.allocate(Kind.MANAGED, BLOCK, 1), BLOCK)
+    driver.free_bytes(0)
+    driver.prefetch([span], HOST)
+    waited = bench.fake.calls("cuStreamSynchronize")
+    driver.synchronize(0)
+    assert bench.fake.calls("cuStreamSynchronize") == waited + 2
+    driver.free(span.address)

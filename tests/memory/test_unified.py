@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from supertuner.memory import unified
 from supertuner.memory.driver import Gpu, Kind, Span
 from supertuner.memory.model_figures import Fault
 from supertuner.memory.outcomes import Outcome, Status
@@ -220,6 +222,74 @@ def test_a_batch_with_a_tensor_that_is_no_plain_memory_is_left_alone(bench: Fake
         placed, outcome = buffers.place([torch.ones(5), odd])
         assert placed is None and outcome.status is Status.UNSUPPORTED
     assert buffers.held_bytes == 0
+
+
+@on_fake()
+def test_a_tensor_of_another_make_is_left_alone(bench: FakeBench) -> None:
+    buffers = UnifiedBuffers(bench.driver, CPU)
+    for odd in odd_tensors():
+        placed, outcome = buffers.place([torch.ones(5), odd])
+        assert placed is None and outcome.status is Status.UNSUPPORTED, odd
+    assert buffers.held_bytes == 0
+
+
+def odd_tensors() -> list[torch.Tensor]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls both kinds old, and makes them all the same
+        quantised = torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)
+        return [quantised, torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])]
+
+
+@on_fake()
+def test_a_block_whose_batch_could_not_be_written_comes_again(bench: FakeBench) -> None:
+    buffers = UnifiedBuffers(bench.driver, CPU, limit_bytes=BLOCK_BYTES)
+    write = unified._write
+
+    def fails(*arguments: object) -> None:
+        raise MemoryError
+
+    unified._write = fails
+    try:
+        with pytest.raises(MemoryError):
+            buffers.place([torch.ones(5)])
+    finally:
+        unified._write = write
+    placed, _ = buffers.place([torch.ones(5)])
+    assert placed is not None, "the limit counts a block that nobody has"
+    del placed
+    buffers.close()
+    assert buffers.held_bytes == 0
+
+
+@on_fake()
+def test_an_error_of_the_gpu_while_blocks_are_settled_lends_none_of_them_twice(bench: FakeBench) -> None:
+    class Breaks(Gate):
+        def __call__(self) -> Callable[[], bool]:
+            super().__call__()
+            if self.marks == 2:
+                raise RuntimeError("an error of the GPU")
+            return lambda: True
+
+    buffers = UnifiedBuffers(bench.driver, CPU, fence=Breaks())
+    both = [buffers.place([torch.ones(5)])[0], buffers.place([torch.ones(5)])[0]]
+    both.clear()
+    with pytest.raises(RuntimeError, match="of the GPU"):
+        buffers.settle()
+    placed = [buffers.place([torch.full((5,), float(n))])[0] for n in range(3)]
+    assert [tensors[0].tolist() for tensors in placed if tensors] == [[float(n)] * 5 for n in range(3)]
+    placed.clear()
+    buffers.close()
+    assert buffers.held_bytes == 0
+
+
+def test_a_header_is_not_given_up_while_a_thread_may_still_look_at_it() -> None:
+    """A storage is expired a moment before torch looks for a deleter in the header, on whatever thread that is."""
+    blocks = Blocks(superchip(), 0, CPU, 4 * MIB)
+    first = taken(blocks, 4 * MIB)
+    blocks.give(first)
+    other = taken(blocks, 2 * MIB)  # the first block goes back to the driver for it
+    assert other.header is first.header
+    assert other.header.wrap()[0].shape == (2 * MIB,)
 
 
 @on_fake("no_uvm")
