@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from supertuner.core.host import Host
-from supertuner.core.types import GIB, MIB
+from supertuner.core.types import GIB, MIB, bytes_text
 from supertuner.memory.driver import Device
 from supertuner.memory.overflow import Limits
 from supertuner.memory.routing import OLDEST, version_of
@@ -70,7 +70,22 @@ def refusal(settings: Settings, facts: Facts, device: torch.device, below: Torch
         return f"there is no GPU {number} here ({facts.no_gpu_reason or 'the driver has fewer'}); {_TURN_OFF}"
     if host.memory_available() is None:
         return "the host's available memory cannot be read in /proc/meminfo, so no floor of it can be kept"
-    return _no_use_on(gpu, facts) or _no_use_below(below)
+    return _no_use_on(gpu, facts) or _no_use_below(below) or _no_room(settings, host)
+
+
+def _no_room(settings: Settings, host: Host) -> str | None:
+    floor, total = settings.host_floor_gb, host.memory_total()
+    if floor is None or total is None or floor * GIB < total:
+        return None
+    return f"host_floor_gb is {floor:g}, and the host has {bytes_text(total)}: nothing could ever spill; lower it"
+
+
+def doubt(settings: Settings, gpu_bytes: int) -> str | None:
+    """What can be had, and will surprise; None: nothing."""
+    reserve = settings.gpu_reserve_gb
+    if reserve is None or reserve * GIB < gpu_bytes:
+        return None
+    return f"gpu_reserve_gb is {reserve:g}, and the GPU has {bytes_text(gpu_bytes)}: every allocation will be managed"
 
 
 def _no_use_on(gpu: Device, facts: Facts) -> str | None:

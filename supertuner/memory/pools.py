@@ -22,7 +22,7 @@ from supertuner.core.events import Decided, Measured, Noted, Sink, Warned
 from supertuner.core.host import Host
 from supertuner.core.types import JSON, MIB, bytes_text
 from supertuner.memory import reclaiming, routing
-from supertuner.memory.admission import NAME, limits_of, numbered, refusal, torch_facts
+from supertuner.memory.admission import NAME, doubt, limits_of, numbered, refusal, torch_facts
 from supertuner.memory.driver import HOST, Driver, Missing, Refused
 from supertuner.memory.overflow import FREE, Limits, Overflow, OverflowStats, Pattern, alloc_name, built
 from supertuner.memory.probe import host_available_bytes
@@ -215,7 +215,10 @@ class Pools:
         spilled = (
             f"then managed memory ({self._settings.access_pattern}) up to {bytes_text(account.limit_bytes)} in all"
         )
-        gpu, host = bytes_text(account.reserve_bytes), bytes_text(limits.host_floor_bytes)
+        if (surprise := doubt(self._settings, account.total_bytes)) is not None:
+            self._sink.emit(Warned(NAME, surprise))
+        reserve = min(account.reserve_bytes, account.total_bytes)
+        gpu, host = bytes_text(reserve), bytes_text(limits.host_floor_bytes)
         kept = f"{gpu} of the GPU and {host} of the host stay free"
         patterns: dict[str, JSON] = {"all": self._current, **{name: of for name, of in self._patterns.items()}}
         value: dict[str, JSON] = {"oversubscription_ratio": limits.ratio, "patterns": patterns}

@@ -101,6 +101,9 @@ class MemoryEngine:
         account = self.pools.stats()
         if account.refused_host:
             return f"{less}; overflow is on, and the host is at its floor (memory.overflow.host_floor_gb)"
+        if account.refused_driver:
+            why = f"{account.last_call}: error {account.last_error}"
+            return f"{less}; overflow is on, and the driver gave it no more ({why})"
         return f"{less}, or raise memory.overflow.oversubscription_ratio" if account.refused_ratio else less
 
     def lines(self) -> list[str]:
@@ -108,7 +111,7 @@ class MemoryEngine:
         hints = [f"hint {line}" for line in self.tally.lines()] if self.enabled.on else [str(self.enabled)]
         if self.pools is None or self.account is None:
             return hints
-        return [*hints, _overflow_line(self.account, self.pools.stats())]
+        return [*hints, overflow_line(self.account, self.pools.stats())]
 
 
 @contextmanager
@@ -188,7 +191,7 @@ def _account(pools: Pools) -> Mapping[str, int | float | str]:
     return named(pools.stats())
 
 
-def _overflow_line(before: OverflowStats, now: OverflowStats) -> str:
+def overflow_line(before: OverflowStats, now: OverflowStats) -> str:
     """What overflowed since `before`. Peaks are the process's."""
     peaks = f"at most {bytes_text(now.device_peak_bytes)} of device memory"
     if now.managed_allocations == before.managed_allocations:
@@ -199,5 +202,6 @@ def _overflow_line(before: OverflowStats, now: OverflowStats) -> str:
     )
     spilled = f"{bytes_text(now.managed_peak_bytes)} managed"
     refused = f", {now.refusals - before.refusals} refusals" if now.refusals > before.refusals else ""
-    entered = now.entered - before.entered
-    return f"overflow: {peaks}, {spilled}; entered {entered} times, {light} light and {hard} hard reclamations{refused}"
+    times = now.entered - before.entered
+    began = "spilling began once" if times == 1 else f"spilling began {times} times"
+    return f"overflow: {peaks}, {spilled}; {began}, {light} light and {hard} hard reclamations{refused}"

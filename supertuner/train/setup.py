@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import xxhash
 
+from supertuner.config import alloc_conf
 from supertuner.config.tree import RunConfig
 from supertuner.core.errors import CheckpointError, TrainError
 from supertuner.core.events import Decided, Noted, Progress, Sink
@@ -109,7 +110,7 @@ def open_run(
             course=course,
             rules=Rules(
                 denoise=partial(family.denoise, model),
-                objective=Objective(family.prediction, weighting=config.objective.weighting),
+                objective=objective_of(config, family, model),
                 precision=precision,
                 max_grad_norm=config.train.max_grad_norm,
                 placing_state=partial(memory.placing, "state"),
@@ -138,13 +139,16 @@ def _begin(run: Run, begin: Loaded | None) -> None:
 
 def device_of(setting: str) -> torch.device:
     """Where to compute."""
-    if setting == "auto":
-        setting = "cuda" if torch.cuda.is_available() else "cpu"
+    name = setting if setting != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        device = torch.empty(1, device=torch.device(setting)).device  # with its number, as tensors will name it
+        device = torch.empty(1, device=torch.device(name)).device  # with its number, as tensors will name it
+    except ValueError as error:  # torch reads its allocator variables when CUDA starts, and says so of what is wrong
+        where = " or ".join(alloc_conf.VARIABLES)
+        raise TrainError(f"torch refuses its allocator settings: {str(error).splitlines()[0]} Mend {where}") from error
     except (RuntimeError, AssertionError) as error:  # torch says so where a device is unknown, absent or not built in
         reason = str(error).splitlines()[0]
-        raise TrainError(f'train.device is "{setting}", which cannot be used here: {reason}; use "auto"') from error
+        remedy = 'use "cpu", or see `supertuner doctor`' if setting == "auto" else 'use "auto"'
+        raise TrainError(f'train.device is "{setting}", and {name} cannot be used here: {reason}; {remedy}') from error
     return device
 
 
@@ -166,6 +170,12 @@ def _require_machinery(config: RunConfig, precision: Precision) -> None:
         probe(config.model.base_weights, precision.device, precision.dtype)
     if config.model.compile:
         try_compiler(precision.device)
+
+
+def objective_of(config: RunConfig, family: Family, model: Model) -> Objective:
+    """What the model learns, on the table that it was trained on if it has one."""
+    table = None if model.alphas_cumprod is None else torch.tensor(model.alphas_cumprod, dtype=torch.float32)
+    return Objective(model.prediction or family.prediction, table, weighting=config.objective.weighting)
 
 
 def law_of(config: RunConfig, family: Family, model: Model, shape: tuple[int, ...]) -> Law:

@@ -16,7 +16,7 @@ from supertuner.core.events import Silence
 from supertuner.core.host import Host
 from supertuner.core.types import GIB, MIB
 from supertuner.memory import overflow, pools
-from supertuner.memory.admission import TorchFacts, limits_of, refusal
+from supertuner.memory.admission import TorchFacts, doubt, limits_of, refusal
 from supertuner.memory.driver import Device, Kind, Missing, Span
 from supertuner.memory.probe import probe
 from supertuner.memory.reclaiming import Segment, Situation, cold_spans, hard_reason, light_reason, segments_of
@@ -54,10 +54,17 @@ def test_a_superchip_with_stock_torch_is_not_refused(gh200):
         (ON, CUDA, GH200, replace(STOCK, backend="cudaMallocAsync"), "runs on cudaMallocAsync, which has no pools"),
         (ON, CUDA, GH200, replace(STOCK, memory_fraction=0.9), "a memory fraction of 0.9 is set for torch"),
         (ON, CUDA, GH200, replace(STOCK, own_statistics=True), "this torch is patched and spills by itself"),
+        (Settings(enabled=True, host_floor_gb=9999), CUDA, GH200, STOCK, "host_floor_gb is 9999, and the host has"),
     ],
 )
 def test_what_speaks_against_overflow_is_said_with_the_remedy(gh200, settings, device, gpu, below, said):
     assert said in (refusal(settings, facts_of(gh200, gpu), device, below, gh200) or "")
+
+
+def test_a_reserve_of_the_whole_gpu_can_be_had_and_is_told():
+    assert doubt(ON, 96 * GIB) is doubt(Settings(enabled=True, gpu_reserve_gb=95), 96 * GIB) is None
+    told = doubt(Settings(enabled=True, gpu_reserve_gb=500), 96 * GIB)
+    assert told == "gpu_reserve_gb is 500, and the GPU has 96.0 GiB: every allocation will be managed"
 
 
 def test_one_pool_machines_are_refused_because_spilling_buys_nothing(tmp_path):

@@ -74,3 +74,19 @@ print([torch.cuda.mem_get_info(d)[1] - torch.cuda.mem_get_info(d)[0] for d in (0
     env = {**os.environ, "FAKECUDA_DEVICES": "2"}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == f"[0, {1 << 28}] cuda:0"
+
+
+def test_allocator_settings_that_torch_refuses_are_named_not_a_traceback() -> None:
+    code = """
+from supertuner.core.errors import TrainError
+from supertuner.train.setup import device_of
+try:
+    device_of("auto")
+except TrainError as error:
+    print(error)
+"""
+    env = {**os.environ, "PYTORCH_ALLOC_CONF": "no_such_key:1"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("torch refuses its allocator settings: Unrecognized key 'no_such_key'")
+    assert done.stdout.strip().endswith("Mend PYTORCH_CUDA_ALLOC_CONF or PYTORCH_ALLOC_CONF")

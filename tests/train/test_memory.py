@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -13,8 +15,10 @@ from supertuner.core.errors import MemoryEngineError
 from supertuner.core.events import Decided, Event, Measured, Warned
 from supertuner.core.host import Host
 from supertuner.memory.hints import gh200_uvm_enabled, set_uvm_hint_override
+from supertuner.memory.overflow import OverflowStats
+from supertuner.memory.pools import Pools
 from supertuner.step.batch import StepBatch
-from supertuner.train.memory import MemoryEngine, open_memory
+from supertuner.train.memory import MemoryEngine, open_memory, overflow_line
 from tests.train.runs import Parent, config
 
 CPU = torch.device("cpu")
@@ -33,6 +37,22 @@ def opened(tmp_path: Path, **blocks: object) -> tuple[Told, object]:
     file.write_text(json.dumps(blocks))
     told = Told()
     return told, open_memory(load(file).config, CPU, host=Host(), sink=told)
+
+
+def account(**counts: int | str) -> OverflowStats:
+    """The plugin's account with nothing in it but these."""
+    empty: dict[str, int | str] = {field.name: 0 for field in fields(OverflowStats)}
+    return OverflowStats(**{**empty, "last_call": "", **counts})  # type: ignore[arg-type]
+
+
+@dataclass
+class Account:
+    """Pools that have nothing but an account."""
+
+    said: OverflowStats
+
+    def stats(self) -> OverflowStats:
+        return self.said
 
 
 def test_hints_are_off_and_the_reason_is_told_once(tmp_path: Path) -> None:
@@ -95,6 +115,36 @@ def test_caches_and_batches_are_left_alone_without_hints(tmp_path: Path) -> None
         memory.about_to_use(StepBatch(torch.ones(1), torch.ones(1), torch.ones(1), {}, {}))
         assert memory.tally.lines() == []
         assert memory.remedy("lower train.batch_size") == "lower train.batch_size"
+
+
+@pytest.mark.parametrize(
+    ("counts", "said"),
+    [
+        ({"refused_ratio": 2}, "less, or raise memory.overflow.oversubscription_ratio"),
+        ({"refused_host": 2}, "less; overflow is on, and the host is at its floor (memory.overflow.host_floor_gb)"),
+        (
+            {"refused_driver": 2, "last_call": "cuMemAllocManaged", "last_error": 2},
+            "less; overflow is on, and the driver gave it no more (cuMemAllocManaged: error 2)",
+        ),
+        ({}, "less"),
+    ],
+)
+def test_where_memory_is_full_in_spite_of_overflow_the_reason_is_told(
+    tmp_path: Path, counts: dict[str, int | str], said: str
+) -> None:
+    _, engine = opened(tmp_path)
+    with engine as memory:
+        memory.pools = cast(Pools, Account(account(**counts)))
+        assert memory.remedy("less") == said
+
+
+def test_how_often_spilling_began_reads_well() -> None:
+    nothing = account()
+    once = account(managed_allocations=3, entered=1, device_peak_bytes=1 << 30, managed_peak_bytes=1 << 31)
+    line = "overflow: at most 1.0 GiB of device memory, 2.0 GiB managed; spilling began {}, 0 light and 0 hard"
+    assert overflow_line(nothing, once).startswith(line.format("once"))
+    assert overflow_line(nothing, replace(once, entered=2)).startswith(line.format("2 times"))
+    assert overflow_line(once, once) == "overflow: not needed; at most 1.0 GiB of device memory"
 
 
 def test_a_run_keeps_the_decision_and_ends_with_it(parent: Parent, tmp_path: Path) -> None:
