@@ -219,6 +219,8 @@ _process = _Process()
 
 def set_uvm_hint_override(value: bool | None) -> None:
     """Turn hints on or off over whatever the configuration says; None: as the configuration says."""
+    if value is not None and not isinstance(value, bool):  # "0" and "no" would both turn them on
+        raise TypeError(f"set_uvm_hint_override takes True, False or None, not {value!r}")
     _process.override, _process.enabled = value, None
 
 

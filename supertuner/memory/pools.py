@@ -22,7 +22,7 @@ from supertuner.core.events import Decided, Measured, Noted, Sink, Warned
 from supertuner.core.host import Host
 from supertuner.core.types import JSON, MIB, bytes_text
 from supertuner.memory import reclaiming, routing
-from supertuner.memory.admission import NAME, doubt, limits_of, numbered, refusal, torch_facts
+from supertuner.memory.admission import NAME, HostRoom, doubt, limits_of, numbered, refusal, torch_facts
 from supertuner.memory.driver import HOST, Driver, Missing, Refused
 from supertuner.memory.overflow import FREE, Limits, Overflow, OverflowStats, Pattern, alloc_name, built
 from supertuner.memory.probe import host_available_bytes
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 Class: TypeAlias = Literal["weights", "state"]
 
 RECLAIMED: Final = "memory.reclaimed"
+LIMITS_AGE_S: Final = 0.25
+"""How old the host's limits may be, which only Python can see all of: reading them takes a tenth of a millisecond."""
 LOOK_SHARE: Final = 0.01
 """Of a run's time, that looking through torch's segments may take: microseconds for each of them."""
 DISCARDS_SINCE: Final = 13000
@@ -87,6 +89,7 @@ class Pools:
     ) -> None:
         self._settings, self._facts, self._host, self._sink = settings, facts, host, sink
         self._driver, self._device, self._overflow = driver, device, overflow
+        self._room = HostRoom()
         self._limits = self._tell_limits(overflow.stats(device).managed_bytes)
         weights, state = settings.class_patterns.weights, settings.class_patterns.state
         self._patterns: dict[Class, Pattern] = {
@@ -98,7 +101,7 @@ class Pools:
         self._allocators = {pattern: CUDAPluggableAllocator(path, alloc_name(pattern), free) for pattern in used}
         self._pools = {pattern: self._new_pool(pattern) for pattern in used}
         self._current: Pattern = settings.access_pattern
-        self._steps = self._peak = self._told_managed = 0
+        self._steps = self._peak = 0
         self._refusals = overflow.stats(device).refusals
         self._light_at: int | None = None
         self._given_at_light = -1
@@ -126,6 +129,7 @@ class Pools:
     def placing(self, what: Class) -> Iterator[None]:
         """Allocations inside are of this class: the whole process's, where the whole process is routed."""
         before, pattern = self._current, self._patterns[what]
+        self._refresh_limits(self.stats())
         self._switch(pattern)
         try:
             yield
@@ -140,12 +144,10 @@ class Pools:
         self._steps += 1
         account = self.stats()
         refused, self._refusals = account.refusals > self._refusals, account.refusals
+        self._refresh_limits(account)
         began, idle = time.monotonic(), not account.managed_bytes and not self._retired
         if not refused and (idle or began < self._next_look_s):
             return Reclaimed()
-        if account.managed_bytes != self._told_managed:
-            self._told_managed = account.managed_bytes
-            self._tell_limits(account.managed_bytes)
         segments = self._segments()
         if self._retired:
             torch.cuda.empty_cache()  # segments of earlier pools, as far as their tensors are gone by now
@@ -177,9 +179,15 @@ class Pools:
     def _tell_limits(self, managed_bytes: int) -> Limits:
         """What the host has left changes while a run goes on; a container's share of it only Python can see."""
         available = host_available_bytes(self._facts, self._host)
-        limits = limits_of(self._settings, self._host, available=available, managed_bytes=managed_bytes)
+        room = None if available is None else self._room.seen(available, managed_bytes)
+        limits = limits_of(self._settings, self._host, room=room)
         self._overflow.configure(limits, self._device)
+        self._limits_until_s = time.monotonic() + LIMITS_AGE_S
         return limits
+
+    def _refresh_limits(self, account: OverflowStats) -> None:
+        if time.monotonic() >= self._limits_until_s:
+            self._tell_limits(account.managed_bytes)
 
     def _new_pool(self, pattern: Pattern) -> torch.cuda.MemPool:
         allocator: Any = self._allocators[pattern]
@@ -222,7 +230,7 @@ class Pools:
         kept = f"{gpu} of the GPU and {host} of the host stay free"
         patterns: dict[str, JSON] = {"all": self._current, **{name: of for name, of in self._patterns.items()}}
         value: dict[str, JSON] = {"oversubscription_ratio": limits.ratio, "patterns": patterns}
-        self._sink.emit(Decided(NAME, value, f"device memory first, {spilled}; {kept}; {route.how}"))
+        self._sink.emit(Decided(NAME, value, f"device memory first, {spilled}; {kept}; routed: {route.how}"))
         return route
 
     def _arrivals(self) -> int:

@@ -98,6 +98,9 @@ def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...] | NoAddress:
 
     if isinstance(tensor, FakeTensor):
         return NoAddress("a fake tensor has no memory")
+    given: object = tensor
+    if not isinstance(given, torch.Tensor):  # whoever passes a batch, or a tensor's name, reads it in the outcome
+        return NoAddress(f"{type(given).__name__} is no tensor; batches have functions of their own")
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         return _plain(tensor)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from supertuner.memory.driver import Missing
 from supertuner.memory.overflow import Overflow, OverflowStats, built
+
+if TYPE_CHECKING:
+    import torch
 
 NAMES = {
     "stage": "stage",
@@ -33,18 +38,23 @@ NAMES = {
 """A field of the plugin's account → its key after `uvm.`."""
 
 
-def stats(device: int = 0) -> dict[str, int | float | str]:
+def stats(device: int | str | torch.device = 0) -> dict[str, int | float | str]:
     """`torch.cuda.memory_stats(device)` and the `uvm.*` keys; stage 0 means that overflow was not used.
 
-    A torch that has such keys itself keeps them. Where the plugin was not built, there are none.
+    A device is named as torch's own function takes it; "cuda" is the current one. A torch that has such keys itself
+    keeps them. Where the plugin was not built, there are none.
     """
     import torch
 
-    own: dict[str, int | float | str] = dict(torch.cuda.memory_stats(device)) if torch.cuda.is_available() else {}
+    from supertuner.memory.admission import numbered
+
+    where = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    number = numbered(where).index
+    own: dict[str, int | float | str] = dict(torch.cuda.memory_stats(number)) if torch.cuda.is_available() else {}
     library = built()
     if isinstance(library, Missing):
         return own
-    return {**named(Overflow(library).stats(device)), **own}
+    return {**named(Overflow(library).stats(number)), **own}
 
 
 def named(account: OverflowStats) -> dict[str, int | float | str]:

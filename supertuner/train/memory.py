@@ -203,5 +203,6 @@ def overflow_line(before: OverflowStats, now: OverflowStats) -> str:
     spilled = f"{bytes_text(now.managed_peak_bytes)} managed"
     refused = f", {now.refusals - before.refusals} refusals" if now.refusals > before.refusals else ""
     times = now.entered - before.entered
-    began = "spilling began once" if times == 1 else f"spilling began {times} times"
+    often = {0: "already spilling at its start", 1: "spilling began once"}
+    began = often.get(times, f"spilling began {times} times")
     return f"overflow: {peaks}, {spilled}; {began}, {light} light and {hard} hard reclamations{refused}"

@@ -151,6 +151,13 @@ def test_the_override_has_the_last_word_until_it_is_taken_back(fresh: None) -> N
     assert hints.gh200_uvm_enabled()
 
 
+@pytest.mark.parametrize("value", ["0", "no", 0, 1])
+def test_an_override_that_is_no_truth_value_is_refused_and_changes_nothing(fresh: None, value: object) -> None:
+    with pytest.raises(TypeError, match=f"takes True, False or None, not {value!r}"):
+        hints.set_uvm_hint_override(value)  # type: ignore[arg-type]
+    assert hints.uvm_hint_override() is None
+
+
 def test_a_run_without_hints_is_believed_over_the_environment_until_it_is_over(silent: pytest.MonkeyPatch) -> None:
     silent.setenv("SIMPLETUNER_GH200_ENABLE_UVM_HINTS", "1")
     hints.use_hints(None, False, UNIFIED, YES)

@@ -120,6 +120,9 @@ def test_tensors_without_memory_say_why() -> None:
     }
     for reason, tensor in cases.items():
         assert parts_of(tensor) == NoAddress(reason)
+    for wrong in ("latents", None, [fake]):
+        told = NoAddress(f"{type(wrong).__name__} is no tensor; batches have functions of their own")
+        assert parts_of(wrong) == told  # type: ignore[arg-type]
 
 
 def test_a_wrapper_of_vmap_has_no_memory_of_its_own() -> None:

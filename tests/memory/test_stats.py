@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from supertuner import memory
 from supertuner.memory import overflow
@@ -29,6 +30,11 @@ def test_the_function_stays_a_function_after_its_module_is_imported():
     import supertuner.memory.stats  # noqa: F401
 
     assert callable(memory.stats)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("cuda", 0)])
+def test_a_device_is_named_as_torch_takes_it(device):
+    assert memory.stats(device).keys() == memory.stats(0).keys()
 
 
 @pytest.mark.skipif(NO_PLUGIN, reason="the plugin was not built")

@@ -144,6 +144,7 @@ def test_how_often_spilling_began_reads_well() -> None:
     line = "overflow: at most 1.0 GiB of device memory, 2.0 GiB managed; spilling began {}, 0 light and 0 hard"
     assert overflow_line(nothing, once).startswith(line.format("once"))
     assert overflow_line(nothing, replace(once, entered=2)).startswith(line.format("2 times"))
+    assert "; already spilling at its start, 0 light" in overflow_line(account(entered=1), once)
     assert overflow_line(once, once) == "overflow: not needed; at most 1.0 GiB of device memory"
 
 
