@@ -71,6 +71,13 @@ class Model:
 
     starts_from_frame: bool = False
     """A sample of it needs a first frame."""
+    told_framing: bool = False
+    """It is told how each picture was framed: `denoise` gets the condition `framing`, with a row for each sample of its
+    height and width as a file, what was cut off at its top and left, and its height and width in the batch."""
+    prediction: Prediction | None = None
+    """Where the models of a family differ in what they predict; None: what the family says."""
+    alphas_cumprod: tuple[float, ...] | None = None
+    """The table that a model of epsilon or v was trained on: DDPM's ᾱ_t, from the first timestep to the last."""
 
     def config(self, part: str, key: str) -> object:
         """One entry of a part's config, which must be there."""

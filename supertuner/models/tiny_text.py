@@ -9,6 +9,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import (
     CLIPTextConfig,
     CLIPTextModel,
+    CLIPTextModelWithProjection,
     PreTrainedTokenizerFast,
     T5Config,
     T5EncoderModel,
@@ -68,7 +69,16 @@ def byte_tokenizer(longest: int = 77) -> PreTrainedTokenizerFast:
 
 
 def clip_encoder(tokenizer: PreTrainedTokenizerFast, width: int, layers: int) -> CLIPTextModel:
-    config = CLIPTextConfig(
+    return CLIPTextModel(_clip_config(tokenizer, width, layers)).eval()
+
+
+def projecting_clip_encoder(tokenizer: PreTrainedTokenizerFast, width: int, layers: int) -> CLIPTextModelWithProjection:
+    """Like `clip_encoder`, with a projection behind its summary of a caption."""
+    return CLIPTextModelWithProjection(_clip_config(tokenizer, width, layers)).eval()
+
+
+def _clip_config(tokenizer: PreTrainedTokenizerFast, width: int, layers: int) -> CLIPTextConfig:
+    return CLIPTextConfig(
         vocab_size=len(tokenizer),
         hidden_size=width,
         intermediate_size=2 * width,
@@ -80,7 +90,6 @@ def clip_encoder(tokenizer: PreTrainedTokenizerFast, width: int, layers: int) ->
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    return CLIPTextModel(config).eval()
 
 
 def umt5_encoder(pieces: int, width: int, layers: int) -> UMT5EncoderModel:

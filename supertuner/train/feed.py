@@ -36,6 +36,8 @@ class Encoded(Protocol):
 
     def texts(self, micro: MicroBatch, /) -> list[Tensors]: ...
 
+    def framing(self, micro: MicroBatch, /) -> torch.Tensor: ...
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Maker:
@@ -54,6 +56,8 @@ class Maker:
     def make(self, micro: MicroBatch, expert: Expert) -> StepBatch:
         fields = dict(self.encoded.latents(micro))
         latents = fields.pop("latents")
+        if self.model.told_framing:
+            fields["framing"] = self.encoded.framing(micro)
         shape = tuple(latents.shape[1:])
         positions = micro.draws.position.tolist()
         law = self.law_of(shape)

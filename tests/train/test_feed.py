@@ -57,7 +57,8 @@ def maker(sizes: tuple[int, ...], batch_size: int, encoded: Any) -> Maker:
     samples = SimpleNamespace(id="d", key=str)
     corpus: Any = SimpleNamespace(order=order, parts=(SimpleNamespace(samples=samples),), seed=3)
     family: Any = SimpleNamespace(pad_text=lambda model, texts: {"embeds": torch.stack([t["embeds"] for t in texts])})
-    return Maker(corpus, encoded, family, None, lambda shape: Law("logit_normal"), 3, None)  # type: ignore[arg-type]
+    model: Any = SimpleNamespace(told_framing=False)
+    return Maker(corpus, encoded, family, model, lambda shape: Law("logit_normal"), 3, None)
 
 
 def course(ramp: Ramp, total: int) -> Course:

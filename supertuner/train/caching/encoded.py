@@ -17,6 +17,7 @@ from supertuner.cache.rotation import Rotation
 from supertuner.config.tree import RunConfig
 from supertuner.core.events import Progress, Sink
 from supertuner.core.host import Host
+from supertuner.data.batching.framing import framing_of
 from supertuner.data.corpus import Corpus
 from supertuner.data.ordering.order import Draws
 from supertuner.data.ordering.windows import MicroBatch
@@ -80,6 +81,17 @@ class Encoded:
             else:
                 found.append(self._fresh_text(draws.take(slice(row, row + 1))))
         return found
+
+    def framing(self, micro: MicroBatch) -> torch.Tensor:
+        """For each sample how `latents` show it: a row of `Framing` in fp32."""
+        draws, corpus = micro.draws, self._corpus
+        rows = []
+        for group, sample, turn in zip(draws.group.tolist(), draws.sample.tolist(), draws.cycle.tolist(), strict=True):
+            dataset = corpus.order.groups[group].dataset
+            treatment = self._needs.treatments[dataset]
+            kept = turn % treatment.media_turns if treatment.media is How.CACHED else turn
+            rows.append(framing_of(corpus.seed, corpus.parts[dataset], sample, kept, micro.bucket))
+        return torch.tensor(rows, dtype=torch.float32)
 
     def _how(self, group: int) -> How:
         return self._needs.treatments[self._corpus.order.groups[group].dataset].media
