@@ -112,10 +112,29 @@ def _no_use_below(below: TorchFacts) -> str | None:
     return None
 
 
-def limits_of(settings: Settings, host: Host, *, available: int | None, managed_bytes: int = 0) -> Limits:
+class HostRoom:
+    """What the host could hold of managed memory if all of it were sent home, from what is available now and then.
+
+    It is no more than what is available and what was handed out, together: that sees what others take. And no more
+    than what was available when less was handed out: that sees what was handed out and is not in the host yet. The
+    plugin has the same rule for what it can see itself.
+    """
+
+    def __init__(self) -> None:
+        self._most: int | None = None
+
+    def seen(self, available: int, managed_bytes: int) -> int:
+        """The room, when `managed_bytes` live and the host has so much `available` beside them."""
+        if self._most is None:
+            self._most = available + managed_bytes  # where the first of them are, nobody knows
+        self._most = max(self._most, available) if managed_bytes else available
+        return min(self._most, available + managed_bytes)
+
+
+def limits_of(settings: Settings, host: Host, *, room: int | None) -> Limits:
     """The plugin's limits.
 
-    `managed_bytes` live already: what the host has `available` is left beside them. That is without free GPU memory,
+    `room`: what the host, or this process's container, could hold of managed memory. That is without free GPU memory,
     which the kernel of a superchip counts among the host's.
     """
     total = host.memory_total() or 0
@@ -125,6 +144,6 @@ def limits_of(settings: Settings, host: Host, *, available: int | None, managed_
         gpu_reserve_bytes=None if settings.gpu_reserve_gb is None else int(settings.gpu_reserve_gb * GIB),
         host_floor_bytes=int(floor),
         host_reserve_bytes=min(4 * GIB, max(256 * MIB, total // 64)),
-        host_cap_bytes=None if available is None else available + managed_bytes,
+        host_cap_bytes=room,
         meminfo=host.root / "proc/meminfo",
     )

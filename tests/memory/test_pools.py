@@ -16,7 +16,7 @@ from supertuner.core.events import Silence
 from supertuner.core.host import Host
 from supertuner.core.types import GIB, MIB
 from supertuner.memory import overflow, pools
-from supertuner.memory.admission import TorchFacts, doubt, limits_of, refusal
+from supertuner.memory.admission import HostRoom, TorchFacts, doubt, limits_of, refusal
 from supertuner.memory.driver import Device, Kind, Missing, Span
 from supertuner.memory.probe import probe
 from supertuner.memory.reclaiming import Segment, Situation, cold_spans, hard_reason, light_reason, segments_of
@@ -92,14 +92,25 @@ def test_a_plugin_that_was_not_built_is_an_error_that_says_how_to_build_it(gh200
 
 def test_limits_are_the_settings_and_shares_of_the_machine_where_they_say_nothing(tmp_path):
     host = folder_host(tmp_path, {"proc/meminfo": meminfo(MemTotal=480 << 20, MemAvailable=400 << 20)})
-    plain = limits_of(ON, host, available=host.memory_available())
+    plain = limits_of(ON, host, room=host.memory_available())
     assert (plain.ratio, plain.gpu_reserve_bytes, plain.host_floor_bytes) == (5.0, None, 48 * GIB)
     assert (plain.host_reserve_bytes, plain.host_cap_bytes) == (4 * GIB, 400 * GIB)
     assert plain.meminfo == tmp_path / "proc/meminfo"
     asked = Settings(enabled=True, oversubscription_ratio=2.5, gpu_reserve_gb=1.5, host_floor_gb=0.0)
-    told = limits_of(asked, host, available=310 * GIB, managed_bytes=30 * GIB)
+    told = limits_of(asked, host, room=340 * GIB)
     assert (told.ratio, told.gpu_reserve_bytes, told.host_floor_bytes) == (2.5, int(1.5 * GIB), 0)
-    assert told.host_cap_bytes == 340 * GIB, "what we hold of it already is ours to send home"
+    assert told.host_cap_bytes == 340 * GIB
+
+
+def test_what_is_handed_out_is_ours_to_send_home_and_counts_once():
+    room = HostRoom()
+    assert room.seen(100, 30) == 130, "where memory of an earlier session is, nobody knows"
+    assert room.seen(90, 0) == 90
+    assert room.seen(90, 40) == 90, "handed out, and not in the host yet"
+    assert room.seen(50, 40) == 90, "it is in the host now"
+    assert room.seen(30, 40) == 70, "others took of it"
+    assert room.seen(95, 40) == 95, "others gave back"
+    assert room.seen(60, 0) == 60
 
 
 def test_a_containers_limit_caps_what_the_host_could_hold(tmp_path):
@@ -110,7 +121,7 @@ def test_a_containers_limit_caps_what_the_host_could_hold(tmp_path):
         "sys/fs/cgroup/job/memory.current": f"{40 * GIB}\n",
     }
     host = folder_host(tmp_path, files)
-    told = limits_of(ON, host, available=host.memory_available(), managed_bytes=10 * GIB)
+    told = limits_of(ON, host, room=HostRoom().seen(host.memory_available() or 0, 10 * GIB))
     assert (told.host_cap_bytes, told.host_floor_bytes) == (70 * GIB, 10 * GIB)
 
 
