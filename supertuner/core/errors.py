@@ -2,6 +2,7 @@
 
     SuperTunerError                 anything that ends a command with a message instead of a traceback
     ├── ConfigError                 the configuration; carries every problem found in one pass (exit code 2)
+    ├── OptionError                 an option of a command (exit code 2, as for options that the parser refuses)
     ├── RunFolderError              a run folder that is in use, or holds another run
     ├── SourceError                 a dataset's files as a whole: no such folder, nothing in it, unreadable metadata
     ├── StageError                  a dataset could not be staged
@@ -58,6 +59,10 @@ class ConfigError(SuperTunerError):
         count = f"{len(self.problems)} error" + ("s" if len(self.problems) != 1 else "")
         lines = [f"config error in {source}", *(f"  {p}" for p in self.problems), f"{count}; nothing was started"]
         super().__init__("\n".join(lines))
+
+
+class OptionError(SuperTunerError):
+    exit_code = 2
 
 
 class RunFolderError(SuperTunerError):

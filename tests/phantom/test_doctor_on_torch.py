@@ -33,6 +33,13 @@ def test_a_stock_cuda_build_is_recognised_and_the_memory_below_it_tried(tmp_path
     assert found["allocation"]["figures"] == "stand-in"
 
 
+def test_keys_that_torch_does_not_know_are_told_and_others_are_not(tmp_path: Path) -> None:
+    given = "backend:cudaMallocAsync,no_such_key:1,max_split_size_mb:64"
+    found = examined(tmp_path, "--skip-allocation", PYTORCH_ALLOC_CONF=given)
+    assert found["torch"]["refuses"] == ["no_such_key"] and found["torch"]["sees"] == 1
+    assert [c["mark"] for c in found["checks"] if c["name"] == "allocator settings"] == ["bad"]
+
+
 def test_the_key_that_the_doctor_calls_a_trap_is_one(tmp_path: Path) -> None:
     trap = {"PYTORCH_CUDA_ALLOC_CONF": "use_uvm:True"}
     done = child("import torch; torch.zeros(1, device='cuda')", tmp_path, **trap)

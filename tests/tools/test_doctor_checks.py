@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from supertuner.core.errors import SuperTunerError
+from supertuner.core.errors import OptionError
 from supertuner.core.types import GIB, KIB, MIB
 from supertuner.memory.driver import Missing
 from supertuner.tools.doctor.allocation_plan import Declined
@@ -240,9 +240,10 @@ def test_what_nobody_knows_is_not_met(tmp_path: Path) -> None:
 
 
 def test_an_unknown_requirement_is_refused_with_the_list() -> None:
-    with pytest.raises(SuperTunerError, match="'managed,atz': atz is not one of gpu, known-machine, managed"):
+    with pytest.raises(OptionError, match="'managed,atz': atz is not one of gpu, known-machine, managed") as refused:
         required("managed,atz")
-    with pytest.raises(SuperTunerError, match="nothing is not one of"):
+    assert refused.value.exit_code == 2, "a mistake in the options, not a requirement that is not met"
+    with pytest.raises(OptionError, match="names nothing; it takes gpu, known-machine"):
         required(" , ")
     assert required("ATS, managed,ats") == ("ats", "managed")
 
@@ -280,6 +281,21 @@ def test_without_unicode_the_marks_are_plain() -> None:
 def test_the_summary_counts_what_was_shown(tmp_path: Path) -> None:
     checks = all_checks(without_gpu(tmp_path))
     assert summary(checks).startswith(f"{len(shown(checks))} checks: ")
+
+
+def test_a_gpu_that_torch_sees_and_we_do_not_is_a_fault_with_its_remedy(tmp_path: Path) -> None:
+    found = check(without_gpu(tmp_path, torch=STOCK), "GPU")
+    assert found.mark is Mark.BAD and "torch sees 1, and we see none: no NVIDIA driver" in found.finding
+    assert "`pip install -e .`" in found.remedy
+
+
+def test_allocator_settings_that_this_torch_does_not_know_are_bad(tmp_path: Path) -> None:
+    given = {"PYTORCH_ALLOC_CONF": "no_such_key:1,max_split_size_mb:64"}
+    found = check(
+        situation(tmp_path, environ=given, torch=replace(STOCK, refuses=("no_such_key",))), "allocator settings"
+    )
+    assert found.mark is Mark.BAD and found.finding.startswith("torch knows no no_such_key, and stops")
+    assert found.remedy == "mend it, or `unset PYTORCH_ALLOC_CONF`"
 
 
 # ---- torch, asked in a child

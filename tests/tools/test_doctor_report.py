@@ -126,6 +126,10 @@ def test_a_missing_folder_and_what_is_no_file_are_refused(tmp_path: Path) -> Non
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(SuperTunerError, match="is not a file"):
         report.place_for(tmp_path / "pipe", overwrite=True)
+    (tmp_path / "stdout").symlink_to(tmp_path / "pipe")
+    for standard_output in (tmp_path / "stdout", Path("-")):
+        with pytest.raises(SuperTunerError, match="use --json to have the report on standard output"):
+            report.place_for(standard_output, overwrite=True)
 
 
 def test_a_link_stays_a_link_and_its_target_gets_the_report(tmp_path: Path) -> None:

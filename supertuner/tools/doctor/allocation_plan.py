@@ -73,11 +73,11 @@ def plan(room: Room, scale: float) -> Plan | Declined:
         return Declined("this GPU has no managed memory: there is nothing that could go beyond its own")
     asked = int(scale * room.gpu_bytes)
     most, why, remedy = _most(room)
-    nbytes, limited = asked, ""
-    if asked > most:
-        nbytes, limited = most, f"{bytes_text(most)} instead of {bytes_text(asked)}: {why}"
+    nbytes, limited = min(asked, most), ""
     block = _block(nbytes)
     nbytes -= nbytes % block
+    if asked > most:
+        limited = f"{bytes_text(nbytes)} instead of {bytes_text(asked)}: {why}"
     if nbytes < 2 * block:
         return Declined(f"there is no room for a test: {limited or f'{bytes_text(asked)} is too little to try'}")
     link = 0 if room.one_pool else _rounded(min(LINK_BYTES, room.gpu_free // 4, _spare(room) // 2, nbytes))

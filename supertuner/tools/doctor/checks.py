@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from supertuner.core.errors import SuperTunerError
+from supertuner.core.errors import OptionError
 from supertuner.memory.driver import Missing
 from supertuner.tools.doctor.allocation import Trial
 from supertuner.tools.doctor.allocation_plan import Declined
@@ -105,9 +105,8 @@ def required(text: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(name.strip().lower() for name in text.split(",") if name.strip()))
     unknown = [name for name in names if name not in REQUIREMENTS]
     if unknown or not names:
-        raise SuperTunerError(
-            f"--require {text!r}: {', '.join(unknown) or 'nothing'} is not one of {', '.join(REQUIREMENTS)}"
-        )
+        what = f"{', '.join(unknown)} is not one of" if unknown else "names nothing; it takes"
+        raise OptionError(f"--require {text!r}: {what} {', '.join(REQUIREMENTS)}")
     return names
 
 

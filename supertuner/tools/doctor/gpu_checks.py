@@ -24,9 +24,7 @@ def gpu_checks(situation: Situation) -> Iterator[Check]:
         reason = situation.facts.no_gpu_reason or "the driver names no GPU"
         if situation.visible is not None:
             reason += f"; CUDA_VISIBLE_DEVICES is {situation.visible!r}, which may hide it"
-        yield absent(
-            GROUP, "GPU", f"none: {reason}", "where one should be, `nvidia-smi` tells whether the system sees it"
-        )
+        yield hidden(situation, reason)
         for name in ("driver", *(name for name, _ in ABILITIES)):
             yield replace(absent(GROUP, name, "no GPU"), needs_gpu=True)
         return
@@ -34,6 +32,15 @@ def gpu_checks(situation: Situation) -> Iterator[Check]:
     yield driver(situation)
     for name, judge in ABILITIES:
         yield replace(judge(gpus[0].device, situation), name=name, needs_gpu=True)
+
+
+def hidden(situation: Situation, reason: str) -> Check:
+    """No GPU for us. Where torch has one, that is a fault of the installation, not of the machine."""
+    if situation.torch.sees:
+        finding = f"torch sees {situation.torch.sees}, and we see none: {reason}"
+        remedy = "`pip install -e .` in SuperTuner's folder installs what it needs; `nvidia-smi` tells of the driver"
+        return bad(GROUP, "GPU", finding, remedy)
+    return absent(GROUP, "GPU", f"none: {reason}", "where one should be, `nvidia-smi` tells whether the system sees it")
 
 
 def machine(situation: Situation) -> Check:

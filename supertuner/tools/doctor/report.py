@@ -172,12 +172,12 @@ def text_of(report: Mapping[str, JSON]) -> bytes:
 def place_for(path: Path, overwrite: bool) -> Path:
     """The file to write, found good before anything is tested; a link is followed, so that it stays one."""
     target = Path(os.path.realpath(path))
-    if not target.parent.is_dir():
-        raise SuperTunerError(f"--report {path}: {target.parent} is not a folder; make it first, or name another file")
-    if target.exists() and not target.is_file():
+    if path == Path("-") or (path.exists() and not path.is_file()):
         raise SuperTunerError(
             f"--report {path}: is not a file; name one, or use --json to have the report on standard output"
         )
+    if not target.parent.is_dir():
+        raise SuperTunerError(f"--report {path}: {target.parent} is not a folder; make it first, or name another file")
     if target.exists() and not overwrite and not is_ours(target):
         raise SuperTunerError(
             f"{path} exists and is no report of `supertuner doctor`; name another with --report, or give --overwrite"

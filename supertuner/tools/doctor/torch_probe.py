@@ -3,7 +3,8 @@
 A patched torch is told from a stock one by its parser: the child hands the text `use_uvm:True` to torch's own reader of
 allocator settings. A stock CUDA build refuses the key, a patched one takes it. Nothing is initialised by that, no
 context is made, and what the child has set ends with it. A CPU build takes any text, and so may a reader that checks
-nothing: a key that nobody can know is tried first, and where that one passes the answer is "unknown".
+nothing: a key that nobody can know is tried first, and where that one passes the answer is "unknown". The same reader
+tells which keys of this environment's allocator variables torch does not know: a run would end with the first of them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
+
+from supertuner.config import alloc_conf
 
 TIMEOUT_S: Final = 120.0
 ALLOCATOR_VARIABLES: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
@@ -27,19 +30,24 @@ except Exception as error:  # whatever it is, it is the answer
     print(json.dumps({"problem": f"{type(error).__name__}: {error}"}))
     sys.exit()
 
-def accepts(settings):
+def refusal(settings):
     try:
         reader = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
         (reader or torch.cuda.memory._set_allocator_settings)(settings)
-    except (ValueError, RuntimeError):
-        return False
-    return True
+    except (ValueError, RuntimeError) as error:
+        return str(error) or "refused"
+    return ""
+
+def accepts(settings):
+    return not refusal(settings)
 
 found = {"version": str(torch.__version__), "cuda": torch.version.cuda, "hip": torch.version.hip}
 found["file"] = torch.__file__
 if found["cuda"] is not None:
     found["sees"] = torch.cuda.device_count()
     found["patched"] = None if accepts("supertuner_no_such_key:True") else accepts("use_uvm:True")
+    # Other refusals may be due to the moment: a backend, say, is chosen before the first line of this.
+    found["refuses"] = [key for key, written in json.loads(sys.argv[1]) if "Unrecognized key" in refusal(written)]
 print(json.dumps(found))
 """
 
@@ -56,6 +64,8 @@ class TorchFacts:
     """GPUs that it finds; None in a build without CUDA."""
     patched: bool | None = None
     """Whether its allocator knows the seeds' `use_uvm`."""
+    refuses: tuple[str, ...] = ()
+    """Keys in its allocator variables that it does not know; the seeds' are not asked about here."""
     file: str | None = None
     problem: str | None = None
     """Why nothing of this is known."""
@@ -63,10 +73,12 @@ class TorchFacts:
 
 def probe_torch(environ: Mapping[str, str], python: str = sys.executable, timeout_s: float = TIMEOUT_S) -> TorchFacts:
     """Ask the torch that `python` would import in this environment."""
+    given = [one for name in ALLOCATOR_VARIABLES for one in alloc_conf.entries(environ.get(name, "")) if not one.ours]
+    asked = json.dumps([(one.key, one.written) for one in given])
     clean = {name: value for name, value in environ.items() if name not in ALLOCATOR_VARIABLES}
     try:
         done = subprocess.run(
-            [python, "-W", "ignore", "-c", ASK],
+            [python, "-W", "ignore", "-c", ASK, asked],
             env=clean,
             capture_output=True,
             text=True,
@@ -89,4 +101,4 @@ def answer(out: str, err: str, code: int) -> TorchFacts:
         last = err.strip().splitlines()[-1:] or ["it said nothing"]
         return TorchFacts(problem=f"importing it ended with code {code}: {last[0]}")
     known = {name: found[name] for name in TorchFacts.__slots__ if name in found}
-    return TorchFacts(**known)
+    return TorchFacts(**{**known, "refuses": tuple(found.get("refuses", ()))})
