@@ -104,6 +104,7 @@ class Pools:
         self._steps = self._peak = 0
         self._refusals = overflow.stats(device).refusals
         self._light_at: int | None = None
+        self._light_from = 0
         self._given_at_light = -1
         self._next_look_s = 0.0
         self._hard_at: int | None = None
@@ -289,7 +290,7 @@ class Pools:
 
     def _light(self, now: reclaiming.Situation) -> int:
         reason = reclaiming.light_reason(now)
-        if reason is None or isinstance(self._driver, Missing):
+        if reason is None or isinstance(self._driver, Missing) or self._steps < self._light_from:
             return 0
         with self._nothing_taken():
             spans = reclaiming.cold_spans(self._segments(), self._page_bytes())
@@ -303,6 +304,7 @@ class Pools:
                     self._driver.prefetch(spans, HOST)
                 self._driver.synchronize(self._device)
             except Refused as refused:
+                self._light_from = self._steps + reclaiming.LIGHT_EVERY_STEPS  # it would say so again at every step
                 self._sink.emit(Warned(NAME, f"{bytes_text(nbytes)} could not be taken back: {refused}"))
                 return 0
         self._overflow.reclaimed(light=1, device=self._device)

@@ -135,8 +135,9 @@ def _private(name: str) -> Any:
 
 
 def begin_call() -> object | None:
-    """Torch's private function, if it is there."""
-    return getattr(torch._C, "_cuda_beginAllocateToPool", None)
+    """Torch's private function, if it is there, and those that undo it."""
+    undone = hasattr(torch._C, "_cuda_endAllocateToPool") and hasattr(torch._C, "_cuda_releasePool")
+    return getattr(torch._C, "_cuda_beginAllocateToPool", None) if undone else None
 
 
 def _words(version: tuple[int, int]) -> str:

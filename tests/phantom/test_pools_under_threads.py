@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from supertuner.core.events import Warned
 from supertuner.memory import routing
 from supertuner.memory.cuda import CudaDriver
-from supertuner.memory.driver import Span
+from supertuner.memory.driver import Refused, Span
 from supertuner.memory.overflow import Overflow, built
 from tests.phantom.test_overflow_on_torch import (  # noqa: F401 - `bench` is a fixture
     GIB,
@@ -68,6 +69,30 @@ def test_memory_that_another_thread_takes_meanwhile_is_not_discarded(bench: Benc
     driver.taken.clear()
     gigabytes(1)
     pools.between_steps()
+
+
+class Refuses:
+    """The driver, but it discards nothing."""
+
+    def __init__(self, driver: CudaDriver) -> None:
+        self._driver = driver
+
+    def discard(self, spans: Sequence[Span]) -> None:
+        raise Refused("cuMemDiscardBatchAsync", "CUDA_ERROR_NOT_SUPPORTED", 801)
+
+    def __getattr__(self, verb: str) -> object:
+        return getattr(self._driver, verb)
+
+
+def test_a_driver_that_discards_nothing_says_so_seldom_and_leaves_allocations_routed(bench: Bench) -> None:  # noqa: F811
+    pools = bench.open(driver=Refuses(the_driver()))
+    tensors = beyond_the_gpu(bench)
+    del tensors[-3:]
+    for _ in range(20):
+        assert pools.between_steps().light_bytes == 0
+        assert kind_of(gigabytes(1)) is not None
+        pools._next_look_s = 0.0  # as if time had passed
+    assert len(bench.sink.of(Warned)) == 1
 
 
 def test_no_allocation_slips_past_the_plugin_while_the_class_changes(bench: Bench) -> None:  # noqa: F811
