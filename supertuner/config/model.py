@@ -18,7 +18,7 @@ Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_len
 
 
 class ModelSettings(Block):
-    family: Literal["wan2.2", "flux"] | None = None
+    family: Literal["wan2.2", "flux", "qwen-image"] | None = None
     """Which family of models; training needs it."""
     path: Annotated[str | None, Field(min_length=1, json_schema_extra=_MODEL)] = None
     """A folder with a diffusers pipeline, a name on the Hugging Face hub, or "tiny": a random model of a few hundred
@@ -48,16 +48,18 @@ class ModelSettings(Block):
     def contradictions(self) -> Iterator[Remark]:
         if self.path is not None and self.family is None:
             yield Remark("family", "is missing: path names a model, and its family says how it is trained", ("path",))
-        if self.family == "flux" and self.experts != "all":
-            yield Remark(
-                "experts", f'"{self.experts}" is not there: a model of family "flux" has one denoiser', ("family",)
-            )
-        if self.family == "flux" and self.single_file_low_noise is not None:
-            message = 'is not there: a model of family "flux" has one denoiser; its weights come from single_file'
-            yield Remark("single_file_low_noise", message, ("family",))
+        alone = f'is not there: a model of family "{self.family}" has one denoiser'
+        if self._has_one_denoiser and self.experts != "all":
+            yield Remark("experts", f'"{self.experts}" {alone}', ("family",))
+        if self._has_one_denoiser and self.single_file_low_noise is not None:
+            yield Remark("single_file_low_noise", f"{alone}; its weights come from single_file", ("family",))
+
+    @property
+    def _has_one_denoiser(self) -> bool:
+        return self.family not in (None, "wan2.2")
 
     def doubts(self) -> Iterator[Remark]:
-        if "switch_boundary_every" in self.model_fields_set and (self.family == "flux" or self.experts != "all"):
+        if "switch_boundary_every" in self.model_fields_set and (self._has_one_denoiser or self.experts != "all"):
             yield Remark(
                 "switch_boundary_every", "has no effect: one expert is trained, so there is nothing to switch to"
             )

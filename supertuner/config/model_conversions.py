@@ -17,20 +17,23 @@ LATER = "is not trained here yet, so no model is set; datasets can be staged and
 
 SIMPLETUNER_FAMILIES = _words(
     "ace_step auraflow chroma cosmos2image deepfloyd flux2 hidream hunyuanvideo kandinsky5-image kandinsky5-video "
-    "kolors legacy longcat_image longcat_video ltxvideo ltxvideo2 lumina2 omnigen pixart_sigma qwen_image sana "
+    "kolors legacy longcat_image longcat_video ltxvideo ltxvideo2 lumina2 omnigen pixart_sigma sana "
     "sanavideo sd1x sd2x sd3 sdxl wan_s2v z_image"
 )
 """Families of SimpleTuner that are not trained here."""
+SIMPLETUNER_TRAINED = {"flux": "flux", "qwen_image": "qwen-image", "wan": "wan2.2"}
+"""Families of SimpleTuner, and ours."""
 ARCHITECTURES = {
     "wan22_14b": "wan2.2",
     "wan22_14b_i2v": "wan2.2",
     "wan22_5b": "wan2.2",
     "wan21": "wan2.2",  # its text-to-video is one expert of the same kind
     "flux": "flux",
+    "qwen_image": "qwen-image",
 }
 OTHER_ARCHITECTURES = _words(
     "auraflow chroma flex1 flex2 flux2 flux_kontext hidream hidream_e1 lumina2 omnigen2 pixart pixart_sigma "
-    "qwen_image qwen_image_edit qwen_image_edit_plus sd1 sd2 sd3 sdxl ssd vega wan21_i2v zimage"
+    "qwen_image_edit qwen_image_edit_plus sd1 sd2 sd3 sdxl ssd vega wan21_i2v zimage"
 )
 """Architectures of ai-toolkit that are not trained here."""
 WAN_FLAVOURS = {
@@ -40,15 +43,23 @@ WAN_FLAVOURS = {
     "t2v-480p-1.3b-2.1": ("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", "all"),
     "t2v-480p-14b-2.1": ("Wan-AI/Wan2.1-T2V-14B-Diffusers", "all"),
 }
-OTHER_FLAVOURS = ("i2v-14b-2.1", "i2v-480p", "i2v-720p", "flf2v", "vace", "kontext")
+OTHER_FLAVOURS = ("i2v-14b-2.1", "i2v-480p", "i2v-720p", "flf2v", "vace", "kontext", "edit")
 """How flavours begin that are not trained here."""
-UNSAID = {"wan": "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", "flux": "black-forest-labs/FLUX.1-dev"}
-"""What SimpleTuner trains of a family when neither flavour nor path is given."""
-FLUX_FLAVOURS = {
-    "dev": "black-forest-labs/FLUX.1-dev",
-    "schnell": "black-forest-labs/FLUX.1-schnell",
-    "krea": "black-forest-labs/FLUX.1-Krea-dev",
+UNSAID = {
+    "wan": "Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
+    "flux": "black-forest-labs/FLUX.1-dev",
+    "qwen_image": "Qwen/Qwen-Image",
 }
+"""What SimpleTuner trains of a family when neither flavour nor path is given."""
+FLAVOURS = {
+    "flux": {
+        "dev": "black-forest-labs/FLUX.1-dev",
+        "schnell": "black-forest-labs/FLUX.1-schnell",
+        "krea": "black-forest-labs/FLUX.1-Krea-dev",
+    },
+    "qwen-image": {"v1.0": "Qwen/Qwen-Image"},
+}
+"""Of models with one expert, by our family."""
 ATTENTION = {
     "diffusers": "native",
     "xformers": "xformers",
@@ -69,8 +80,9 @@ def family(value: JSON, block: Mapping[str, JSON]) -> Sequence[Outcome]:
     """SimpleTuner's `model_family`."""
     if value in SIMPLETUNER_FAMILIES:
         return [Said(f"{shown(value)} {LATER}")]
-    if value not in ("flux", "wan"):
-        return [No(f'{shown(value)} is not a family that is known here; trained are "flux" and "wan"')]
+    if value not in tuple(SIMPLETUNER_TRAINED):
+        trained = ", ".join(map(shown, SIMPLETUNER_TRAINED))
+        return [No(f"{shown(value)} is not a family that is known here; trained are {trained}")]
     name = simpletuner_family(block)
     if name is None:
         return [Said(f"this flavour of {shown(value)} {LATER}")]
@@ -85,7 +97,7 @@ def simpletuner_family(block: Mapping[str, JSON]) -> str | None:
     flavour = str(beside(block, "model_flavour") or "").lower()
     if flavour.startswith(OTHER_FLAVOURS):
         return None
-    return {"flux": "flux", "wan": "wan2.2"}.get(str(beside(block, "model_family")))
+    return SIMPLETUNER_TRAINED.get(str(beside(block, "model_family")))
 
 
 def path(value: JSON, block: Mapping[str, JSON]) -> Sequence[Outcome]:
@@ -105,8 +117,8 @@ def flavour(value: JSON, block: Mapping[str, JSON]) -> Sequence[Outcome]:
     if name is None:
         return [Said("has no effect: its model_family is not trained here yet")]
     word = str(value).lower()
-    if name == "flux" and word in FLUX_FLAVOURS:
-        return [Put("model.path", FLUX_FLAVOURS[word], weak=True)]
+    if word in FLAVOURS.get(name, {}):
+        return [Put("model.path", FLAVOURS[name][word], weak=True)]
     if name == "wan2.2" and word in WAN_FLAVOURS:
         model, experts = WAN_FLAVOURS[word]
         return [Put("model.path", model, weak=True), Put("model.experts", experts, weak=True)]

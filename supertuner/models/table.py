@@ -12,11 +12,13 @@ from supertuner.models.spec import Family
 
 MODELS: Final[Mapping[str, str]] = {
     "flux": "supertuner.models.flux:FAMILY",
+    "qwen-image": "supertuner.models.qwen_image:FAMILY",
     "wan2.2": "supertuner.models.wan22:FAMILY",
 }
 
 PIPELINES: Final[Mapping[str, str]] = {
     "FluxPipeline": "flux",
+    "QwenImagePipeline": "qwen-image",
     "WanImageToVideoPipeline": "wan2.2",
     "WanPipeline": "wan2.2",
 }

@@ -99,6 +99,10 @@ WAN22 = {"model_family": "wan", "model_flavour": "i2v-14b-2.2-high"}
             {"model.family": "flux", "model.path": "black-forest-labs/FLUX.1-schnell"},
         ),
         (
+            {"model_family": "qwen_image", "model_flavour": "v1.0"},
+            {"model.family": "qwen-image", "model.path": "Qwen/Qwen-Image"},
+        ),
+        (
             {"model_family": "wan", "model_type": "full"},
             {
                 "model.family": "wan2.2",
@@ -330,7 +334,7 @@ def test_two_experts_of_which_none_is_trained_are_refused(refuse):
     assert all("there is nothing to train" in problem for problem in problems)
 
 
-@pytest.mark.parametrize("arch", ["qwen_image", "wan21_i2v:14b", "flux_kontext"])
+@pytest.mark.parametrize("arch", ["hidream", "wan21_i2v:14b", "flux_kontext"])
 def test_an_architecture_that_is_not_trained_here_is_said_and_not_loaded(load_text, arch):
     loaded = load_text({"model": {"arch": arch, "name_or_path": "a/b"}})
     assert (loaded.config.model.family, loaded.config.model.path) == (None, None)

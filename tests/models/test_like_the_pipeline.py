@@ -15,6 +15,8 @@ from supertuner.models.spec import Tensors
 from tests.models.pipelines import Written
 from tests.models.test_family_contract import CPU, media, wanted
 
+PACKED = ("flux", "qwen-image")
+"""Families whose pipelines give the denoiser tokens, and levels from 0 to 1."""
 PROMPT = "a  red circle &amp; a “blue” square"
 
 
@@ -57,8 +59,20 @@ def run(pipeline: Any, written: Written, steps: int, first_frame: np.ndarray[Any
         width=shape[-1],
         num_inference_steps=steps,
         generator=torch.Generator().manual_seed(3),
-        **({"guidance_scale": 1.0} | options),
+        **guidance(written, {"guidance_scale": 1.0} | options),
     )
+
+
+def is_qwen(written: Written) -> bool:
+    return written.case.family.startswith("qwen-image")
+
+
+def guidance(written: Written, options: dict[str, Any]) -> dict[str, Any]:
+    """Qwen-Image calls it otherwise, and has none without a negative prompt."""
+    if not is_qwen(written):
+        return options
+    scale = options.pop("guidance_scale")
+    return options | {"true_cfg_scale": scale, "negative_prompt": "" if scale > 1 else None}
 
 
 def ours(written: Written, video: torch.Tensor) -> tuple[Tensors, Tensors]:
@@ -70,10 +84,11 @@ def ours(written: Written, video: torch.Tensor) -> tuple[Tensors, Tensors]:
 
 def unpacked(written: Written, hidden: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Latents and prediction in our layout, out of what the pipeline gave and got."""
-    if written.case.family == "flux":
+    if written.case.family in PACKED:
         _, height, width = written.case.shape
         unpack = DiffusionPipeline.from_pretrained(written.folder)._unpack_latents
-        return unpack(hidden, height, width, 8), unpack(output, height, width, 8)
+        both = unpack(hidden, height, width, 8), unpack(output, height, width, 8)
+        return both if written.case.family == "flux" else (both[0][:, :, 0], both[1][:, :, 0])
     return hidden[:, : output.shape[1]], output
 
 
@@ -86,7 +101,7 @@ def test_a_prediction_equals_the_one_inside_the_pipeline(written: Written, loade
     assert {part for part, _, _ in captured.calls} == {expert.part for expert in written.model.experts}
     for part, inputs, output in captured.calls:
         expert = next(expert for expert in written.model.experts if expert.part == part)
-        level = inputs["timestep"].flatten()[:1].double() / (1 if written.case.family == "flux" else 1000)
+        level = inputs["timestep"].flatten()[:1].double() / (1 if written.case.family in PACKED else 1000)
         assert expert.low <= level.item() < expert.high or level.item() == expert.high == 1.0
         latents, expected = unpacked(written, inputs["hidden_states"], output)
         module = written.family.denoiser(written.model, expert, torch.float32)
@@ -99,13 +114,13 @@ def test_inputs_equal_those_inside_the_pipeline_to_the_bit(written: Written, loa
     video = media(written.case.shape, 1)
     first_frame = (video[0] if video.ndim == 4 else video[0, :, 0]).permute(1, 2, 0).contiguous().numpy()
     captured = Captured(loaded, ["transformer"])
-    run(loaded, written, 1, first_frame)
+    run(loaded, written, 2, first_frame)
     _, theirs, _ = captured.calls[0]
     text, conditions = ours(written, video)
     latents, _ = unpacked(written, theirs["hidden_states"], captured.calls[0][2])
     module = written.family.denoiser(written.model, written.model.experts[0], torch.float32)
     mine = Captured(_Holder(module), ["transformer"])
-    level = theirs["timestep"].flatten()[:1].float() / (1 if written.case.family == "flux" else 1000)
+    level = theirs["timestep"].flatten()[:1].float() / (1 if written.case.family in PACKED else 1000)
     with torch.no_grad():
         written.family.denoise(written.model, module, latents, level, text, conditions)
     _, given, _ = mine.calls[0]
@@ -139,7 +154,10 @@ def test_latents_are_what_the_pipeline_would_decode(written: Written, loaded: An
     latents = written.family.media_encoder(written.model, CPU).encode(video)["latents"]
     config = loaded.vae.config
     with torch.no_grad():
-        mode = loaded.vae.encode(video.float() / 255 * 2 - 1).latent_dist.mode()
+        pixels = video.float() / 255 * 2 - 1
+        mode = loaded.vae.encode(pixels[:, :, None] if is_qwen(written) else pixels).latent_dist.mode()
+    if is_qwen(written):
+        latents = latents[:, :, None]
     if written.case.family == "flux":
         undone = latents / config.scaling_factor + config.shift_factor
     else:

@@ -56,6 +56,7 @@ WAYS = {
     "int8 base": {"model": {"base_weights": "int8", "experts": "high_noise"}, "train": {"mixed_precision": "bf16"}},
     "low noise only": {"model": {"experts": "low_noise"}},
     "flux": {"model": {"family": "flux", "switch_boundary_every": 1}},
+    "qwen-image": {"model": {"family": "qwen-image", "switch_boundary_every": 1}, "adapter": {"targets": "all_linear"}},
     "no caches": {"cache_config": {"vae_cache_type": "none", "text_cache_type": "none"}},
     "caches on disk": {"cache_config": {"vae_cache_type": "disk", "text_cache_type": "disk"}},
 }
@@ -66,7 +67,7 @@ def changes(way: str) -> dict[str, dict[str, object]]:
     both = {block: dict(values) for block, values in SHORT.items()}
     for block, values in WAYS[way].items():
         both[block] = {**both.get(block, {}), **values}
-    if way == "full" or way == "flux":
+    if way in ("full", "flux", "qwen-image"):
         both.setdefault("adapter", {}).setdefault("dropout", 0.0)
     return both
 
