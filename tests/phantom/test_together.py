@@ -91,7 +91,7 @@ def test_a_run_whose_gpu_memory_overflows_trains_on_and_says_so(tmp_path: Path) 
     done = trained_on_a_small_gpu(file, 64 * MIB)
     assert done.returncode == 0, done.stderr
     assert "trained 4 steps" in done.stdout
-    assert " managed; entered " in done.stdout and "refusals" not in done.stdout
+    assert " managed; spilling began " in done.stdout and "refusals" not in done.stdout
 
 
 def test_a_run_that_reaches_the_ratio_ends_in_words_and_is_told_what_to_do(tmp_path: Path) -> None:
