@@ -213,10 +213,16 @@ def _differences(path: Path, config: KeptConfig) -> tuple[str, ...]:
             [
                 f"{path} holds another run, begun {people_time(str(run.get('begun')))}; its settings differ:",
                 *shown,
-                "give this run another run.name, or move that folder away",
+                f"give this run another run.name{_from_there(path)}, or move that folder away",
             ]
         )
     )
+
+
+def _from_there(path: Path) -> str:
+    """How another run goes on where this one is, if it got as far as a checkpoint."""
+    newest = max((path / "checkpoints").glob("step-*"), default=None)
+    return "" if newest is None else f" (with --resume {newest} it goes on from there)"
 
 
 def _has_results(path: Path) -> bool:

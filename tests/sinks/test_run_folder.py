@@ -135,6 +135,16 @@ def test_a_run_of_which_nothing_came_takes_other_settings_and_says_which(tmp_pat
         RunFolder(tmp_path / "run", "cats", config(seed=0))
 
 
+def test_a_refusal_names_the_checkpoint_that_another_run_goes_on_from(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "run", "cats", config(seed=0)):
+        for step in (50, 100):
+            (tmp_path / "run" / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
+    with pytest.raises(
+        RunFolderError, match=r"another run\.name \(with --resume .*step-00000100 it goes on from there"
+    ):
+        RunFolder(tmp_path / "run", "cats", config(seed=7))
+
+
 def test_after_a_refusal_the_run_itself_can_be_opened(tmp_path: Path) -> None:
     with RunFolder(tmp_path / "run", "cats", config(seed=0)):
         (tmp_path / "run" / "losses.jsonl").write_text("{}\n")
