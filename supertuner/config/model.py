@@ -99,11 +99,27 @@ class ObjectiveSettings(Block):
     shift: Annotated[float, Field(gt=0, le=1000)] | Literal["auto"] | None = None
     """Noise levels are moved towards noise, s·t / (1 + (s - 1)·t): by this factor, by one that grows with the number of
     tokens ("auto"), or (unset) as the family's own scheduler says."""
-    weighting: Literal["none", "sigma_sqrt", "cosmap"] = "none"
-    """Weight of a sample's loss by its noise level."""
+    weighting: Literal["none", "sigma_sqrt", "cosmap", "min_snr", "debiased"] = "none"
+    """Weight of a sample's loss by its noise level; "min_snr" and "debiased" by its signal-to-noise ratio."""
+    snr_gamma: Annotated[float, Field(gt=0)] = 5.0
+    """min_snr: the signal-to-noise ratio above which clean samples count less and less."""
+    flow_snr: Literal["none", "path"] = "none"
+    """min_snr and debiased with a model of flow matching: all noise levels count the same, or by the signal-to-noise
+    ratio of the path from noise to sample, ((1 - l) / l)²."""
+    loss: Literal["mse", "huber"] = "mse"
+    """What an error costs: its square, or (pseudo-Huber) its square while it is small and its size where it is
+    large."""
+    huber_delta: Annotated[float, Field(gt=0)] = 0.1
+    """huber: the error around which the square ends."""
 
     def doubts(self) -> Iterator[Remark]:
         if self.timesteps == "uniform":
             for name in ("logit_mean", "logit_std"):
                 if name in self.model_fields_set:
                     yield Remark(name, 'has an effect only with timesteps: "logit_normal"')
+        if "snr_gamma" in self.model_fields_set and self.weighting != "min_snr":
+            yield Remark("snr_gamma", 'has an effect only with weighting: "min_snr"')
+        if "flow_snr" in self.model_fields_set and self.weighting not in ("min_snr", "debiased"):
+            yield Remark("flow_snr", 'has an effect only with weighting: "min_snr" or "debiased"')
+        if "huber_delta" in self.model_fields_set and self.loss != "huber":
+            yield Remark("huber_delta", 'has an effect only with loss: "huber"')

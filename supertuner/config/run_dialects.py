@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from supertuner.config import conversions as to_ours
+from supertuner.config import loss_conversions as loss
 from supertuner.config import model_conversions as model
 from supertuner.config import train_conversions as train
 from supertuner.config.conversions import by_table, positive_or_unset, to, unless_null
@@ -16,7 +17,7 @@ NO_TEXT_TRAINING = "has no effect: text encoders are not trained"
 NO_OFFLOAD = "has no effect yet: weights are not sent to host memory by plan; memory.overflow lets them spill there"
 BY_ITSELF = "has no effect: the trainer chooses this by itself"
 BY_FAMILY = "has no effect: the family's own objective and sampler are used"
-NO_LOSS = "has no effect: the loss is the mean squared error, weighted by objective.weighting"
+NO_LOSS = "has no effect: the loss is objective.loss of the model's target, weighted by objective.weighting"
 NO_CURVE = "has no effect: it belongs to a schedule that is not available"
 NO_OPTIONS = "has no effect: an optimizer's further options are not settings here"
 NOT_UPLOADED = "has no effect: nothing is uploaded, and no other service is told"
@@ -73,6 +74,10 @@ SIMPLETUNER_ROWS = (
             "flow_schedule_auto_shift": model.if_true("objective.shift", "auto"),
             "flow_use_uniform_schedule": model.if_true("objective.timesteps", "uniform"),
             "flow_sigmoid_scale": to("objective.logit_std"),
+            "snr_gamma": loss.min_snr,
+            "loss_type": loss.simpletuner_loss,
+            "huber_c": loss.huber_delta,
+            "huber_schedule": loss.huber_schedule,
         },
     ),
     *rows(
@@ -109,7 +114,6 @@ SIMPLETUNER_ROWS = (
     *without_effect(SIMPLETUNER, NO_START, "init_lora"),
     *without_effect(SIMPLETUNER, ONE_EXPORT, "lora_format"),
     *without_effect(SIMPLETUNER, BY_FAMILY, "refiner_training fuse_qkv_projections noise_offset"),
-    *without_effect(SIMPLETUNER, NO_LOSS, "snr_gamma"),
     *without_effect(SIMPLETUNER, NO_TEXT_TRAINING, "train_text_encoder"),
     *without_effect(SIMPLETUNER, NO_CURVE, "lr_end lr_num_cycles lr_power"),
     *without_effect(SIMPLETUNER, NO_OPTIONS, "optimizer_config"),
@@ -159,6 +163,9 @@ AI_TOOLKIT_ROWS = (
             "train.cache_text_embeddings": to_ours.cache_to("text", "unified_memory"),
             "train.switch_boundary_every": to("model.switch_boundary_every"),
             "train.timestep_type": model.timestep_type,
+            "train.snr_gamma": loss.fixed_snr,
+            "train.min_snr_gamma": loss.min_snr,
+            "train.loss_type": loss.ai_toolkit_loss,
             "train.ema_config": train.no_ema_block,
             "train.ema_config.use_ema": train.use_ema(0.999),
             "train.ema_config.ema_decay": train.ema_decay(on_unless_said=True),
@@ -246,9 +253,7 @@ AI_TOOLKIT_ROWS = (
         "bypass_guidance_embedding noise_multiplier weight_jitter",
         "train",
     ),
-    *without_effect(
-        AI_TOOLKIT, NO_LOSS, "snr_gamma min_snr_gamma loss_type loss_target diff_output_preservation", "train"
-    ),
+    *without_effect(AI_TOOLKIT, NO_LOSS, "loss_target diff_output_preservation", "train"),
     *without_effect(
         AI_TOOLKIT,
         "has no effect: what is trained is said by adapter, and text encoders are not",

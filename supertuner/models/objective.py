@@ -1,4 +1,4 @@
-"""What a denoiser learns: noise levels and their law, the noisy input, the target, the loss. Pure.
+"""What a denoiser learns: noise levels and their law, the noisy input, the target. Pure.
 
     Lipman et al. 2023    Flow Matching for Generative Modeling, arXiv 2210.02747
     Esser et al. 2024     Scaling Rectified Flow Transformers (SD3), arXiv 2403.03206
@@ -25,7 +25,7 @@ import xxhash
 from supertuner.core.errors import ModelError
 
 Prediction: TypeAlias = Literal["flow", "epsilon", "v"]
-Weighting: TypeAlias = Literal["none", "sigma_sqrt", "cosmap"]
+Weighting: TypeAlias = Literal["none", "sigma_sqrt", "cosmap", "min_snr", "debiased"]
 
 LOWEST = 2.0**-20
 """No level is below this: the level 0 has nothing to learn from."""
@@ -54,6 +54,10 @@ class Objective:
     alphas_cumprod: torch.Tensor | None = None
     """The schedule of a model that predicts epsilon or v: DDPM's ᾱ_t for t = 0 … T-1. Flow needs none."""
     weighting: Weighting = "none"
+    snr_gamma: float = 5.0
+    """min_snr: the signal-to-noise ratio from which on a clean sample counts no more."""
+    huber_delta: float | None = None
+    """The loss is pseudo-Huber, which is a square up to about this error; None: it is a square."""
 
     def __post_init__(self) -> None:
         assert (self.alphas_cumprod is None) == (self.prediction == "flow"), "epsilon and v have a table, flow has none"
@@ -171,7 +175,7 @@ def _hashed(purpose: bytes, seed: int, position: int) -> int:
     return xxhash.xxh3_64_intdigest(struct.pack("<8sqq", purpose, seed, position))
 
 
-# ── input, target, loss ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── input and target ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def add_noise(clean: torch.Tensor, noise: torch.Tensor, levels: torch.Tensor, objective: Objective) -> torch.Tensor:
@@ -193,25 +197,6 @@ def target(clean: torch.Tensor, noise: torch.Tensor, levels: torch.Tensor, objec
         return noise
     alpha, sigma = _coefficients(clean, levels, objective)
     return alpha * noise - sigma * clean
-
-
-def weight(levels: torch.Tensor, weighting: Weighting) -> torch.Tensor:
-    """What a sample's loss counts, one number per level.
-
-    cosmap      2 / (π - 2π·l + 2π·l²), the density of Esser et al., eq. 21
-    sigma_sqrt  l⁻², as trainers of SD3 name it; levels below 1/1000, the first step of its schedule, count like that
-    """
-    if weighting == "none":
-        return torch.ones_like(levels)
-    if weighting == "cosmap":
-        return 2 / (math.pi * (1 - 2 * levels + 2 * levels**2))
-    return levels.clamp(min=1e-3) ** -2
-
-
-def per_sample_loss(prediction: torch.Tensor, wanted: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Mean square of each sample's error, times its weight: fp32, one number per sample."""
-    error = prediction.float() - wanted.float()
-    return error.square().flatten(1).mean(1) * weights.float()
 
 
 def timestep_index(levels: torch.Tensor, count: int) -> torch.Tensor:

@@ -18,8 +18,9 @@ import torch
 from torch import nn
 
 from supertuner.core.errors import TrainError
-from supertuner.models.objective import Objective, add_noise, per_sample_loss, target, weight
+from supertuner.models.objective import Objective, add_noise, target
 from supertuner.models.spec import Expert, Tensors
+from supertuner.models.weighting import per_sample_loss, weight
 from supertuner.optim.ema import Ema
 from supertuner.optim.table import Optimizer
 from supertuner.step.batch import StepBatch
@@ -130,13 +131,13 @@ def held_out_loss(trainee: Trainee, batches: Iterable[StepBatch], rules: Rules) 
 
 
 def sample_losses(module: nn.Module, batch: StepBatch, rules: Rules) -> torch.Tensor:
-    """One forward pass: the weighted mean square error of each sample, in fp32."""
+    """One forward pass: the weighted mean error of each sample, in fp32."""
     clean, noise, levels = batch.latents, batch.noise, batch.levels
     noisy = add_noise(clean, noise, levels, rules.objective)
     with rules.precision.autocast():
         prediction = rules.denoise(module, noisy, levels, dict(batch.text), dict(batch.conditions))
     wanted = target(clean, noise, levels, rules.objective)
-    return per_sample_loss(prediction, wanted, weight(levels, rules.objective.weighting))
+    return per_sample_loss(prediction, wanted, weight(levels, rules.objective), rules.objective)
 
 
 def prepare(module: nn.Module, checkpointing: bool) -> None:

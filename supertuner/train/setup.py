@@ -18,7 +18,7 @@ from supertuner.core.events import Decided, Noted, Progress, Sink
 from supertuner.core.host import Host
 from supertuner.data.corpus import Corpus
 from supertuner.data.opened import open_corpus, portion
-from supertuner.models import adapters, loading
+from supertuner.models import adapters, loading, weighting
 from supertuner.models.attention import require_backend, use_backend
 from supertuner.models.compiled import compile_blocks, try_compiler
 from supertuner.models.fingerprint import fingerprint
@@ -110,7 +110,7 @@ def open_run(
             course=course,
             rules=Rules(
                 denoise=partial(family.denoise, model),
-                objective=objective_of(config, family, model),
+                objective=objective_of(config, family, model, sink),
                 precision=precision,
                 max_grad_norm=config.train.max_grad_norm,
                 placing_state=partial(memory.placing, "state"),
@@ -172,10 +172,13 @@ def _require_machinery(config: RunConfig, precision: Precision) -> None:
         try_compiler(precision.device)
 
 
-def objective_of(config: RunConfig, family: Family, model: Model) -> Objective:
+def objective_of(config: RunConfig, family: Family, model: Model, sink: Sink) -> Objective:
     """What the model learns, on the table that it was trained on if it has one."""
     table = None if model.alphas_cumprod is None else torch.tensor(model.alphas_cumprod, dtype=torch.float32)
-    return Objective(model.prediction or family.prediction, table, weighting=config.objective.weighting)
+    objective = weighting.counted(config.objective, model.prediction or family.prediction, table)
+    for decision in weighting.told(config.objective, objective):
+        sink.emit(decision)
+    return objective
 
 
 def law_of(config: RunConfig, family: Family, model: Model, shape: tuple[int, ...]) -> Law:

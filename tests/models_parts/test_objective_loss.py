@@ -1,4 +1,4 @@
-"""Noise by position, the noisy input, the target and the loss, against closed forms and diffusers' own schedulers."""
+"""Noise by position, the noisy input and the target, against closed forms and diffusers' own schedulers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import sys
 import pytest
 import torch
 from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler
-from diffusers.training_utils import compute_loss_weighting_for_sd3
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,12 +18,10 @@ from supertuner.models.objective import (
     Prediction,
     add_noise,
     noise_seed,
-    per_sample_loss,
     sample_noise,
     sample_uniform,
     target,
     timestep_index,
-    weight,
 )
 
 POSITIONS = st.integers(0, 2**31)
@@ -85,34 +82,6 @@ def test_every_timestep_is_the_row_of_its_own_level(timestep: int) -> None:
     levels = torch.tensor([timestep / 1000 + 1e-4, (timestep + 1) / 1000 - 1e-4], dtype=torch.float32)
     assert timestep_index(levels, 1000).tolist() == [timestep, timestep]
     assert timestep_index(torch.tensor([1.0]), 1000).tolist() == [999]
-
-
-def test_weights_are_those_of_the_published_training() -> None:
-    levels = torch.linspace(0.001, 1, 50)
-    for name in ("cosmap", "sigma_sqrt", "none"):
-        torch.testing.assert_close(weight(levels, name), compute_loss_weighting_for_sd3(name, levels))  # type: ignore[arg-type]
-
-
-def test_cosmap_is_a_density() -> None:
-    """∫ 2 / (π - 2πl + 2πl²) dl over [0, 1] is 1, so the mean loss keeps its scale."""
-    middles = (torch.arange(10_000, dtype=torch.float64) + 0.5) / 10_000
-    assert weight(middles, "cosmap").mean().item() == pytest.approx(1, abs=1e-8)
-
-
-def test_no_level_makes_an_infinite_weight() -> None:
-    assert weight(torch.tensor([0.0, 1e-6]), "sigma_sqrt").tolist() == pytest.approx([1e6, 1e6])
-
-
-def test_a_samples_loss_is_the_weighted_mean_square_of_its_own_error() -> None:
-    wanted = torch.zeros(2, 3, 4)
-    said = torch.stack([torch.full((3, 4), 2.0), torch.full((3, 4), 3.0)])
-    assert per_sample_loss(said, wanted, torch.tensor([1.0, 0.5])).tolist() == [4.0, 4.5]
-
-
-def test_the_loss_is_computed_in_fp32_from_half_precision_predictions() -> None:
-    """Squared in fp16, 300 would overflow."""
-    loss = per_sample_loss(torch.full((1, 2), 300.0, dtype=torch.float16), torch.zeros(1, 2), torch.ones(1))
-    assert loss.dtype == torch.float32 and loss.item() == 90_000
 
 
 def test_an_objective_without_its_schedule_is_a_programming_mistake() -> None:
