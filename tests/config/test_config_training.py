@@ -56,6 +56,9 @@ def test_what_cannot_be_trained_is_refused_with_place_value_and_remedy(refuse, t
         ({"model": {**WAN, "attention": "sage"}}, "model.attention", "computes no gradient"),
         ({"adapter": {"type": "full", "rank": 4}}, "adapter.rank", 'only with type: "lora"'),
         ({"objective": {"timesteps": "uniform", "logit_std": 2}}, "objective.logit_std", "only with timesteps"),
+        ({"objective": {"snr_gamma": 5}}, "objective.snr_gamma", "only with weighting"),
+        ({"objective": {"flow_snr": "path"}}, "objective.flow_snr", "only with weighting"),
+        ({"objective": {"huber_delta": 1}}, "objective.huber_delta", "only with loss"),
         (
             {"optimizer": {"name": "automagic"}},
             "optimizer.name",
@@ -69,9 +72,6 @@ def test_what_cannot_be_trained_is_refused_with_place_value_and_remedy(refuse, t
         ({"optimizer": {"name": "prodigy", "learning_rate": 1e-4}}, "optimizer.learning_rate", "1 is the usual value"),
         (
             {"optimizer": {"name": "schedule_free"}, "train": {"ema_decay": 0.99}},
-        ({"objective": {"snr_gamma": 5}}, "objective.snr_gamma", "only with weighting"),
-        ({"objective": {"flow_snr": "path"}}, "objective.flow_snr", "only with weighting"),
-        ({"objective": {"huber_delta": 1}}, "objective.huber_delta", "only with loss"),
             "train.ema_decay",
             "averages what schedule_free averages already",
         ),
