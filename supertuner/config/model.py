@@ -18,7 +18,7 @@ Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_len
 
 
 class ModelSettings(Block):
-    family: Literal["wan2.2", "flux", "qwen-image"] | None = None
+    family: Literal["wan2.2", "flux", "qwen-image", "sdxl", "sd3.5"] | None = None
     """Which family of models; training needs it."""
     path: Annotated[str | None, Field(min_length=1, json_schema_extra=_MODEL)] = None
     """A folder with a diffusers pipeline, a name on the Hugging Face hub, or "tiny": a random model of a few hundred
@@ -90,8 +90,9 @@ class AdapterSettings(Block):
 
 
 class ObjectiveSettings(Block):
-    timesteps: Literal["uniform", "logit_normal"] = "logit_normal"
-    """How noise levels are drawn."""
+    timesteps: Literal["uniform", "logit_normal"] | None = None
+    """How noise levels are drawn; unset: evenly for a model that predicts epsilon or v, as such models were trained,
+    and logit_normal for flow matching."""
     logit_mean: float = 0.0
     """logit_normal: mean of the normal distribution whose logistic is the noise level."""
     logit_std: Annotated[float, Field(gt=0)] = 1.0

@@ -18,10 +18,10 @@ LATER = "is not trained here yet, so no model is set; datasets can be staged and
 SIMPLETUNER_FAMILIES = _words(
     "ace_step auraflow chroma cosmos2image deepfloyd flux2 hidream hunyuanvideo kandinsky5-image kandinsky5-video "
     "kolors legacy longcat_image longcat_video ltxvideo ltxvideo2 lumina2 omnigen pixart_sigma sana "
-    "sanavideo sd1x sd2x sd3 sdxl wan_s2v z_image"
+    "sanavideo sd1x sd2x wan_s2v z_image"
 )
 """Families of SimpleTuner that are not trained here."""
-SIMPLETUNER_TRAINED = {"flux": "flux", "qwen_image": "qwen-image", "wan": "wan2.2"}
+SIMPLETUNER_TRAINED = {"flux": "flux", "qwen_image": "qwen-image", "sd3": "sd3.5", "sdxl": "sdxl", "wan": "wan2.2"}
 """Families of SimpleTuner, and ours."""
 ARCHITECTURES = {
     "wan22_14b": "wan2.2",
@@ -30,10 +30,12 @@ ARCHITECTURES = {
     "wan21": "wan2.2",  # its text-to-video is one expert of the same kind
     "flux": "flux",
     "qwen_image": "qwen-image",
+    "sd3": "sd3.5",
+    "sdxl": "sdxl",
 }
 OTHER_ARCHITECTURES = _words(
     "auraflow chroma flex1 flex2 flux2 flux_kontext hidream hidream_e1 lumina2 omnigen2 pixart pixart_sigma "
-    "qwen_image_edit qwen_image_edit_plus sd1 sd2 sd3 sdxl ssd vega wan21_i2v zimage"
+    "qwen_image_edit qwen_image_edit_plus sd1 sd2 ssd vega wan21_i2v zimage"
 )
 """Architectures of ai-toolkit that are not trained here."""
 WAN_FLAVOURS = {
@@ -43,12 +45,14 @@ WAN_FLAVOURS = {
     "t2v-480p-1.3b-2.1": ("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", "all"),
     "t2v-480p-14b-2.1": ("Wan-AI/Wan2.1-T2V-14B-Diffusers", "all"),
 }
-OTHER_FLAVOURS = ("i2v-14b-2.1", "i2v-480p", "i2v-720p", "flf2v", "vace", "kontext", "edit")
+OTHER_FLAVOURS = ("i2v-14b-2.1", "i2v-480p", "i2v-720p", "flf2v", "vace", "kontext", "edit", "refiner")
 """How flavours begin that are not trained here."""
 UNSAID = {
     "wan": "Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
     "flux": "black-forest-labs/FLUX.1-dev",
     "qwen_image": "Qwen/Qwen-Image",
+    "sd3": "stabilityai/stable-diffusion-3.5-medium",
+    "sdxl": "stabilityai/stable-diffusion-xl-base-1.0",
 }
 """What SimpleTuner trains of a family when neither flavour nor path is given."""
 FLAVOURS = {
@@ -58,6 +62,8 @@ FLAVOURS = {
         "krea": "black-forest-labs/FLUX.1-Krea-dev",
     },
     "qwen-image": {"v1.0": "Qwen/Qwen-Image"},
+    "sd3.5": {size: f"stabilityai/stable-diffusion-3.5-{size}" for size in ("medium", "large")},
+    "sdxl": {f"base-{number}": f"stabilityai/stable-diffusion-xl-base-{number}" for number in ("1.0", "0.9")},
 }
 """Of models with one expert, by our family."""
 ATTENTION = {
@@ -153,7 +159,7 @@ def is_architecture(name: str) -> Convert:
 def name_or_path(value: JSON, block: Mapping[str, JSON]) -> Sequence[Outcome]:
     """ai-toolkit's `model.name_or_path`."""
     other = str(block.get("arch")).partition(":")[0] in OTHER_ARCHITECTURES
-    if other or any(block.get(switch) is True for switch in ("is_xl", "is_v2", "is_v3")):
+    if other or any(block.get(switch) is True for switch in ("is_v2",)):
         return [Said("has no effect: such a model is not trained here yet")]
     return _path(value) if value else []
 

@@ -192,7 +192,9 @@ AI_TOOLKIT_ROWS = (
             "name_or_path": model.name_or_path,
             "arch": model.architecture,
             "is_flux": model.is_architecture("flux"),
-            **{name: model.is_architecture("") for name in ("is_v2", "is_v3", "is_xl", "is_v_pred")},
+            "is_xl": model.is_architecture("sdxl"),
+            "is_v3": model.is_architecture("sd3.5"),
+            "is_v2": model.is_architecture(""),
             "quantize": model.quantize,
             "qtype": to_ours.read_by("quantize", switch=False),
             "model_kwargs.train_high_noise": model.experts,
@@ -261,6 +263,7 @@ AI_TOOLKIT_ROWS = (
         "train",
     ),
     *without_effect(AI_TOOLKIT, NO_CURVE, "lr_scheduler_params", "train"),
+    *without_effect(AI_TOOLKIT, "has no effect: what a model predicts is read from its scheduler", "is_v_pred", "model"),
     *without_effect(
         AI_TOOLKIT,
         BY_ITSELF,

@@ -13,12 +13,16 @@ from supertuner.models.spec import Family
 MODELS: Final[Mapping[str, str]] = {
     "flux": "supertuner.models.flux:FAMILY",
     "qwen-image": "supertuner.models.qwen_image:FAMILY",
+    "sd3.5": "supertuner.models.sd35:FAMILY",
+    "sdxl": "supertuner.models.sdxl:FAMILY",
     "wan2.2": "supertuner.models.wan22:FAMILY",
 }
 
 PIPELINES: Final[Mapping[str, str]] = {
     "FluxPipeline": "flux",
     "QwenImagePipeline": "qwen-image",
+    "StableDiffusion3Pipeline": "sd3.5",
+    "StableDiffusionXLPipeline": "sdxl",
     "WanImageToVideoPipeline": "wan2.2",
     "WanPipeline": "wan2.2",
 }

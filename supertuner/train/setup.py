@@ -186,7 +186,9 @@ def law_of(config: RunConfig, family: Family, model: Model, shape: tuple[int, ..
     settings = config.objective
     shift = auto_shift(family.tokens(model, shape)) if settings.shift == "auto" else settings.shift
     assert not isinstance(shift, str)
-    return Law(settings.timesteps, settings.logit_mean, settings.logit_std, model.shift if shift is None else shift)
+    flow = (model.prediction or family.prediction) == "flow"
+    kind = settings.timesteps or ("logit_normal" if flow else "uniform")
+    return Law(kind, settings.logit_mean, settings.logit_std, model.shift if shift is None else shift)
 
 
 def _why_device(setting: str) -> str:

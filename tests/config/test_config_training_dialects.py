@@ -137,6 +137,14 @@ WAN22 = {"model_family": "wan", "model_flavour": "i2v-14b-2.2-high"}
         ({"validation_on_startup": True, "disable_benchmark": True}, {"validation.at_start": True}),
         ({"num_validation_images": 3}, {"validation.seeds": (0, 1, 2)}),
         ({"report_to": "none"}, {"report.tensorboard": False}),
+        (
+            {"model_family": "sd3", "model_flavour": "large"},
+            {"model.family": "sd3.5", "model.path": "stabilityai/stable-diffusion-3.5-large"},
+        ),
+        (
+            {"model_family": "sdxl"},
+            {"model.family": "sdxl", "model.path": "stabilityai/stable-diffusion-xl-base-1.0"},
+        ),
         ({"report_to": "tensorboard"}, {"report.tensorboard": True}),
         ({"report_to": "tensorboard, wandb"}, {"report.tensorboard": True, "report.wandb": "simpletuner"}),
     ],
@@ -148,7 +156,8 @@ def test_one_wish_in_simpletuners_words(load_text, tree, expected):
 @pytest.mark.parametrize(
     ("tree", "place", "says"),
     [
-        ({"model_family": "sdxl"}, "model_family", '"sdxl" is not trained here yet'),
+        ({"model_family": "sd1x"}, "model_family", '"sd1x" is not trained here yet'),
+        ({"model_family": "sdxl", "model_flavour": "refiner-1.0"}, "model_flavour", "is not trained here yet"),
         ({"model_family": "wan", "model_flavour": "vace-14b-2.1"}, "model_family", "is not trained here yet"),
         ({"model_family": "flux"}, "model_family", "no model is named; black-forest-labs/FLUX.1-dev is what"),
         ({"model_family": "flux", "model_flavour": "kontext"}, "model_flavour", "is not trained here yet"),
@@ -168,7 +177,7 @@ def test_what_simpletuner_asks_and_is_not_here_is_said(load_text, tree, place, s
 
 
 def test_a_model_that_is_not_trained_here_is_not_loaded_either(load_text):
-    tree = {"model_family": "sdxl", "pretrained_model_name_or_path": "stabilityai/stable-diffusion-xl-base-1.0"}
+    tree = {"model_family": "pixart_sigma", "pretrained_model_name_or_path": "owner/name"}
     model = load_text(tree).config.model
     assert (model.family, model.path) == (None, None)
 
@@ -282,6 +291,8 @@ def test_a_job_without_a_network_trains_all_weights_as_it_does_there(load_text):
             {"model.family": "flux", "model.path": "a/b"},
         ),
         ({"model": {"arch": "wan22_5b"}}, {"model.family": "wan2.2"}),
+        ({"model": {"name_or_path": "a/b", "is_xl": True}}, {"model.family": "sdxl", "model.path": "a/b"}),
+        ({"model": {"name_or_path": "a/b", "arch": "sd3"}}, {"model.family": "sd3.5", "model.path": "a/b"}),
         ({"model": {"quantize": True}}, {"model.base_weights": "fp8"}),
         ({"model": {"quantize": False, "qtype": "qfloat8"}}, {}),
         ({"model": {"model_kwargs": {"train_high_noise": False}}}, {"model.experts": "low_noise"}),

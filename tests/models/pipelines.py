@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
-from supertuner.models import flux_tiny, qwen_image_tiny, wan22_tiny
+from supertuner.models import flux_tiny, qwen_image_tiny, sd35_tiny, sdxl_tiny, wan22_tiny
 from supertuner.models.flux_tiny import TinyFlux
 from supertuner.models.qwen_image_tiny import TinyQwen
+from supertuner.models.sd35_tiny import TinySd35
+from supertuner.models.sdxl_tiny import TinySdxl
 from supertuner.models.spec import Family, Model, Source
 from supertuner.models.table import family
 from supertuner.models.wan22_tiny import TinyWan
@@ -27,12 +29,23 @@ class Case:
     shape: tuple[int, ...]
     unreached: tuple[str, ...] = ()
     """Beginnings of names of layers that lead to no output by design, so that no gradient reaches them."""
+    last: str = "proj_out"
+    """The denoiser's last layer."""
+    seen: str = "proj_out"
+    """A layer whose input has a row for each token."""
+    off: int = 8
+    """Pixels by which a side must not be longer or shorter."""
 
 
 TEXT_OF_THE_LAST_BLOCK = tuple(
     f"transformer_blocks.1.{name}" for name in ("attn.add_q_proj", "attn.to_add_out", "txt_mlp")
 )
 """The last block's text is thrown away: only its keys and values lead to the picture."""
+
+TEXT_QUERIES = ("transformer_blocks.1.attn.add_q_proj",)
+"""The last block has no use for its text, and still projects its queries."""
+
+OF_A_UNET: dict[str, Any] = {"last": "conv_out", "seen": "down_blocks.1.attentions.0.proj_out", "off": 4}
 
 
 @dataclass(frozen=True)
@@ -62,6 +75,10 @@ CASES = (
         (3, 32, 48),
         unreached=TEXT_OF_THE_LAST_BLOCK,
     ),
+    Case("sd3.5", "sd3.5", lambda seed: sd35_tiny.build(TinySd35(), seed), (3, 32, 48), unreached=TEXT_QUERIES),
+    Case("sd3", "sd3.5", lambda seed: sd35_tiny.build(TinySd35("3"), seed), (3, 32, 48), unreached=TEXT_QUERIES),
+    Case("sdxl", "sdxl", lambda seed: sdxl_tiny.build(TinySdxl(), seed), (3, 32, 48), **OF_A_UNET),
+    Case("sdxl-v", "sdxl", lambda seed: sdxl_tiny.build(TinySdxl("v"), seed), (3, 40, 48), **OF_A_UNET),
 )
 
 

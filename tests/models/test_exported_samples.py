@@ -19,8 +19,11 @@ from tests.models.test_like_the_pipeline import PROMPT, loaded, run
 
 __all__ = ["loaded"]
 
-CASES = [case for case in ALL if case.name in ("flux-dev", "qwen-image", "wan-t2v")]
-SETTINGS = AdapterSettings(rank=4, alpha=2.0, targets="all_linear")
+CASES = [case for case in ALL if case.name in ("flux-dev", "qwen-image", "sd3.5", "sdxl", "sdxl-v", "wan-t2v")]
+SETTINGS = {
+    targets: AdapterSettings(rank=4, alpha=2.0, targets=targets)
+    for targets in ("all_linear", "all_layers")  # convolutions too, where a family has them
+}
 
 
 def learnt(trained: Trained) -> Trained:
@@ -54,12 +57,13 @@ def test_an_exported_adapter_gives_the_trainers_samples(written: Written, loaded
     decoded = Decoded(loaded.vae)
     run(loaded, written, request.inference_steps, request.image, **options)
     bare = decoded.taken()
+    settings = SETTINGS["all_layers" if "all_layers" in family.targets else "all_linear"]
     parts = {}
     for expert in model.experts:
         module = family.denoiser(model, expert, torch.float32)
-        trained = learnt(attach(module, SETTINGS, targets_of(SETTINGS, family.targets), seed=1, name=expert.name))
+        trained = learnt(attach(module, settings, targets_of(settings, family.targets), seed=1, name=expert.name))
         parts[expert.part] = trained.module
-        tensors, metadata = exported(trained, family.export_prefix[expert.part], SETTINGS)
+        tensors, metadata = exported(trained, family.export_prefix[expert.part], settings)
         save_file(tensors, tmp_path / f"{expert.name}.safetensors", metadata)
         second = {"load_into_transformer_2": True} if expert.part == "transformer_2" else {}
         loaded.load_lora_weights(tmp_path / f"{expert.name}.safetensors", adapter_name=expert.name, **second)

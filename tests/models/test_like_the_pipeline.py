@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,8 +30,9 @@ class Captured:
             getattr(pipeline, part).register_forward_hook(self._hook(part), with_kwargs=True)
 
     def _hook(self, part: str) -> Any:
-        def remember(_module: nn.Module, _args: Any, kwargs: dict[str, Any], output: tuple[torch.Tensor]) -> None:
-            self.calls.append((part, kwargs, output[0]))
+        def remember(_module: nn.Module, args: Any, kwargs: dict[str, Any], output: tuple[torch.Tensor]) -> None:
+            inputs = dict(zip(("hidden_states", "timestep"), args, strict=False)) | kwargs
+            self.calls.append((part, inputs | (inputs.get("added_cond_kwargs") or {}), output[0]))
 
         return remember
 
@@ -92,6 +94,14 @@ def unpacked(written: Written, hidden: torch.Tensor, output: torch.Tensor) -> tu
     return hidden[:, : output.shape[1]], output
 
 
+def level_of(written: Written, timestep: torch.Tensor) -> torch.Tensor:
+    """The noise level that the pipeline's timestep stands for; of a row of a table, its middle."""
+    first = timestep.flatten()[:1].double()
+    if written.model.alphas_cumprod is not None:
+        return (first + 0.5) / len(written.model.alphas_cumprod)
+    return first / (1 if written.case.family in PACKED else 1000)
+
+
 def test_a_prediction_equals_the_one_inside_the_pipeline(written: Written, loaded: Any) -> None:
     video = media(written.case.shape, 1)
     first_frame = (video[0] if video.ndim == 4 else video[0, :, 0]).permute(1, 2, 0).contiguous().numpy()
@@ -101,7 +111,7 @@ def test_a_prediction_equals_the_one_inside_the_pipeline(written: Written, loade
     assert {part for part, _, _ in captured.calls} == {expert.part for expert in written.model.experts}
     for part, inputs, output in captured.calls:
         expert = next(expert for expert in written.model.experts if expert.part == part)
-        level = inputs["timestep"].flatten()[:1].double() / (1 if written.case.family in PACKED else 1000)
+        level = level_of(written, inputs["timestep"])
         assert expert.low <= level.item() < expert.high or level.item() == expert.high == 1.0
         latents, expected = unpacked(written, inputs["hidden_states"], output)
         module = written.family.denoiser(written.model, expert, torch.float32)
@@ -113,29 +123,25 @@ def test_a_prediction_equals_the_one_inside_the_pipeline(written: Written, loade
 def test_inputs_equal_those_inside_the_pipeline_to_the_bit(written: Written, loaded: Any) -> None:
     video = media(written.case.shape, 1)
     first_frame = (video[0] if video.ndim == 4 else video[0, :, 0]).permute(1, 2, 0).contiguous().numpy()
-    captured = Captured(loaded, ["transformer"])
+    part = written.model.experts[0].part
+    captured = Captured(loaded, [part])
     run(loaded, written, 2, first_frame)
     _, theirs, _ = captured.calls[0]
     text, conditions = ours(written, video)
     latents, _ = unpacked(written, theirs["hidden_states"], captured.calls[0][2])
     module = written.family.denoiser(written.model, written.model.experts[0], torch.float32)
-    mine = Captured(_Holder(module), ["transformer"])
-    level = theirs["timestep"].flatten()[:1].float() / (1 if written.case.family in PACKED else 1000)
+    mine = Captured(SimpleNamespace(**{part: module}), [part])
+    level = level_of(written, theirs["timestep"]).float()
     with torch.no_grad():
         written.family.denoise(written.model, module, latents, level, text, conditions)
     _, given, _ = mine.calls[0]
     for name, value in theirs.items():
         if isinstance(value, torch.Tensor):
-            assert given[name].shape == value.shape, name
             if name == "timestep":
-                torch.testing.assert_close(given[name], value.float())
-            else:
-                assert torch.equal(given[name], value), name
-
-
-class _Holder:
-    def __init__(self, transformer: nn.Module) -> None:
-        self.transformer = transformer
+                torch.testing.assert_close(given[name].float(), value.float().expand(given[name].shape))
+                continue
+            assert given[name].shape == value.shape, name
+            assert torch.equal(given[name], value), name
 
 
 def test_a_sample_equals_what_the_pipeline_makes_to_the_bit(written: Written, loaded: Any) -> None:
@@ -158,8 +164,8 @@ def test_latents_are_what_the_pipeline_would_decode(written: Written, loaded: An
         mode = loaded.vae.encode(pixels[:, :, None] if is_qwen(written) else pixels).latent_dist.mode()
     if is_qwen(written):
         latents = latents[:, :, None]
-    if written.case.family == "flux":
-        undone = latents / config.scaling_factor + config.shift_factor
+    if written.case.family in ("flux", "sdxl", "sd3.5"):
+        undone = latents / config.scaling_factor + (config.shift_factor or 0.0)
     else:
         shape = (1, -1, 1, 1, 1)
         undone = latents * torch.tensor(config.latents_std).view(shape) + torch.tensor(config.latents_mean).view(shape)

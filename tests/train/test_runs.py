@@ -57,6 +57,8 @@ WAYS = {
     "low noise only": {"model": {"experts": "low_noise"}},
     "flux": {"model": {"family": "flux", "switch_boundary_every": 1}},
     "qwen-image": {"model": {"family": "qwen-image", "switch_boundary_every": 1}, "adapter": {"targets": "all_linear"}},
+    "sd3.5": {"model": {"family": "sd3.5", "switch_boundary_every": 1}, "adapter": {"targets": "all_linear"}},
+    "sdxl": {"model": {"family": "sdxl", "switch_boundary_every": 1}, "adapter": {"targets": "all_layers"}},
     "no caches": {"cache_config": {"vae_cache_type": "none", "text_cache_type": "none"}},
     "caches on disk": {"cache_config": {"vae_cache_type": "disk", "text_cache_type": "disk"}},
 }
