@@ -263,7 +263,9 @@ AI_TOOLKIT_ROWS = (
         "train",
     ),
     *without_effect(AI_TOOLKIT, NO_CURVE, "lr_scheduler_params", "train"),
-    *without_effect(AI_TOOLKIT, "has no effect: what a model predicts is read from its scheduler", "is_v_pred", "model"),
+    *without_effect(
+        AI_TOOLKIT, "has no effect: what a model predicts is read from its scheduler", "is_v_pred", "model"
+    ),
     *without_effect(
         AI_TOOLKIT,
         BY_ITSELF,
