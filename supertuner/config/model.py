@@ -69,24 +69,81 @@ class ModelSettings(Block):
             yield Remark("attention", f'"{self.attention}" computes no gradient, and training refuses it; use "native"')
 
 
+Rank = Annotated[int, Field(ge=1, le=4096)]
+Alpha = Annotated[float, Field(gt=0)]
+Targets = Annotated[str | Names, Field(json_schema_extra=_TARGETS)]
+
+
+class ModuleAdapter(Block):
+    """Another rank or alpha for some of the layers that an adapter is put on."""
+
+    match: Annotated[str, Field(min_length=1)] = "*"
+    """Which layers: a module's name or the end of it, `*` for any letters, such as "ffn.net.2" or "blocks.1*.attn1.*".
+    The first entry that fits a layer counts."""
+    rank: Rank | None = None
+    """Their rank; unset: the adapter's."""
+    alpha: Alpha | None = None
+    """Their alpha; unset: the adapter's, and where that is unset too, their rank."""
+
+
+class ExpertAdapter(Block):
+    """What is different on one of two experts."""
+
+    rank: Rank | None = None
+    """Rank on this expert; unset: `adapter.rank`."""
+    alpha: Alpha | None = None
+    """Alpha on this expert; unset: `adapter.alpha`, and where that is unset too, the rank."""
+    targets: Targets | None = None
+    """What the adapter is put on in this expert; unset: `adapter.targets`."""
+
+
 class AdapterSettings(Block):
-    type: Literal["lora", "full"] = "lora"
-    """What is trained: a low-rank adapter (by peft), or all weights of the expert."""
-    rank: Annotated[int, Field(ge=1, le=4096)] = 16
+    type: Literal["lora", "locon", "loha", "lokr", "diff", "full"] = "lora"
+    """What is trained: a low-rank adapter (by peft); one of LyCORIS, low-rank (locon), of Hadamard products (loha), of
+    Kronecker products (lokr) or the targets' whole weights, kept as a difference (diff); or all weights of the
+    expert (full)."""
+    rank: Rank = 16
     """Rank of the adapter."""
-    alpha: Annotated[float | None, Field(gt=0)] = None
+    alpha: Alpha | None = None
     """The adapter's output is scaled by alpha / rank; unset: equal to the rank."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of the adapter's inputs that is dropped while training."""
-    targets: Annotated[str | Names, Field(json_schema_extra=_TARGETS)] = "attention"
+    """Share of the adapter's inputs that is dropped while training (with LyCORIS: of its outputs)."""
+    targets: Targets = "attention"
     """What the adapter is put on: a preset of the family ("attention", "attention_mlp", "all_linear"), or endings of
     module names."""
+    dora: bool = False
+    """lora: train the length of each row of a weight apart from its direction (DoRA)."""
+    rslora: bool = False
+    """Scale by alpha / √rank instead of alpha / rank, which keeps high ranks from learning slowly (rsLoRA)."""
+    lokr_factor: Annotated[int, Field(ge=-1, le=4096)] = -1
+    """lokr: size of the smaller Kronecker factor; -1: the split nearest to square."""
+    lokr_full_matrix: bool = False
+    """lokr: both factors whole, without a rank."""
+    modules: Annotated[tuple[ModuleAdapter, ...], Field(max_length=256)] = ()
+    """Other ranks and alphas for some layers."""
+    high_noise: ExpertAdapter = ExpertAdapter()
+    """What is different on the high-noise expert."""
+    low_noise: ExpertAdapter = ExpertAdapter()
+    """What is different on the low-noise expert."""
+
+    def contradictions(self) -> Iterator[Remark]:
+        if self.dora and self.type != "lora":
+            yield Remark("dora", f'is done by peft, with type: "lora" and not "{self.type}"', ("type",))
+        if self.lokr_factor == 0:
+            yield Remark("lokr_factor", "is 0; a factor is -1 or at least 1")
 
     def doubts(self) -> Iterator[Remark]:
-        if self.type == "full":
-            for name in ("rank", "alpha", "dropout", "targets"):
+        for name in _WITHOUT_EFFECT.get(self.type, ()):
+            if name in self.model_fields_set:
+                yield Remark(name, f'has no effect with type: "{self.type}"')
+        if self.type not in ("lokr", "full", "diff"):
+            for name in ("lokr_factor", "lokr_full_matrix"):
                 if name in self.model_fields_set:
-                    yield Remark(name, 'has an effect only with type: "lora"')
+                    yield Remark(name, 'has an effect only with type: "lokr"')
+
+
+_SIZES = ("rank", "alpha", "dropout", "rslora", "lokr_factor", "lokr_full_matrix", "modules")
+_WITHOUT_EFFECT = {"full": (*_SIZES, "targets", "high_noise", "low_noise"), "diff": _SIZES}
 
 
 class ObjectiveSettings(Block):

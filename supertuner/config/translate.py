@@ -59,7 +59,7 @@ class Translation:
                 self._entry(value, where[1], places.show(where), "")
         elif all(isinstance(step, str) for step in where):
             return self.root(_nested(where, value))
-        elif isinstance(where[-1], int) and places.pattern(where[:-1]) in places.settings():
+        elif places.pattern(where[:-1] if isinstance(where[-1], int) else where) in places.settings():
             self._put(where, value, places.show(where), "")
         else:
             self._problem(places.show(where), "not a setting")
@@ -108,9 +108,25 @@ class Translation:
                 self._put(where, value, lead + written, "" if name == written else SIMPLETUNER)
             elif is_block and isinstance(value, Mapping):
                 self._block(value, where, rows, path, f"{lead}{written}.")
+            elif f"{kind}[]" in places.blocks():
+                self._blocks(value, where, lead + written)
             else:
                 message = not_a_block(kind, value) if is_block else _unknown(name, at, inside)
                 self._problem(lead + written, message)
+
+    def _blocks(self, value: JSON, where: Place, written: str) -> None:
+        """Read a list of blocks of ours (datasets have words of others in them, and are read apart)."""
+        if not isinstance(value, list):
+            self._problem(written, f"{shown(value)} is not a list of blocks")
+            return
+        self.layer.replaced.add(where)
+        for index, entry in enumerate(value):
+            at, name = (*where, index), f"{written}[{index}]"
+            if isinstance(entry, Mapping):
+                self.layer.given[at] = Given({}, self._source, name)
+                self._block(entry, at, {}, "", f"{name}.")
+            else:
+                self._problem(name, not_a_block(places.pattern(at), entry))
 
     def _row(
         self, row: Row, value: JSON, block: Mapping[str, JSON], base: Place, written: str, weak: bool = False

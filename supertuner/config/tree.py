@@ -60,11 +60,7 @@ class RunConfig(Block):
                 )
         if self.datasets and all(dataset.held_out for dataset in self.datasets):
             yield Remark("datasets[0].held_out", "every dataset is held out: there is nothing to train on")
-        if self.adapter.type == "full" and self.model.base_weights != "as_computed":
-            message = (
-                f'"{self.model.base_weights}" is for weights that are not trained, and adapter.type "full" trains all'
-            )
-            yield Remark("model.base_weights", message, ("adapter.type",))
+        yield from self._adapter()
         yield from self._ramp()
 
     def doubts(self) -> Iterator[Remark]:
@@ -80,6 +76,21 @@ class RunConfig(Block):
                 and dataset.augmentations_cache_mode is not None
             ):
                 yield Remark(f"datasets[{index}].augmentations_cache_mode", "has no effect: cache_config has no cache")
+
+    def _adapter(self) -> Iterator[Remark]:
+        base, kind = self.model.base_weights, self.adapter.type
+        if kind in ("full", "diff") and base != "as_computed":
+            of = "all" if kind == "full" else "its targets"
+            message = f'"{base}" is for weights that are not trained, and adapter.type "{kind}" trains {of}'
+            yield Remark("model.base_weights", message, ("adapter.type",))
+        if self.adapter.dora and base != "as_computed":
+            message = f'"{base}" cannot be used with adapter.dora, which needs the weights themselves'
+            yield Remark("model.base_weights", message, ("adapter.dora",))
+        if self.model.family not in (None, "wan2.2"):
+            for stage in ("high_noise", "low_noise"):
+                if stage in self.adapter.model_fields_set:
+                    message = f'is not there: a model of family "{self.model.family}" has one denoiser'
+                    yield Remark(f"adapter.{stage}", message, ("model.family",))
 
     def _ramp(self) -> Iterator[Remark]:
         ramp = self.gh200_optimizations

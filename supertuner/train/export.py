@@ -1,4 +1,4 @@
-"""What a finished run gives away: adapters or whole experts, in files that diffusers loads, all of them or none."""
+"""What a finished run gives away: adapters or whole experts, in files that others load, all of them or none."""
 
 from __future__ import annotations
 
@@ -57,6 +57,7 @@ def _export_expert(run: Run, number: int, folder: Path) -> str:
             adapters.save_full(trained, folder / expert.part, run.dtype)
             return expert.part
         name = f"{run.name}.safetensors" if len(run.model.experts) == 1 else f"{run.name}_{expert.name}.safetensors"
-        tensors, metadata = adapters.exported(trained, run.family.export_prefix[expert.part], run.config.adapter)
+        settings = adapters.for_expert(run.config.adapter, expert.name)
+        tensors, metadata = adapters.exported(trained, run.family.export_prefix[expert.part], settings)
         write_bytes(folder / name, b"".join(lay_out(tensors, metadata).chunks()))
         return name

@@ -79,10 +79,11 @@ def open_run(
     sink.emit(Decided("train.device", str(device), _why_device(config.train.device)))
     experts = experts_of(config, model)
     _require_machinery(config, precision)
-    if config.adapter.type == "lora":
-        targets = adapters.targets_of(config.adapter, family.targets)
+    if config.adapter.type != "full":
         for expert in experts:
-            adapters.check_targets(loading.skeleton(model, expert.part), targets, expert.name)
+            settings = adapters.for_expert(config.adapter, expert.name)
+            targets = adapters.targets_of(settings, family.targets)
+            adapters.layers_of(loading.skeleton(model, expert.part), settings, targets, expert.name)
     with ExitStack() as opened:
         memory = opened.enter_context(open_memory(config, device, host=outside.host, sink=sink))
         corpus, other = _opened_data(config, opened, outside)
@@ -306,7 +307,7 @@ def _trained(
     sink: Sink,
 ) -> adapters.Trained:
     """An expert's module on its device, with what is trained of it."""
-    settings = config.adapter
+    settings = adapters.for_expert(config.adapter, expert.name)
     dtype = torch.float32 if settings.type == "full" else precision.dtype
     remedy = 'set model.base_weights: "int8", or train one of model.experts at a time'
     with fitting(f"{expert.part} does", partial(memory.remedy, remedy)), memory.placing("weights"):
@@ -322,6 +323,8 @@ def _trained(
         sink.emit(compile_blocks(module, precision.device))
     count = sum(parameter.numel() for parameter in trained.parameters.values())
     sink.emit(Decided(f"trained.{expert.name}", count, f"parameters of {settings.type} on {expert.part}"))
+    if trained.remark is not None:
+        sink.emit(Noted(f"trained.{expert.name}", trained.remark))
     return trained
 
 

@@ -25,7 +25,27 @@ FLUX = {"family": "flux", "path": "tiny"}
         ),
         ({"model": {**WAN, "base_weights": "int4"}}, 'did you mean "int8"?'),
         ({"adapter": {"targets": []}}, "adapter.targets: [] is not allowed; allowed: the name of a preset"),
-        ({"adapter": {"type": "lokr"}}, 'adapter.type: "lokr" is not allowed; allowed: one of "lora", "full"'),
+        ({"adapter": {"type": "boft"}}, 'adapter.type: "boft" is not allowed; allowed: one of "lora", "locon", "loha"'),
+        (
+            {"adapter": {"type": "lokr", "dora": True}},
+            'adapter.dora: is done by peft, with type: "lora" and not "lokr"',
+        ),
+        ({"adapter": {"type": "lokr", "lokr_factor": 0}}, "adapter.lokr_factor: is 0; a factor is -1 or at least 1"),
+        ({"adapter": {"modules": [{"match": ""}]}}, 'adapter.modules[0].match: "" is not allowed'),
+        ({"adapter": {"modules": {"rank": 4}}}, 'adapter.modules: {"rank": 4} is not a list of blocks'),
+        ({"adapter": {"modules": [4]}}, "adapter.modules[0]: 4 is not a block"),
+        (
+            {"adapter": {"modules": [{"match": "a", "rnk": 4}]}},
+            "adapter.modules[0].rnk: not a setting; did you mean rank",
+        ),
+        (
+            {"model": {**WAN, "base_weights": "int8"}, "adapter": {"dora": True}},
+            'model.base_weights: "int8"',
+        ),
+        (
+            {"model": {"family": "flux", "path": "x"}, "adapter": {"high_noise": {"rank": 4}}},
+            'adapter.high_noise: is not there: a model of family "flux" has one denoiser',
+        ),
         ({"adapter": {"dropout": 1}}, "adapter.dropout: 1 is not allowed"),
         ({"objective": {"shift": 0}}, "objective.shift: 0 is not allowed; allowed: a number above 0"),
         ({"objective": {"shift": "autoo"}}, 'did you mean "auto"?'),
@@ -54,7 +74,9 @@ def test_what_cannot_be_trained_is_refused_with_place_value_and_remedy(refuse, t
         ({"model": {**FLUX, "switch_boundary_every": 10}}, "model.switch_boundary_every", "one expert is trained"),
         ({"model": {**WAN, "revision": "main"}}, "model.revision", "only for a model on the hub"),
         ({"model": {**WAN, "attention": "sage"}}, "model.attention", "computes no gradient"),
-        ({"adapter": {"type": "full", "rank": 4}}, "adapter.rank", 'only with type: "lora"'),
+        ({"adapter": {"type": "full", "rank": 4}}, "adapter.rank", 'no effect with type: "full"'),
+        ({"adapter": {"type": "diff", "alpha": 4}}, "adapter.alpha", 'no effect with type: "diff"'),
+        ({"adapter": {"type": "loha", "lokr_factor": 4}}, "adapter.lokr_factor", 'only with type: "lokr"'),
         ({"objective": {"timesteps": "uniform", "logit_std": 2}}, "objective.logit_std", "only with timesteps"),
         ({"objective": {"snr_gamma": 5}}, "objective.snr_gamma", "only with weighting"),
         ({"objective": {"flow_snr": "path"}}, "objective.flow_snr", "only with weighting"),
@@ -179,3 +201,11 @@ def test_models_that_are_not_there_are_refused_where_a_path_says_where_they_shou
     ]
     (problem,) = refuse({"model": {"family": "flux", "path": "./one.safetensors"}}, check_paths=True)
     assert "a single file is given by model.single_file" in problem
+
+
+def test_ranks_of_some_layers_are_read_from_a_file_and_changed_one_by_one(load_text):
+    tree = {"adapter": {"modules": [{"match": "to_q", "rank": 8}, {"match": "to_v"}], "high_noise": {"rank": 32}}}
+    sets = ["adapter.modules[1].alpha=4", "adapter.low_noise.targets=all_linear"]
+    adapter = load_text({"model": WAN, **tree}, sets=sets).config.adapter
+    assert [(one.match, one.rank, one.alpha) for one in adapter.modules] == [("to_q", 8, None), ("to_v", None, 4.0)]
+    assert (adapter.high_noise.rank, adapter.low_noise.rank, adapter.low_noise.targets) == (32, None, "all_linear")

@@ -74,7 +74,13 @@ def same(loaded: torch.Tensor, wanted: torch.Tensor, bare: torch.Tensor) -> None
 def test_the_file_says_what_the_adapter_was_trained_with() -> None:
     settings = AdapterSettings(rank=4, alpha=3.0)
     _, metadata = exported(attach(wan(), settings, ATTENTION, seed=1, name="low_noise"), "transformer", settings)
-    assert json.loads(metadata["supertuner"]) == {"expert": "low_noise", "rank": 4, "alpha": 3.0, "scale": "in lora_B"}
+    assert json.loads(metadata["supertuner"]) == {
+        "expert": "low_noise",
+        "type": "lora",
+        "rank": 4,
+        "alpha": 3.0,
+        "scale": "in the tensors",
+    }
 
 
 def test_an_adapter_whose_alpha_is_its_rank_is_exported_to_the_bit() -> None:
