@@ -33,7 +33,8 @@ class QwenSampler:
     def sample(self, request: SampleRequest) -> NDArray[np.uint8]:
         if request.frames != 1:
             raise ModelError(f"the sample {request.prompt!r} has {request.frames} frames; Qwen-Image makes pictures")
-        if why := why_not(self._model, (3, request.height, request.width)) or self._why_not_so_fast(request):
+        why = why_not(self._model, (3, request.height, request.width))
+        if why := why or why_not_so_fast(self._pipeline.scheduler, request):
             raise ModelError(f"the sample {request.prompt!r} cannot be made: {why}")
         guided = request.guidance_scale > 1
         with sampling.computing([self._pipeline.transformer], self._device, self._dtype):
@@ -50,11 +51,12 @@ class QwenSampler:
             ).images
         return sampling.uint8(pictures)
 
-    def _why_not_so_fast(self, request: SampleRequest) -> str | None:
-        """The scheduler moves its last level to `shift_terminal` and the others with it, which one alone cannot."""
-        if request.inference_steps > 1 or not self._pipeline.scheduler.config.shift_terminal:
-            return None
-        return f"inference_steps is {request.inference_steps}, and this model's scheduler needs at least 2"
+
+def why_not_so_fast(scheduler: Any, request: SampleRequest) -> str | None:
+    """The scheduler moves its last level to `shift_terminal` and the others with it, which one alone cannot."""
+    if request.inference_steps > 1 or not scheduler.config.shift_terminal:
+        return None
+    return f"inference_steps is {request.inference_steps}, and this model's scheduler needs at least 2"
 
 
 def sampler(model: Model, modules: Mapping[str, nn.Module], device: torch.device, dtype: torch.dtype) -> QwenSampler:

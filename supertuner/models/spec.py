@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import torch
@@ -71,6 +71,9 @@ class Model:
 
     starts_from_frame: bool = False
     """A sample of it needs a first frame."""
+    edits: bool = False
+    """It changes a picture into another. Every sample has the picture that it is made from; `denoise` gets that as the
+    condition `condition`, latents of the same media encoder, and the text encoder sees it too."""
     told_framing: bool = False
     """It is told how each picture was framed: `denoise` gets the condition `framing`, with a row for each sample of its
     height and width as a file, what was cut off at its top and left, and its height and width in the batch."""
@@ -103,6 +106,14 @@ class TextEncoder(Protocol):
         """For each caption its fields, on the CPU, detached, without padding and without a batch dimension."""
 
 
+@runtime_checkable
+class PictureTextEncoder(TextEncoder, Protocol):
+    """Of a model that edits: a caption says what to do with a picture, and is encoded together with it."""
+
+    def encode_of(self, captions: Sequence[str], pictures: Sequence[torch.Tensor]) -> list[Tensors]:
+        """`encode`, each caption with its picture: uint8 CHW."""
+
+
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
     prompt: str
@@ -114,7 +125,7 @@ class SampleRequest:
     inference_steps: int
     guidance_scale: float
     image: NDArray[np.uint8] | None = None
-    """HWC: the first frame, for models that start from one."""
+    """HWC: the first frame, for models that start from one; the picture to change, for models that edit."""
 
 
 class Sampler(Protocol):

@@ -13,6 +13,7 @@ from supertuner.models.spec import Family
 MODELS: Final[Mapping[str, str]] = {
     "flux": "supertuner.models.flux:FAMILY",
     "qwen-image": "supertuner.models.qwen_image:FAMILY",
+    "qwen-image-edit": "supertuner.models.qwen_image_edit:FAMILY",
     "sd3.5": "supertuner.models.sd35:FAMILY",
     "sdxl": "supertuner.models.sdxl:FAMILY",
     "wan2.2": "supertuner.models.wan22:FAMILY",
@@ -20,6 +21,7 @@ MODELS: Final[Mapping[str, str]] = {
 
 PIPELINES: Final[Mapping[str, str]] = {
     "FluxPipeline": "flux",
+    "QwenImageEditPipeline": "qwen-image-edit",
     "QwenImagePipeline": "qwen-image",
     "StableDiffusion3Pipeline": "sd3.5",
     "StableDiffusionXLPipeline": "sdxl",
