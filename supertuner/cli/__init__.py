@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from supertuner.cli.adapter import app as adapter
 from supertuner.cli.arena import app as arena
 from supertuner.cli.cache import app as cache
 from supertuner.cli.checkpoint import app as checkpoint
@@ -41,6 +42,7 @@ app.add_typer(arena, name="arena")
 app.add_typer(cache, name="cache")
 app.add_typer(run, name="run")
 app.add_typer(checkpoint, name="checkpoint")
+app.add_typer(adapter, name="adapter")
 
 
 def _version(wanted: bool) -> None:

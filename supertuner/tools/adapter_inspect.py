@@ -1,0 +1,169 @@
+"""What a file of an adapter is: scheme, experts, kinds, ranks, scales, norms, and what its metadata tells of it.
+
+Norms are those of the change that a layer's adapter makes to the weight, by the small matrices alone: the product is
+never formed, and no more than one layer is in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from supertuner.models.keys_convert import Layer, Shape, layers_of, scale_of
+from supertuner.models.keys_schemes import ALPHA, DORA, LORA_A, LORA_B, comfyui_reads
+from supertuner.tools.adapter_files import AdapterFile, alpha_values, tensors
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+KINDS: Final = {
+    LORA_A: "lora",
+    "hada_w1_a": "loha",
+    "lokr_w1": "lokr",
+    "lokr_w1_a": "lokr",
+    "diff": "diff",
+    "w_norm": "norm",
+    "oft_blocks": "oft",
+    "a1.weight": "glora",
+    "on_input": "ia3",
+}
+"""A tensor that only this kind of adapter has → the kind."""
+LARGEST: Final = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    kinds: Mapping[str, int]
+    """Kind → layers."""
+    ranks: Mapping[int, int]
+    """Rank → layers; those without one are in none."""
+    scales: Mapping[float, int]
+    """What a LoRA's product is multiplied with → layers."""
+    dtypes: Mapping[str, int]
+    norms: Mapping[str, float]
+    """Layer (`expert: layer` where there are two) → norm of the change; where it can be told."""
+    not_finite: tuple[str, ...]
+    """Keys with infinities or values that are no numbers."""
+
+
+def inspect(file: AdapterFile) -> Inspection:
+    alphas, shapes = alpha_values(file), file.shapes
+    kinds: Counter[str] = Counter()
+    ranks: Counter[int] = Counter()
+    scales: Counter[float] = Counter()
+    norms: dict[str, float] = {}
+    bad: list[str] = []
+    for layer in layers_of(file.reading):
+        loaded = {file.reading.names[key].tensor: one for key, one in tensors(file, list(layer.keys.values()))}
+        bad += [layer.keys[name] for name, one in loaded.items() if not bool(one.double().isfinite().all())]
+        kinds[kind_of(layer)] += 1
+        rank = _rank(layer, shapes)
+        if rank is not None:
+            ranks[rank] += 1
+        scale = scale_of(layer, shapes, alphas, file.metadata) if layer.is_lora else _scale(layer, rank, alphas)
+        if layer.is_lora:
+            scales[scale] += 1
+        norm = _norm(layer, loaded)
+        if norm is not None:
+            norms[f"{layer.expert}: {layer.module}" if layer.expert else layer.module] = norm * scale
+    dtypes = Counter(entry.code for entry in file.entries.values())
+    return Inspection(dict(kinds), dict(ranks), dict(scales), dict(dtypes), norms, tuple(bad))
+
+
+def kind_of(layer: Layer) -> str:
+    kind = next((kind for tensor, kind in KINDS.items() if tensor in layer.keys), "other")
+    return f"{kind} with dora" if DORA in layer.keys else kind
+
+
+def record(file: AdapterFile, found: Inspection) -> dict[str, object]:
+    """All of it as plain data."""
+    reading = file.reading
+    largest = sorted(found.norms.items(), key=lambda one: -one[1])[:LARGEST]
+    return {
+        "file": str(file.path),
+        "nbytes": file.path.stat().st_size,
+        "scheme": reading.scheme.name,
+        "families": list(reading.families),
+        "experts": [one for one in reading.experts if one is not None] or ([file.expert] if file.expert else []),
+        "keys": len(file.entries),
+        "matched": len(reading.names),
+        "unknown": dict(reading.unknown),
+        "kinds": dict(found.kinds),
+        "ranks": {str(rank): count for rank, count in sorted(found.ranks.items())},
+        "scales": {f"{scale:g}": count for scale, count in sorted(found.scales.items())},
+        "dtypes": dict(found.dtypes),
+        "norm": math.sqrt(sum(norm * norm for norm in found.norms.values())) if found.norms else None,
+        "largest": dict(largest),
+        "not_finite": list(found.not_finite),
+        "comfyui": {family: comfyui_reads(family, reading.scheme) for family in reading.families},
+        "base_model": _base_model(file.metadata),
+        "metadata": {key: _plain(text) for key, text in sorted(file.metadata.items())},
+    }
+
+
+def _base_model(metadata: Mapping[str, str]) -> str | None:
+    """By the conventions of modelspec, of kohya's trainers, and ours."""
+    for key in ("modelspec.architecture", "ss_base_model_version", "ss_sd_model_name", "base_model"):
+        if metadata.get(key):
+            return metadata[key]
+    return None
+
+
+def _plain(text: str) -> object:
+    """Settings are often JSON inside a text."""
+    if not text.startswith(("{", "[")):
+        return text
+    try:
+        found: object = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return found
+
+
+def _rank(layer: Layer, shapes: Mapping[str, Shape]) -> int | None:
+    for tensor in (LORA_A, "hada_w1_b", "lokr_w2_b", "lokr_w1_b"):
+        if tensor in layer.keys and shapes[layer.keys[tensor]]:
+            return shapes[layer.keys[tensor]][0]
+    return None
+
+
+def _scale(layer: Layer, rank: int | None, alphas: Mapping[str, float]) -> float:
+    """LyCORIS multiplies with alpha / rank too; a LoKr of two whole matrices has no rank, and no scale."""
+    return alphas[layer.keys[ALPHA]] / rank if rank and ALPHA in layer.keys else 1.0
+
+
+def _norm(layer: Layer, loaded: Mapping[str, Tensor]) -> float | None:
+    if layer.is_lora and "lora_mid.weight" not in loaded:
+        return _norm_of_product(loaded[LORA_B], loaded[LORA_A])
+    if "diff" in loaded:
+        return float(loaded["diff"].double().norm())
+    if "hada_w1_a" in loaded and "hada_t1" not in loaded:  # (a b)∘(c d) is one product of all pairs of columns
+        left = loaded["hada_w1_a"].double()[:, :, None] * loaded["hada_w2_a"].double()[:, None, :]
+        right = loaded["hada_w1_b"].double()[:, None, :] * loaded["hada_w2_b"].double()[None, :, :]
+        return _norm_of_product(left.flatten(1), right.flatten(0, 1))
+    if (
+        kind_of(layer).startswith("lokr") and "lokr_t2" not in loaded
+    ):  # of a Kronecker product: the product of the norms
+        one, two = (_lokr_part(loaded, name) for name in ("lokr_w1", "lokr_w2"))
+        return one * two if one is not None and two is not None else None
+    return None
+
+
+def _lokr_part(loaded: Mapping[str, Tensor], name: str) -> float | None:
+    if name in loaded:
+        return float(loaded[name].double().norm())
+    if f"{name}_a" in loaded and f"{name}_b" in loaded:
+        return _norm_of_product(loaded[f"{name}_a"], loaded[f"{name}_b"])
+    return None
+
+
+def _norm_of_product(left: Tensor, right: Tensor) -> float | None:
+    """‖L R‖ by the small matrices LᵀL and R Rᵀ. None where the two do not belong together."""
+    left, right = left.double().flatten(1), right.double().flatten(1)
+    if left.shape[1] != right.shape[0]:
+        return None
+    return math.sqrt(max(0.0, float(((left.T @ left) * (right @ right.T)).sum())))
