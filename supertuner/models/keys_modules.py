@@ -224,7 +224,7 @@ def _sdxl_rows() -> Iterator[tuple[str, str | None]]:
             yield f"{ours}.{name}", f"{theirs}.{other}"
 
 
-_SDXL: Final[Mapping[str, str | None]] = dict(_sdxl_rows())
+_SDXL: Final[Mapping[str, str | None]] = {row: original for row, original in _sdxl_rows()}
 _CONVOLUTION_ENDS: Final = (".conv1", ".conv2", ".conv_shortcut", ".conv", "conv_in", "conv_out")
 
 LAYOUTS: Final[Mapping[str, Layout]] = {
