@@ -136,6 +136,7 @@ def artefacts(run: Path) -> dict[str, bytes]:
 def _serve() -> None:
     """The parent's side: read commands, fork, wait."""
     import diffusers  # noqa: F401
+    import lycoris  # noqa: F401
     import peft  # noqa: F401
     import torch
     import transformers  # noqa: F401

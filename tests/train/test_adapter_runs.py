@@ -1,0 +1,72 @@
+"""Runs with each kind of adapter, on both experts: going on from a checkpoint changes no bit of what they end with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+
+from tests.train.runs import Parent, artefacts, config
+
+SHORT: dict[str, Any] = {
+    "train": {"max_steps": 4, "ema_decay": 0.9},
+    "model": {"switch_boundary_every": 1},
+    "validation": {"at_start": False, "every_steps": None},
+}
+BF16 = {"train": {**SHORT["train"], "mixed_precision": "bf16", "gradient_checkpointing": True}}
+KINDS: dict[str, dict[str, Any]] = {
+    "dora in bf16": {"adapter": {"dora": True}, **BF16},
+    "rslora with several ranks": {"adapter": {"rslora": True, "modules": [{"match": "attn2.*", "rank": 3}]}},
+    "locon": {"adapter": {"type": "locon", "targets": "all_linear"}},
+    "loha in bf16": {"adapter": {"type": "loha"}, **BF16},
+    "lokr in bf16": {"adapter": {"type": "lokr", "rank": 1}, **BF16},
+    "lokr on an 8-bit base": {
+        "adapter": {"type": "lokr", "lokr_factor": 4},
+        "model": {**SHORT["model"], "base_weights": "int8"},
+        **BF16,
+    },
+    "diff in bf16": {"adapter": {"type": "diff", "dropout": 0.0}, **BF16},
+    "lokr on flux": {"adapter": {"type": "lokr", "rank": 1}, "model": {"family": "flux"}},
+}
+
+
+@pytest.mark.parametrize("changes", KINDS.values(), ids=KINDS)
+def test_a_run_that_goes_on_from_a_checkpoint_ends_with_the_same_bits(
+    parent: Parent, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    file = config(tmp_path, "whole", **{**SHORT, **changes})
+    assert parent.train(file) == 0, parent.said()
+    run = tmp_path / "whole" / "run"
+    before = artefacts(run)
+    older = sorted((run / "checkpoints").iterdir())[0]
+    assert older.name.endswith("2")
+    assert parent.train(file, "--resume", str(older)) == 0, parent.said()
+    found = artefacts(run)
+    assert [name for name in before if found[name] != before[name]] == []
+    assert any(name.startswith("exports/") for name in before)
+
+
+def test_each_expert_is_trained_and_exported_with_its_own_rank_alpha_and_targets(
+    parent: Parent, tmp_path: Path
+) -> None:
+    adapter = {"rank": 2, "high_noise": {"rank": 5, "targets": ["to_q"]}, "low_noise": {"alpha": 1.0}}
+    file = config(tmp_path, "own", **{**SHORT, "adapter": adapter})
+    assert parent.train(file) == 0, parent.said()
+    exports = tmp_path / "own" / "run" / "exports"
+    ranks = {}
+    for name in ("high_noise", "low_noise"):
+        with safe_open(exports / f"run_{name}.safetensors", "pt") as opened:
+            keys = [key for key in opened.keys() if ".lora_A." in key]  # noqa: SIM118
+            ranks[name] = {opened.get_slice(key).get_shape()[0] for key in keys}
+            assert all(".to_q." in key for key in keys) is (name == "high_noise")
+            assert f'"alpha": {5.0 if name == "high_noise" else 1.0}' in opened.metadata()["supertuner"]
+    assert ranks == {"high_noise": {5}, "low_noise": {2}}
+
+
+def test_a_pattern_that_fits_nothing_ends_the_run_before_anything_is_encoded(parent: Parent, tmp_path: Path) -> None:
+    file = config(tmp_path, "wrong", **{**SHORT, "adapter": {"modules": [{"match": "ffn.*", "rank": 4}]}})
+    assert parent.train(file) == 1
+    assert "adapter.modules[0].match is 'ffn.*', and no layer of high_noise" in " ".join(parent.said().split())
+    assert not (tmp_path / "cache-wrong").exists()
