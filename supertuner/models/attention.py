@@ -65,6 +65,19 @@ def use_backend(module: nn.Module, name: str) -> None:
         chosen.set_attention_backend(backend.value)
 
 
+def require_choice(module: nn.Module, name: str) -> None:
+    """Raise if a backend other than torch's own is asked for and no layer of the module would follow: diffusers takes
+    the choice without a word, and the layers of some models know nothing of it."""
+    if _backend(name) is AttentionBackendName.NATIVE:
+        return
+    processors = [layer.processor for layer in module.modules() if hasattr(layer, "processor")]
+    if not any(hasattr(processor, "_attention_backend") for processor in processors):
+        raise ModelError(
+            f"model.attention is {name!r}, and diffusers' {type(module).__name__} always computes attention by torch's "
+            'own function; set it to "native"'
+        )
+
+
 def _backend(name: str) -> Any:
     known = [backend.value for backend in AttentionBackendName]
     plain = name.lower().replace("-", "_")

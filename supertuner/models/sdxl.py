@@ -19,6 +19,7 @@ from supertuner.models.reading import Config
 from supertuner.models.sdxl_encoders import pad_text, text_encoder
 from supertuner.models.sdxl_sampler import PARTS, sampler, why_not
 from supertuner.models.sdxl_tiny import tiny
+from supertuner.models.snr import alphas_cumprod_of
 from supertuner.models.spec import Expert, Family, Model, Prediction, Source, Tensors
 
 NAME: Final = "sdxl"
@@ -53,12 +54,13 @@ def _table(source: Source, index: Config, config: Config) -> tuple[float, ...]:
     found: Any = getattr(diffusers, name, None)
     if found is None:
         raise ModelError(f"{source.path}: its scheduler is a {name}, which the installed diffusers does not have")
-    with quietly():
-        table = getattr(found.from_config(dict(config)), "alphas_cumprod", None)
+    try:
+        with quietly():
+            table = alphas_cumprod_of(found.from_config(dict(config)))
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise ModelError(f"{source.path}: the config of its scheduler describes no {name}: {error}") from error
     if table is None:
-        raise ModelError(
-            f"{source.path}: its scheduler is a {name}, which adds noise in a way that is not trained here"
-        )
+        raise ModelError(f"{source.path}: its scheduler is a {name}: it adds noise in a way that is not trained here")
     return tuple(table.tolist())
 
 

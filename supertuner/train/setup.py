@@ -19,7 +19,7 @@ from supertuner.core.host import Host
 from supertuner.data.corpus import Corpus
 from supertuner.data.opened import open_corpus, portion
 from supertuner.models import adapters, loading, weighting
-from supertuner.models.attention import require_backend, use_backend
+from supertuner.models.attention import require_backend, require_choice, use_backend
 from supertuner.models.compiled import compile_blocks, try_compiler
 from supertuner.models.fingerprint import fingerprint
 from supertuner.models.objective import Law, Objective, auto_shift
@@ -79,6 +79,8 @@ def open_run(
     sink.emit(Decided("train.device", str(device), _why_device(config.train.device)))
     experts = experts_of(config, model)
     _require_machinery(config, precision)
+    for expert in experts:
+        require_choice(loading.skeleton(model, expert.part), config.model.attention)
     if config.adapter.type != "full":
         for expert in experts:
             settings = adapters.for_expert(config.adapter, expert.name)

@@ -1,0 +1,66 @@
+"""What a model is told of a picture's framing is what became of its pixels: pictures here say where each pixel was."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from supertuner.arena.home import Home
+from supertuner.config.data import Augment, Dataset
+from supertuner.core.events import Silence
+from supertuner.core.host import Host
+from supertuner.data.batching.framing import framing_of
+from supertuner.data.batching.render import render
+from supertuner.data.corpus import Corpus, corpus_of
+from supertuner.data.staging.stage import Stager
+
+SIZES = ((200, 80), (80, 200), (128, 128), (40, 90))
+"""Width and height. The pixel in column x and row y is (x, y, 0)."""
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    folder = tmp_path_factory.mktemp("framed")
+    for number, (width, height) in enumerate(SIZES):
+        column, row = np.meshgrid(np.arange(width), np.arange(height))
+        picture = np.stack([column, row, np.zeros_like(row)], axis=-1).astype(np.uint8)
+        Image.fromarray(picture).save(folder / f"{number}.png")
+    settings = Dataset(
+        id="a",
+        instance_data_dir=folder,
+        resolution=64,
+        bucket_step=64,
+        max_aspect_ratio=1.0,
+        crop="random",
+        resize_filter="bilinear",
+        augment=Augment(flip=0.5),
+    )
+    stager = Stager(Home(tmp_path_factory.mktemp("arenas")), Host(), Silence(), Silence())
+    return corpus_of([(settings, stager.open(settings)[1])], seed=5, batch_size=1)
+
+
+@pytest.mark.parametrize("turn", range(6))
+@pytest.mark.parametrize("sample", range(len(SIZES)))
+def test_what_was_cut_off_is_where_the_first_pixel_came_from(corpus: Corpus, sample: int, turn: int) -> None:
+    (part,), bucket = corpus.parts, corpus.order.groups[0].bucket
+    width, height = SIZES[sample]
+    row = torch.empty(bucket.shape, dtype=torch.uint8)
+    render(corpus.seed, part, sample, turn, bucket, row)
+    framing = framing_of(corpus.seed, part, sample, turn, bucket)
+    assert (framing.file_width, framing.file_height) == (width, height)
+    assert (framing.width, framing.height) == (bucket.width, bucket.height) == (64, 64)
+    pixels_per_pixel = min(width, height) / 64
+    columns, rows = row[0].float().mean(0), row[1].float().mean(1)
+    flipped = bool(columns[0] > columns[-1])
+    left = width - 1 - columns[0] if flipped else columns[0]
+    assert abs(framing.left - left / pixels_per_pixel) <= 1.5
+    assert abs(framing.top - rows[0] / pixels_per_pixel) <= 1.5
+
+
+def test_the_turns_here_show_both_ways_round_and_several_crops(corpus: Corpus) -> None:
+    (part,), bucket = corpus.parts, corpus.order.groups[0].bucket
+    lefts = {framing_of(corpus.seed, part, 0, turn, bucket).left for turn in range(6)}
+    tops = {framing_of(corpus.seed, part, 1, turn, bucket).top for turn in range(6)}
+    assert len(lefts) > 3 and len(tops) > 3
