@@ -88,6 +88,23 @@ def export(
 
 
 @app.command()
+def merge(
+    files: Annotated[list[Path], typer.Argument(help="One file, or one for each expert.", metavar="FILE...")],
+    base: Annotated[Path, typer.Option("--base", help="The folder of a diffusers pipeline.", metavar="FOLDER")],
+    out: Annotated[Path, typer.Option("--out", help="The new folder.", metavar="FOLDER")],
+    strength: Annotated[float, typer.Option("--strength", help="1: the adapter as trained.")] = 1.0,
+    expert: Expert = None,
+    family: Family = None,
+) -> None:
+    """Write a model's folder anew with adapters merged into it. The base stays as it is."""
+    from supertuner.tools.adapter_merge import merge as merged
+
+    opened = [_opened(file, family, expert, partial=False) for file in files]
+    for part, count in merged(opened, base, out, strength).items():
+        typer.echo(f"{out / part}: {count} layers changed")
+
+
+@app.command()
 def schemes() -> None:
     """List the schemes, each with a key of it."""
     from supertuner.models.keys_schemes import SCHEMES

@@ -1,0 +1,143 @@
+"""`supertuner adapter` as a user meets it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from supertuner.cli import app, main
+from supertuner.models.keys_schemes import SCHEMES
+from supertuner.tools.adapter_files import open_adapter
+from supertuner.tools.adapter_inspect import inspect
+from tests.models_parts.modules import drawn
+from tests.tools.test_adapter_files import wan_lora
+
+
+def run(*arguments: object) -> str:
+    result = CliRunner().invoke(app, ["adapter", *map(str, arguments)], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    with pytest.raises(SystemExit) as stopped:
+        main(["adapter", *map(str, arguments)])
+    assert stopped.value.code == 1
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    return said
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    save_file(
+        wan_lora(SCHEMES["kohya"], 2.0, torch.bfloat16),
+        tmp_path / "cat_low_noise.safetensors",
+        {"modelspec.architecture": "wan2.2-t2v-14b/lora", "ss_learning_rate": "1e-4"},
+    )
+    return tmp_path / "cat_low_noise.safetensors"
+
+
+def test_inspect_tells_scheme_expert_ranks_norms_and_origin(file: Path) -> None:
+    said = run("inspect", file)
+    for part in (
+        *("kohya", "wan2.2", "low_noise", "lora (3)", "rank 4 (3)", "scale 0.5 (3)", "9 of 9 matched", "norm "),
+        *("wan2.2-t2v-14b/lora", "ss_learning_rate: 1e-4", "reads these names", "BF16"),
+    ):
+        assert part in said, part
+    found = json.loads(run("inspect", file, "--json"))
+    assert found["ranks"] == {"4": 3} and found["experts"] == ["low_noise"] and found["unknown"] == {}
+    given = load_file(file)
+    layer = "lora_unet_blocks_0_self_attn_q"
+    change = 0.5 * given[f"{layer}.lora_up.weight"].double() @ given[f"{layer}.lora_down.weight"].double()
+    assert inspect(open_adapter(file)).norms["blocks.0.attn1.to_q"] == pytest.approx(float(change.norm()))
+
+
+@pytest.mark.parametrize("kind", ["lokr", "lokr of whole matrices", "loha", "diff"])
+def test_norms_of_lycoris_are_those_of_the_change_it_makes(kind: str, tmp_path: Path) -> None:
+    from supertuner.models.merging import merged_weight
+
+    tensors = {
+        "lokr": {
+            "lokr_w1": drawn(2, 2),
+            "lokr_w2_a": drawn(6, 3),
+            "lokr_w2_b": drawn(3, 4),
+            "alpha": torch.tensor(1.0),
+        },
+        "lokr of whole matrices": {"lokr_w1": drawn(2, 2), "lokr_w2": drawn(6, 4), "alpha": torch.tensor(1.0)},
+        "loha": {
+            "hada_w1_a": drawn(12, 3),
+            "hada_w1_b": drawn(3, 8),
+            "hada_w2_a": drawn(12, 3),
+            "hada_w2_b": drawn(3, 8),
+            "alpha": torch.tensor(2.0),
+        },
+        "diff": {"diff": drawn(12, 8)},
+    }[kind]
+    save_file({f"lycoris_blocks_0_attn1_to_q.{name}": one for name, one in tensors.items()}, tmp_path / "a.safetensors")
+    change = merged_weight(torch.zeros(12, 8), tensors, "x")
+    norms = inspect(open_adapter(tmp_path / "a.safetensors")).norms
+    assert norms["blocks.0.attn1.to_q"] == pytest.approx(float(change.norm()), rel=1e-5)
+
+
+def test_values_that_are_no_numbers_are_told_with_exit_code_1(tmp_path: Path) -> None:
+    given = wan_lora(SCHEMES["diffusers"], None)
+    given["transformer.blocks.0.attn1.to_q.lora_B.weight"][0, 0] = float("inf")
+    save_file(given, tmp_path / "a.safetensors")
+    result = CliRunner().invoke(app, ["adapter", "inspect", str(tmp_path / "a.safetensors")])
+    assert result.exit_code == 1 and "transformer.blocks.0.attn1.to_q.lora_B.weight" in result.output
+
+
+def test_a_file_goes_to_comfyui_to_diffusers_and_back(file: Path) -> None:
+    assert "6 tensors for comfyui" in run("export", file, "--for", "comfyui")
+    comfyui = file.with_name("cat_low_noise.comfyui.safetensors")
+    assert "diffusion_model.blocks.0.self_attn.q.lora_A.weight" in load_file(comfyui)
+    run("export", comfyui, "--for", "diffusers", "--out", file.with_name("d.safetensors"))
+    run("convert", file.with_name("d.safetensors"), "--to", "lycoris-stages", "--out", file.with_name("e.safetensors"))
+    assert "lycoris_transformer_2_blocks_0_attn1_to_q.lora_up.weight" in load_file(file.with_name("e.safetensors"))
+    said = run("convert", file.with_name("e.safetensors"), "--to", "diffusers-pair")
+    assert "9 of 9 keys matched" in said
+    assert json.loads(run("inspect", file.with_name("e.diffusers-pair.safetensors"), "--json"))["experts"] == [
+        "low_noise"
+    ]
+
+
+def test_a_file_of_both_experts_is_exported_as_two(tmp_path: Path) -> None:
+    save_file(wan_lora(SCHEMES["ai-toolkit"], None), tmp_path / "x.safetensors")
+    run("export", tmp_path / "x.safetensors", "--for", "comfyui")
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "x.safetensors",
+        "x_high_noise.comfyui.safetensors",
+        "x_low_noise.comfyui.safetensors",
+    }
+
+
+def test_keys_that_are_not_understood_stop_a_conversion_until_they_are_given_up(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = wan_lora(SCHEMES["kohya"], None) | {"lora_unet_blocks_0_mystery.lora_down.weight": drawn(2)}
+    save_file(given, tmp_path / "a.safetensors")
+    said = refused(capsys, "convert", tmp_path / "a.safetensors", "--to", "original")
+    assert "6 of 7 keys matched" in said and "lora_unet_blocks_0_mystery" in said and "--partial" in said
+    assert "6 of 7 keys matched" in run("convert", tmp_path / "a.safetensors", "--to", "original", "--partial")
+
+
+def test_mistakes_are_answered_in_words(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "there are diffusers" in refused(capsys, "convert", file, "--to", "nonsense")
+    assert "there are diffusers, comfyui" in refused(capsys, "export", file, "--for", "nonsense")
+    assert "there are high_noise" in refused(capsys, "convert", file, "--to", "original", "--expert", "both")
+    assert "there are wan2.2" in refused(capsys, "inspect", file, "--family", "sd1")
+    assert "none of 9 keys" in refused(capsys, "inspect", file, "--family", "flux")
+    lokr = file.with_name("l.safetensors")
+    save_file({"lycoris_blocks_0_attn1_to_q.lokr_w1": drawn(2, 2)}, lokr)
+    assert "lycoris-lora loads these" in refused(capsys, "export", lokr, "--for", "diffusers")
+
+
+def test_every_scheme_is_listed_with_a_key() -> None:
+    said = run("schemes")
+    assert all(name in said for name in SCHEMES) and "transformer_2.blocks.0.attn1.to_q.lora_A.weight" in said
