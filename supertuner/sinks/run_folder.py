@@ -28,7 +28,7 @@ from supertuner.core.errors import RunFolderError
 from supertuner.core.events import Decided, Event, SetAside
 from supertuner.core.types import JSON
 from supertuner.sinks.jsonlines import JsonLines, event_record, line_bytes, now_text, people_time, read_lines
-from supertuner.sinks.kept_config import GIVEN, KeptConfig, differences
+from supertuner.sinks.kept_config import GIVEN, KeptConfig
 
 FORMAT = 1
 RUN = "run.json"
@@ -49,6 +49,8 @@ class RunFolder:
         self.path = path
         self.replaced: tuple[str, ...] = ()
         """How the settings differ from those of an earlier start of which nothing came, if there was one."""
+        self.changed: tuple[str, ...] = ()
+        """Settings of an earlier session of this run that are others now; none that decides what is trained."""
         _refuse_foreign(path)
         _make(path)
         self._lock = _lock(path)
@@ -110,6 +112,7 @@ class RunFolder:
         if run.exists():
             self.replaced = _differences(self.path, config)
             if not self.replaced:
+                self._go_on(config)
                 return
         for file, content in config.files().items():
             durable.write_bytes(self.path / file, content)
@@ -120,6 +123,13 @@ class RunFolder:
         for entry in self.path.iterdir():
             if entry.name.startswith(f"{GIVEN}.") and entry.name not in config.files():
                 entry.unlink()  # of the settings that were replaced
+
+    def _go_on(self, config: KeptConfig) -> None:
+        """The same run with, perhaps, other settings of those that may change: the folder keeps the newest."""
+        before = _read_object(self.path / RESOLVED).get("config")
+        self.changed = tuple(config.changes(before)) if isinstance(before, Mapping) else ()
+        if self.changed:
+            durable.write_json(self.path / RESOLVED, {"config": config.resolved, "origins": config.origins})
 
     def _remember(self, event: Decided) -> bool:
         """A decision that repeats the last one of its name is not kept twice."""
@@ -202,9 +212,11 @@ def _differences(path: Path, config: KeptConfig) -> tuple[str, ...]:
     if run.get("config_digest") == config.digest:
         return ()
     kept = _read_object(path / RESOLVED).get("config")
-    lines = differences(config.resolved, kept if isinstance(kept, Mapping) else {})
+    lines = config.differences(kept if isinstance(kept, Mapping) else {})
+    if not lines:  # an earlier version counted other settings
+        return ()
     if not _has_results(path):
-        return tuple(lines) or ("they are written down differently",)
+        return tuple(lines)
     shown = [f"  {line}" for line in lines[:DIFFERENCES_SHOWN]]
     if len(lines) > DIFFERENCES_SHOWN:
         shown.append(f"  and {len(lines) - DIFFERENCES_SHOWN} more")

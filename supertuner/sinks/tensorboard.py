@@ -4,6 +4,7 @@
     held_out/   the held-out loss by expert, under the same names, so that both are drawn in one chart
     samples/    the grids of samples
     memory/     the machine's memory
+    rates/      the mean and the quantiles of single weights' learning rates, by expert
 
 Steps of one of these only go up. Where a step comes that is not above the last (a run went on from a checkpoint), the
 file says so with a session mark, and readers forget what they have from that step on: no point is shown twice.
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from supertuner.core.errors import RunFolderError
 from supertuner.core.events import MEMORY, Event, Measured
 from supertuner.core.types import JSON
-from supertuner.sinks.training import HELD_OUT, SAMPLES, STEP, memory_values, rows_of
+from supertuner.sinks.training import HELD_OUT, RATES, SAMPLES, STEP, memory_values, rate_values, rows_of
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.summary_pb2 import Summary
@@ -48,6 +49,8 @@ class TensorBoard:
             self._write("samples", event.figures, _grid_summary(event.figures))
         elif event.what == MEMORY:
             self._write("memory", event.figures, _scalars(memory_values(event.figures)))
+        elif event.what == RATES:
+            self._write("rates", event.figures, _scalars(rate_values(event.figures)))
 
     def close(self) -> None:
         for file in self._files.values():

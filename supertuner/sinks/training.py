@@ -2,6 +2,7 @@
 
     train/begin      where training begins or goes on, and where it ends
     train/step       one optimizer step
+    train/rates      how the learning rates of single weights are spread, per expert, where weights have their own
     train/held_out   the loss on held-out samples at fixed noise levels, per expert and level
     train/samples    a folder of samples was written
     train/end        where training stopped, and how long it took
@@ -21,6 +22,7 @@ from supertuner.core.events import Event, Measured, Sink
 from supertuner.core.types import JSON
 
 BEGIN, STEP, HELD_OUT, SAMPLES, END = "train/begin", "train/step", "train/held_out", "train/samples", "train/end"
+RATES = "train/rates"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,14 @@ def stepped(
     )
 
 
+def measured_rates(step: int, experts: Mapping[str, Mapping[str, float]]) -> Measured:
+    """Figures of the rates of an expert's weights by name (mean, quantiles), for each expert that has such rates."""
+    rows = [
+        {"expert": expert, **{name: finite(rate) for name, rate in rates.items()}} for expert, rates in experts.items()
+    ]
+    return Measured(RATES, {"step": step, "rows": rows})
+
+
 def measured_held_out(step: int, rows: Sequence[HeldOut]) -> Measured:
     figures = [{"expert": row.expert, "level": row.level, "loss": finite(row.loss)} for row in rows]
     return Measured(HELD_OUT, {"step": step, "rows": figures})
@@ -98,6 +108,17 @@ def rows_of(figures: Mapping[str, JSON]) -> list[HeldOut]:
         if isinstance(row["loss"], float):
             level = row["level"]
             found.append(HeldOut(_name(row["expert"]), level if isinstance(level, float) else None, row["loss"]))
+    return found
+
+
+def rate_values(figures: Mapping[str, JSON]) -> dict[str, float]:
+    """The figures of a `train/rates`, by the names they have where figures are drawn."""
+    rows = figures["rows"]
+    assert isinstance(rows, Sequence)
+    found = {}
+    for row in rows:
+        assert isinstance(row, Mapping)
+        found.update({f"rates/{row['expert']}/{name}": rate for name, rate in row.items() if isinstance(rate, float)})
     return found
 
 

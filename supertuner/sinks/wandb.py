@@ -13,7 +13,7 @@ from typing import Any
 from supertuner.core.errors import SuperTunerError
 from supertuner.core.events import MEMORY, Event, Measured
 from supertuner.core.types import JSON
-from supertuner.sinks.training import HELD_OUT, SAMPLES, STEP, memory_values, rows_of
+from supertuner.sinks.training import HELD_OUT, RATES, SAMPLES, STEP, memory_values, rate_values, rows_of
 
 REMEDY = "pip install 'supertuner[wandb]', or leave report.wandb out"
 
@@ -51,6 +51,8 @@ class Wandb:
             self._log(event.figures, self._pictures(event.figures))
         elif event.what == MEMORY:
             self._log(event.figures, memory_values(event.figures))
+        elif event.what == RATES:
+            self._log(event.figures, rate_values(event.figures))
 
     def close(self) -> None:
         self._run.finish()

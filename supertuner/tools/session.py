@@ -9,6 +9,7 @@ from pathlib import Path
 
 from supertuner.arena.format import Life
 from supertuner.config.environment import keep_from_torch
+from supertuner.config.identity import FREE, defaults
 from supertuner.config.load import Loaded, load
 from supertuner.config.tree import RunConfig
 from supertuner.core.errors import ConfigError, SourceError
@@ -74,6 +75,8 @@ def session(loaded: Loaded) -> Iterator[Session]:
         if folder.replaced:
             text = f"begun before with other settings, and nothing came of it; now: {'; '.join(folder.replaced[:3])}"
             sink.emit(Noted("run", text))
+        if folder.changed:
+            sink.emit(Noted("run", f"settings that are others than last time: {'; '.join(folder.changed[:5])}"))
         if config.run.name is None:
             sink.emit(Decided("run.name", name, "not given: the file's name and a digest of its settings"))
         for dataset in config.datasets:
@@ -94,4 +97,6 @@ def kept_config(loaded: Loaded) -> KeptConfig:
         resolved=loaded.config.model_dump(mode="json"),
         origins=loaded.origins,
         attachments=loaded.attachments,
+        defaults=defaults(),
+        free=FREE,
     )

@@ -53,7 +53,7 @@ def train_in(work: Session, *, resume: str | None = None) -> Trained:
         ending = run_loop(run)
         exports = () if ending.stopped_by else tuple(export(run))
         curve = None
-        if run.step:
+        if (folder / LOSSES).stat().st_size:  # none: it went on from another run's last step, and had nothing to do
             draw_curve(folder / LOSSES, curve := folder / CURVE)
         memory = tuple(run.memory.lines())
         return Trained(folder, run.step, run.samples, ending.seconds, ending.stopped_by, exports, curve, memory)

@@ -18,7 +18,7 @@ from supertuner.core.errors import RunFolderError
 from supertuner.core.events import Decided, Event, Measured, SetAside, Warned
 from supertuner.core.types import JSON
 from supertuner.sinks.jsonlines import read_lines
-from supertuner.sinks.kept_config import KeptConfig, differences
+from supertuner.sinks.kept_config import KeptConfig
 from supertuner.sinks.run_folder import RunFolder, holder_of
 
 GIVEN = b"run: {name: cats}   # a comment that a parser would lose\n"
@@ -250,9 +250,35 @@ def test_the_same_settings_in_another_order_are_the_same_run() -> None:
 def test_differences_name_what_was_added_removed_and_changed() -> None:
     here: dict[str, JSON] = {"a": 1, "list": [1, 2], "new": None, "same": "x"}
     there: dict[str, JSON] = {"a": 2, "list": [1], "old": "y", "same": "x"}
-    assert differences(here, there) == [
+    assert KeptConfig(b"", ".json", here, {}).differences(there) == [
         "a: 2 there, 1 here",
         "list: [1] there, [1, 2] here",
         "new: not set there, null here",
         'old: "y" there, not set here',
     ]
+
+
+def test_a_setting_that_came_later_is_no_difference_while_it_is_at_its_default() -> None:
+    defaults: dict[str, JSON] = {"adapter.dora": False, "datasets[].weight": 1.0}
+    here: dict[str, JSON] = {"adapter": {"rank": 4, "dora": False}, "datasets": [{"id": "a", "weight": 1.0}]}
+    there: dict[str, JSON] = {"adapter": {"rank": 4}, "datasets": [{"id": "a"}]}
+    kept = KeptConfig(b"", ".json", here, {}, defaults=defaults)
+    assert kept.differences(there) == []
+    assert kept.digest == KeptConfig(b"", ".json", there, {}, defaults=defaults).digest
+    other = KeptConfig(b"", ".json", {**here, "adapter": {"rank": 4, "dora": True}}, {}, defaults=defaults)
+    assert other.differences(there) == ["adapter.dora: false there, true here"]
+
+
+def test_settings_that_may_change_are_kept_anew_and_told_and_others_still_make_another_run(tmp_path: Path) -> None:
+    def kept(**memory: JSON) -> KeptConfig:
+        return KeptConfig(b"{}", ".json", {"rank": 4, "memory": memory, "memoryless": 1}, {}, free=("memory",))
+
+    with RunFolder(tmp_path / "run", "cats", kept(overflow=False)):
+        (tmp_path / "run/losses.jsonl").write_text("{}\n")
+    with RunFolder(tmp_path / "run", "cats", kept(overflow=True)) as folder:
+        assert folder.changed == ("memory.overflow: false there, true here",)
+    with RunFolder(tmp_path / "run", "cats", kept(overflow=True)) as folder:
+        assert folder.changed == (), "the folder has the newest"
+    other = KeptConfig(b"{}", ".json", {"rank": 4, "memory": {}, "memoryless": 2}, {}, free=("memory",))
+    with pytest.raises(RunFolderError, match="memoryless: 1 there, 2 here"):
+        RunFolder(tmp_path / "run", "cats", other)

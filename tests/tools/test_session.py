@@ -32,6 +32,17 @@ def test_a_run_without_a_name_gets_a_folder_of_its_own_for_each_configuration(co
     assert first.folder.path.name.startswith("config-")
 
 
+def test_where_memory_is_may_change_between_two_sessions_of_a_run(config: Path) -> None:
+    with session(load_narrowed(config, ())) as first:
+        (first.folder.path / "losses.jsonl").write_text("{}\n")
+    sets = ["memory.overflow.enabled=true", "gh200_optimizations.enable_uvm_hints=false", "report.memory_every_steps=1"]
+    with session(load_narrowed(config, sets)) as again:
+        assert again.folder.path == first.folder.path
+        changed = " ".join(again.folder.changed)
+        assert all(one.split("=")[0] in changed for one in sets)
+    assert "settings that are others than last time" in (first.folder.path / "events.jsonl").read_text()
+
+
 def test_a_named_run_refuses_other_settings_and_says_which(config: Path) -> None:
     with session(load_narrowed(config, ["run.name=mine"])) as work:
         (work.folder.path / "losses.jsonl").write_text("{}\n")

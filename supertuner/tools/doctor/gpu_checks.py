@@ -128,7 +128,7 @@ def pool(device: Device, situation: Situation) -> Check:
         return absent(GROUP, "", "the driver does not say whether CPU and GPU share one pool")
     if situation.facts.one_pool:
         return good(GROUP, "", "one, shared by CPU and GPU: there is nothing to spill into, and overflow is refused")
-    return good(GROUP, "", "two: GPU memory, and host memory to spill into")
+    return good(GROUP, "", "two: the GPU's own, and the host's")
 
 
 ABILITIES: Final[tuple[tuple[str, Callable[[Device, Situation], Check]], ...]] = (

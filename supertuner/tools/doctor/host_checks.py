@@ -53,7 +53,7 @@ def pages(situation: Situation) -> Check:
         remedy = (
             "boot a 64k kernel: `sudo apt install linux-nvidia-64k-hwe-24.04` (its name on Ubuntu 24.04), then reboot"
         )
-        return bad(GROUP, "page size", finding, remedy)
+        return warning(GROUP, "page size", finding, remedy)
     return good(GROUP, "page size", bytes_text(found))
 
 
@@ -64,7 +64,7 @@ def numa_balancing(situation: Situation) -> Check:
     if on and shares_page_tables(situation):
         finding = "on: the kernel unmaps pages to see who uses them, and the GPU faults on each"
         remedy = "`sudo sysctl -w kernel.numa_balancing=0`, and kernel.numa_balancing=0 in /etc/sysctl.d to keep it"
-        return bad(GROUP, "NUMA balancing", finding, remedy)
+        return warning(GROUP, "NUMA balancing", finding, remedy)
     return good(GROUP, "NUMA balancing", "on, which is no trap on this machine" if on else "off")
 
 

@@ -110,7 +110,8 @@ def variable(one: Variable) -> Check:
         return bad(ENVIRONMENT, label, f"{one.name}: {one.problem}", f"`unset {one.name}`, then {SOURCE_SCRIPT}")
     if not one.given:
         state = "unset" if one.given is None else "empty"
-        return absent(ENVIRONMENT, label, f"{one.name} is {state}, which gives {value}")
+        rest = "" if one.value is None else f": {one.setting} is {value}"
+        return absent(ENVIRONMENT, label, f"{one.name} is {state}{rest}")
     return good(ENVIRONMENT, label, f"{one.name} gives {one.setting} = {value}")
 
 

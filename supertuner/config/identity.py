@@ -1,0 +1,23 @@
+"""What makes a run the run it is: the settings that decide what comes out of it, where they are not the defaults.
+
+A run goes on under its name if these are the same. A setting that a later version adds does not count while it is at
+its default, and where memory is and what is reported may change between two sessions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, Final
+
+from supertuner.config import place as places
+
+FREE: Final = ("memory", "report", "gh200_optimizations.enable_uvm_hints")
+"""Settings, and blocks of them, that change nothing of what is trained."""
+
+
+@cache
+def defaults() -> Mapping[str, Any]:
+    """Setting, list positions left out (`datasets[].resolution`) → its default as JSON; not those that have none."""
+    found = places.settings()
+    return {pattern: key.schema["default"] for pattern, key in found.items() if "default" in key.schema}
