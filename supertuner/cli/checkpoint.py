@@ -21,9 +21,10 @@ app = typer.Typer(help="See and check checkpoints, and ask a running job for one
 def verify(
     path: Annotated[Path, typer.Argument(help="A checkpoint's folder, or a run's: then all of its checkpoints.")],
 ) -> None:
-    """Check every byte of a checkpoint against its manifest. Exit code 1 if one is damaged."""
+    """Check every byte of a checkpoint, load its adapters and count their keys. Exit code 1 if one is damaged."""
     from supertuner.core.types import bytes_text
     from supertuner.sinks.console import Console
+    from supertuner.tools.checkpoint_adapters import look
     from supertuner.train.checkpoint_reading import read_manifest
     from supertuner.train.checkpoint_reading import verify as problems_of
 
@@ -31,12 +32,16 @@ def verify(
     with Console() as console:
         for folder in _folders(path):
             problems = problems_of(folder, console)
+            looked = [] if problems else look(folder)
+            problems += [problem for adapter in looked for problem in adapter.problems]
             damaged += bool(problems)
             for problem in problems:
                 typer.echo(f"damaged: {problem}", err=True)
             if not problems:
                 manifest = read_manifest(folder.resolve())
                 typer.echo(f"{folder}: whole, step {manifest.step}, {bytes_text(manifest.nbytes)}")
+                for adapter in looked:
+                    typer.echo(f"  {adapter.part}: {adapter.said}")
     if damaged:
         raise typer.Exit(1)
 

@@ -80,15 +80,14 @@ def _factor(given: Tensors, name: str) -> torch.Tensor:
 
 def _with_magnitudes(whole: torch.Tensor, magnitudes: torch.Tensor, layer: str) -> torch.Tensor:
     """DoRA (Liu et al., arXiv 2402.09353, eq. 5): the direction of the whole, with a length of its own per output."""
-    outputs = whole.shape[0]
-    if magnitudes.shape[0] == outputs:
-        lengths = whole.flatten(1).norm(dim=1)
+    if magnitudes.shape[0] == whole.shape[0]:
+        along, lengths = 0, whole.flatten(1).norm(dim=1)
     elif magnitudes.shape[:2] == (1, whole.shape[1]):  # older LyCORIS: per input
-        lengths = whole.transpose(0, 1).flatten(1).norm(dim=1)
-        return whole * (magnitudes.flatten() / lengths).reshape(1, -1, *([1] * (whole.dim() - 2)))
+        along, lengths = 1, whole.transpose(0, 1).flatten(1).norm(dim=1)
     else:
         raise ModelError(f"{layer}: DoRA's magnitudes {list(magnitudes.shape)} do not fit {list(whole.shape)}")
-    return whole * (magnitudes.flatten() / lengths).reshape(-1, *([1] * (whole.dim() - 1)))
+    factors = magnitudes.flatten() / lengths
+    return whole * factors.reshape([-1 if place == along else 1 for place in range(whole.dim())])
 
 
 def _by_lycoris(weight: torch.Tensor, tensors: Tensors, layer: str, strength: float) -> torch.Tensor:
