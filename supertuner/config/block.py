@@ -6,14 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic_core import PydanticCustomError
 
 CONTRADICTION: Final = "contradiction"
 """The error type under which contradictions travel through pydantic; their list is in the error's context."""
-
-AUTOMAGIC: Final[Any] = Field(json_schema_extra={"pending": "the Automagic optimizer"})
-"""Marks a setting that nothing reads until that optimizer lands; a user who sets it is told."""
 
 
 def name_or_folder(*words: str) -> dict[str, Any]:

@@ -7,45 +7,44 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from supertuner.config.block import AUTOMAGIC, Block, Remark
+from supertuner.config.block import Block, Remark
 
 Rate = Annotated[float | None, Field(gt=0, le=10)]
-AutomagicRate = Annotated[float | None, Field(gt=0, le=10), AUTOMAGIC]
 
 
 class OptimizerSettings(Block):
     name: Literal["adamw", "adamw8bit", "adafactor", "prodigy", "schedule_free", "automagic"] = "adamw"
     """Which optimizer."""
     learning_rate: Rate = None
-    """Learning rate; unset: the optimizer's own default."""
+    """Learning rate; unset: the optimizer's own default. Automagic: where every weight's rate starts."""
     weight_decay: Annotated[float | None, Field(ge=0)] = None
     """Decoupled weight decay; unset: the optimizer's own default."""
     lr_scheduler: Literal["constant", "cosine", "linear"] = "constant"
     """How the learning rate falls after warm-up, in optimizer steps."""
     lr_warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Optimizer steps over which the learning rate rises from zero."""
-    lr_bump: AutomagicRate = None
-    """Automagic: how far an element's rate moves in one step."""
-    min_lr: AutomagicRate = None
-    """Automagic: an element's lowest rate."""
-    max_lr: AutomagicRate = None
-    """Automagic: an element's highest rate."""
+    lr_bump: Rate = None
+    """Automagic: how far a weight's rate moves in one step; unset: 1e-6."""
+    min_lr: Rate = None
+    """Automagic: a weight's lowest rate; unset: 1e-7."""
+    max_lr: Rate = None
+    """Automagic: a weight's highest rate; unset: 1e-3."""
     high_noise_lr: Rate = None
     """Learning rate of the high-noise expert; unset: `learning_rate`."""
-    high_noise_lr_bump: AutomagicRate = None
-    """Automagic's `lr_bump` on the high-noise expert."""
-    high_noise_min_lr: AutomagicRate = None
-    """Automagic's `min_lr` on the high-noise expert."""
-    high_noise_max_lr: AutomagicRate = None
-    """Automagic's `max_lr` on the high-noise expert."""
+    high_noise_lr_bump: Rate = None
+    """Automagic's `lr_bump` on the high-noise expert; unset: `lr_bump`."""
+    high_noise_min_lr: Rate = None
+    """Automagic's `min_lr` on the high-noise expert; unset: `min_lr`."""
+    high_noise_max_lr: Rate = None
+    """Automagic's `max_lr` on the high-noise expert; unset: `max_lr`."""
     low_noise_lr: Rate = None
     """Learning rate of the low-noise expert; unset: `learning_rate`."""
-    low_noise_lr_bump: AutomagicRate = None
-    """Automagic's `lr_bump` on the low-noise expert."""
-    low_noise_min_lr: AutomagicRate = None
-    """Automagic's `min_lr` on the low-noise expert."""
-    low_noise_max_lr: AutomagicRate = None
-    """Automagic's `max_lr` on the low-noise expert."""
+    low_noise_lr_bump: Rate = None
+    """Automagic's `lr_bump` on the low-noise expert; unset: `lr_bump`."""
+    low_noise_min_lr: Rate = None
+    """Automagic's `min_lr` on the low-noise expert; unset: `min_lr`."""
+    low_noise_max_lr: Rate = None
+    """Automagic's `max_lr` on the low-noise expert; unset: `max_lr`."""
 
     def contradictions(self) -> Iterator[Remark]:
         for stage in ("", "high_noise_", "low_noise_"):
@@ -61,7 +60,6 @@ class OptimizerSettings(Block):
             message = f"{self.learning_rate:g} multiplies the rate that prodigy finds by itself; 1 is the usual value"
             yield Remark("learning_rate", message)
         if self.name == "automagic":
-            yield Remark("name", '"automagic" comes later, and training refuses it until then; use "adamw"')
             return
         for stage in ("", "high_noise_", "low_noise_"):
             for what in ("lr_bump", "min_lr", "max_lr"):

@@ -16,18 +16,36 @@ from torch import nn
 
 from supertuner.config.optim import OptimizerSettings
 from supertuner.core.errors import TrainError
+from supertuner.optim.automagic import Automagic
+from supertuner.optim.automagic_batch import state_shapes
+from supertuner.optim.rates import Limits, PackedRates, Spread
 
 Shape: TypeAlias = tuple[int, ...]
 Made: TypeAlias = "torch.optim.Optimizer"
 FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Order:
+    """What an optimizer is made from."""
+
+    parameters: Mapping[str, nn.Parameter]
+    rate: float
+    decay: float
+    settings: OptimizerSettings
+    expert: str
+    seed: int
+
+    @property
+    def weights(self) -> list[nn.Parameter]:
+        return list(self.parameters.values())
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One optimizer of the table."""
 
-    make: Callable[[list[nn.Parameter], float, float], Made]
-    """(parameters, learning rate, weight decay) → the optimizer."""
+    make: Callable[[Order], Made]
     learning_rate: float
     """Where the settings give none."""
     weight_decay: float
@@ -60,6 +78,10 @@ class Optimizer:
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.inner.zero_grad(set_to_none=set_to_none)
 
+    def spread(self) -> Spread | None:
+        """How the rates of single weights are spread, where weights have rates of their own. Waits for the device."""
+        return self.inner.spread() if isinstance(self.inner, Automagic) else None
+
     @torch.no_grad()
     def averaged(self) -> dict[str, torch.Tensor] | None:
         """Copies of the weights to validate and to export, where those are not the ones that are trained.
@@ -84,70 +106,107 @@ class Optimizer:
         return nullcontext()
 
 
-def build(settings: OptimizerSettings, parameters: Mapping[str, nn.Parameter], expert: str) -> Optimizer:
-    """The optimizer that the settings name, for the parameters of one expert."""
+def build(
+    settings: OptimizerSettings, parameters: Mapping[str, nn.Parameter], expert: str, *, seed: int = 0
+) -> Optimizer:
+    """The optimizer that the settings name, for the parameters of one expert; what it draws by chance is the seed's."""
     entry = entry_of(settings)
     if not parameters:
         raise TrainError(f"expert {expert} has nothing to train: no parameter is left; see adapter.targets")
     rate = rate_of(settings, expert)
     decay = entry.weight_decay if settings.weight_decay is None else settings.weight_decay
-    return Optimizer(settings.name, entry.make(list(parameters.values()), rate, decay), parameters, rate)
+    order = Order(parameters, rate, decay, settings, expert, seed)
+    return Optimizer(settings.name, entry.make(order), parameters, rate)
 
 
 def entry_of(settings: OptimizerSettings) -> Entry:
-    """The entry of the table that the settings name, which must be there."""
-    entry = OPTIMIZERS.get(settings.name)
-    if entry is None:
-        raise TrainError(
-            f'optimizer.name "{settings.name}" is not part of this version yet; use one of {", ".join(OPTIMIZERS)} '
-            '("prodigy" finds its learning rate by itself too)'
-        )
-    return entry
+    """The entry of the table that the settings name."""
+    return OPTIMIZERS[settings.name]
 
 
 def rate_of(settings: OptimizerSettings, expert: str) -> float:
     """Learning rate of an expert: its own, else that of all, else the table's."""
-    own = {"high_noise": settings.high_noise_lr, "low_noise": settings.low_noise_lr}.get(expert)
-    given = settings.learning_rate if own is None else own
+    if settings.name == "automagic":
+        return limits_of(settings, expert).start
+    given = _start_of(settings, expert)
     return OPTIMIZERS[settings.name].learning_rate if given is None else given
 
 
-def _adamw(parameters: list[nn.Parameter], rate: float, decay: float) -> Made:
-    fused = all(p.device.type in FUSED_DEVICES and p.is_floating_point() for p in parameters)
-    return torch.optim.AdamW(parameters, lr=rate, weight_decay=decay, fused=fused, foreach=not fused)
+def limits_of(settings: OptimizerSettings, expert: str) -> Limits:
+    """Between what an expert's rates move under Automagic, and how far in a step: its own settings, else those of all,
+    else the usual ones. A start that nobody chose gives way to the limits."""
+    own = {
+        "high_noise": (settings.high_noise_lr_bump, settings.high_noise_min_lr, settings.high_noise_max_lr),
+        "low_noise": (settings.low_noise_lr_bump, settings.low_noise_min_lr, settings.low_noise_max_lr),
+    }.get(expert, (None, None, None))
+    ours = (settings.lr_bump, settings.min_lr, settings.max_lr)
+    usual = (USUAL.bump, USUAL.lowest, USUAL.highest)
+    bump, lowest, highest = (_first_given(*three) for three in zip(own, ours, usual, strict=True))
+    where = f"optimizer, for expert {expert}"
+    if highest < lowest:
+        raise TrainError(f"{where}: max_lr {highest:g} is below min_lr {lowest:g}; set both")
+    given = _start_of(settings, expert)
+    start = min(max(USUAL.start, lowest), highest) if given is None else given
+    if not lowest <= start <= highest:
+        raise TrainError(
+            f"{where}: Automagic's rates start at learning_rate {start:g}, which is not between min_lr {lowest:g} and "
+            f"max_lr {highest:g}; leave learning_rate out, or widen the limits"
+        )
+    return Limits(start=start, bump=bump, lowest=lowest, highest=highest)
 
 
-def _adamw8bit(parameters: list[nn.Parameter], rate: float, decay: float) -> Made:
+def _first_given(*values: float | None) -> float:
+    return next(value for value in values if value is not None)
+
+
+def _start_of(settings: OptimizerSettings, expert: str) -> float | None:
+    own = {"high_noise": settings.high_noise_lr, "low_noise": settings.low_noise_lr}.get(expert)
+    return settings.learning_rate if own is None else own
+
+
+def _adamw(order: Order) -> Made:
+    fused = all(p.device.type in FUSED_DEVICES and p.is_floating_point() for p in order.weights)
+    return torch.optim.AdamW(order.weights, lr=order.rate, weight_decay=order.decay, fused=fused, foreach=not fused)
+
+
+def _adamw8bit(order: Order) -> Made:
     try:
         from torchao.optim import AdamW8bit
     except ImportError as problem:
         raise TrainError(
             f'optimizer.name "adamw8bit" needs torchao ({problem}); install it, or use "adamw"'
         ) from problem
-    made: Made = AdamW8bit(parameters, lr=rate, weight_decay=decay)
+    made: Made = AdamW8bit(order.weights, lr=order.rate, weight_decay=order.decay)
     return made
 
 
-def _adafactor(parameters: list[nn.Parameter], rate: float, decay: float) -> Made:
-    return torch.optim.Adafactor(parameters, lr=rate, weight_decay=decay)  # one by one: little memory is its point
+def _adafactor(order: Order) -> Made:
+    # One by one: little memory is its point.
+    return torch.optim.Adafactor(order.weights, lr=order.rate, weight_decay=order.decay)
 
 
-def _prodigy(parameters: list[nn.Parameter], rate: float, decay: float) -> Made:
+def _prodigy(order: Order) -> Made:
     from prodigyopt import Prodigy
 
-    made: Made = Prodigy(parameters, lr=rate)
+    made: Made = Prodigy(order.weights, lr=order.rate)
     for group in made.param_groups:
-        group["weight_decay"] = decay  # given to the constructor, it would be announced on the screen
+        group["weight_decay"] = order.decay  # given to the constructor, it would be announced on the screen
     return made
 
 
-def _schedule_free(parameters: list[nn.Parameter], rate: float, decay: float) -> Made:
+def _schedule_free(order: Order) -> Made:
     from schedulefree import AdamWScheduleFree
 
-    made = AdamWScheduleFree(parameters, lr=rate, weight_decay=decay)
+    made = AdamWScheduleFree(order.weights, lr=order.rate, weight_decay=order.decay)
     made.train()
     optimizer: Made = made
     return optimizer
+
+
+def _automagic(order: Order) -> Made:
+    names = {f"{order.expert}/{name}": p for name, p in order.parameters.items()}  # each expert draws for itself
+    limits = limits_of(order.settings, order.expert)
+    return Automagic(names, limits, weight_decay=order.decay, seed=order.seed)
 
 
 def _adam_shapes(p: nn.Parameter) -> dict[str, tuple[Shape, ...]]:
@@ -171,6 +230,12 @@ def _schedule_free_shapes(p: nn.Parameter) -> dict[str, tuple[Shape, ...]]:
     return {"z": (tuple(p.shape),), "exp_avg_sq": (tuple(p.shape),)}
 
 
+def _automagic_shapes(p: nn.Parameter) -> dict[str, tuple[Shape, ...]]:
+    return {key: ((length,),) for key, (length, _) in state_shapes(p.shape, PackedRates(USUAL)).items()}
+
+
+USUAL = Limits(start=1e-6, bump=1e-6, lowest=1e-7, highest=1e-3)
+"""Automagic's own settings where nothing else is said."""
 OPTIMIZERS = {
     "adamw": Entry(_adamw, 1e-4, 1e-2, _adam_shapes),
     "adamw8bit": Entry(_adamw8bit, 1e-4, 1e-2, _adam_shapes),
@@ -179,4 +244,6 @@ OPTIMIZERS = {
     # Prodigy estimates the rate; what is given is a factor on it.
     "prodigy": Entry(_prodigy, 1.0, 0.0, _prodigy_shapes),
     "schedule_free": Entry(_schedule_free, 5e-4, 0.0, _schedule_free_shapes),
+    # The rate is where the rates of all weights start from.
+    "automagic": Entry(_automagic, USUAL.start, 0.0, _automagic_shapes),
 }

@@ -25,6 +25,8 @@ from supertuner.train.saving import save
 from supertuner.train.signals import Signals
 from supertuner.train.validate import validate
 
+RATES_EVERY_STEPS = 10
+"""How often the rates of single weights are counted, where they have their own: it reads them all."""
 LESS_MEMORY = 'lower train.batch_size, set train.gradient_checkpointing: true, or model.base_weights: "int8"'
 
 
@@ -98,7 +100,16 @@ def _train(run: Run, window: Window) -> None:
         )
     )
     run.memory.after_step(run.step, run.sink)
+    if _due(run.step, RATES_EVERY_STEPS) or run.step == run.course.total_steps:
+        _report_rates(run)
     _judge(run, result)
+
+
+def _report_rates(run: Run) -> None:
+    spreads = {trainee.expert.name: trainee.optimizer.spread() for trainee in run.trainees}
+    figures = {expert: spread.figures() for expert, spread in spreads.items() if spread is not None}
+    if figures:
+        run.sink.emit(training.measured_rates(run.step, figures))
 
 
 def _placed(run: Run, batch: StepBatch) -> StepBatch:

@@ -78,7 +78,7 @@ def open_run(
     sink.emit(Decided("model", model.title, f"what {model.source.path} says of itself"))
     sink.emit(Decided("train.device", str(device), _why_device(config.train.device)))
     experts = experts_of(config, model)
-    _require_machinery(config, precision)
+    _require_machinery(config, experts, precision)
     for expert in experts:
         require_choice(loading.skeleton(model, expert.part), config.model.attention)
     if config.adapter.type != "full":
@@ -165,9 +165,10 @@ def experts_of(config: RunConfig, model: Model) -> tuple[Expert, ...]:
     return found
 
 
-def _require_machinery(config: RunConfig, precision: Precision) -> None:
+def _require_machinery(config: RunConfig, experts: tuple[Expert, ...], precision: Precision) -> None:
     """What can be refused without the model is refused before anything is staged and encoded."""
-    optimizers.entry_of(config.optimizer)
+    for expert in experts:
+        optimizers.rate_of(config.optimizer, expert.name)
     require_backend(config.model.attention, precision.device)
     if config.model.base_weights != "as_computed":
         probe(config.model.base_weights, precision.device, precision.dtype)
@@ -337,7 +338,7 @@ def _trainee(config: RunConfig, expert: Expert, trained: adapters.Trained, preci
         expert=expert,
         module=trained.module,
         parameters=parameters,
-        optimizer=optimizers.build(config.optimizer, parameters, expert.name),
+        optimizer=optimizers.build(config.optimizer, parameters, expert.name, seed=config.run.seed),
         ema=None if decay is None else Ema(parameters, decay),
         scaler=precision.scaler(),
     )

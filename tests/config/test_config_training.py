@@ -82,11 +82,6 @@ def test_what_cannot_be_trained_is_refused_with_place_value_and_remedy(refuse, t
         ({"objective": {"flow_snr": "path"}}, "objective.flow_snr", "only with weighting"),
         ({"objective": {"huber_delta": 1}}, "objective.huber_delta", "only with loss"),
         (
-            {"optimizer": {"name": "automagic"}},
-            "optimizer.name",
-            'comes later, and training refuses it until then; use "adamw"',
-        ),
-        (
             {"optimizer": {"name": "schedule_free", "lr_scheduler": "cosine"}},
             "optimizer.lr_scheduler",
             '"cosine" works against schedule_free',

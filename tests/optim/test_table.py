@@ -11,7 +11,8 @@ from torch import nn
 
 from supertuner.config.optim import OptimizerSettings
 from supertuner.core.errors import TrainError
-from supertuner.optim.table import OPTIMIZERS, build, rate_of
+from supertuner.optim.rates import Limits
+from supertuner.optim.table import OPTIMIZERS, build, limits_of, rate_of
 from tests.optim.training import NAMES, optimizer, same_bits, train, weights
 
 
@@ -20,7 +21,8 @@ def test_every_optimizer_of_the_table_lowers_a_simple_loss(name: str) -> None:
     made = torch.Generator().manual_seed(0)
     weight = nn.Parameter(torch.randn(64, 128, generator=made))
     wanted = torch.randn(64, 128, generator=made)
-    settings = {"prodigy": {}, "adafactor": {}}.get(name, {"learning_rate": 0.05})
+    automagic = {"learning_rate": 0.05, "min_lr": 0.01, "max_lr": 0.1, "lr_bump": 0.001}
+    settings = {"prodigy": {}, "adafactor": {}, "automagic": automagic}.get(name, {"learning_rate": 0.05})
     trained = optimizer(name, {"w": weight}, weight_decay=0.0, **settings)
     first = (weight.detach() - wanted).square().mean()
     for _ in range(60):
@@ -67,9 +69,33 @@ def test_an_expert_takes_its_own_rate_then_that_of_all_then_that_of_the_table() 
     assert build(own, weights(), "high_noise").base_rate == 2e-3
 
 
-def test_automagic_is_refused_with_what_to_use_instead() -> None:
-    with pytest.raises(TrainError, match=r'"automagic" is not part of this version yet; use one of adamw, .*prodigy'):
-        build(OptimizerSettings(name="automagic"), weights(), "model")
+def test_limits_of_a_stage_act_whether_or_not_those_of_all_are_set() -> None:
+    """The forks read stage keys only where the base keys are set too."""
+    seed = {"high_noise_lr_bump": 1e-6, "low_noise_lr_bump": 5e-7, "high_noise_max_lr": 1e-3, "low_noise_max_lr": 5e-4}
+    settings = OptimizerSettings.model_validate({"name": "automagic", **seed})
+    assert limits_of(settings, "high_noise") == Limits(start=1e-6, bump=1e-6, lowest=1e-7, highest=1e-3)
+    assert limits_of(settings, "low_noise") == Limits(start=1e-6, bump=5e-7, lowest=1e-7, highest=5e-4)
+    base = OptimizerSettings.model_validate({"name": "automagic", "lr_bump": 2e-6, "low_noise_min_lr": 1e-8, **seed})
+    assert limits_of(base, "low_noise") == Limits(start=1e-6, bump=5e-7, lowest=1e-8, highest=5e-4)
+    assert limits_of(base, "model") == Limits(start=1e-6, bump=2e-6, lowest=1e-7, highest=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"max_lr": 1e-8}, r"expert low_noise: max_lr 1e-08 is below min_lr 1e-07; set both"),
+        ({"low_noise_min_lr": 1e-2}, r"max_lr 0.001 is below min_lr 0.01"),
+        ({"learning_rate": 0.1}, r"start at learning_rate 0.1, which is not between min_lr 1e-07 and max_lr 0.001"),
+    ],
+)
+def test_rates_that_have_nowhere_to_go_are_refused(settings: dict[str, float], words: str) -> None:
+    with pytest.raises(TrainError, match=words):
+        limits_of(OptimizerSettings.model_validate({"name": "automagic", **settings}), "low_noise")
+
+
+def test_a_start_that_nobody_chose_gives_way_to_the_limits() -> None:
+    settings = OptimizerSettings.model_validate({"name": "automagic", "min_lr": 1e-5})
+    assert rate_of(settings, "model") == 1e-5
 
 
 def test_an_expert_with_nothing_to_train_is_refused() -> None:

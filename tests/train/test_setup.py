@@ -34,7 +34,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"adapter": {"targets": ["to_x"]}},
         "no module of high_noise is called",
     ),
-    "an optimizer of the future": ({"optimizer": {"name": "automagic"}}, "not part of this version"),
+    "rates that start above their limit": (
+        {"optimizer": {"name": "automagic", "learning_rate": 0.1}},
+        "which is not between min_lr",
+    ),
 }
 
 
