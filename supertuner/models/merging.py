@@ -87,7 +87,8 @@ def _with_magnitudes(whole: torch.Tensor, magnitudes: torch.Tensor, layer: str) 
     else:
         raise ModelError(f"{layer}: DoRA's magnitudes {list(magnitudes.shape)} do not fit {list(whole.shape)}")
     factors = magnitudes.flatten() / lengths
-    return whole * factors.reshape([-1 if place == along else 1 for place in range(whole.dim())])
+    scaled: torch.Tensor = whole * factors.reshape([-1 if place == along else 1 for place in range(whole.dim())])
+    return scaled
 
 
 def _by_lycoris(weight: torch.Tensor, tensors: Tensors, layer: str, strength: float) -> torch.Tensor:

@@ -1,0 +1,86 @@
+"""A full-size LoRA file in other names: at most one second, and no more than one tensor in memory.
+
+The file is a rank-16 LoRA of one expert of Wan2.2 14B, attention and feed-forward of 40 blocks: 800 tensors and 400
+alphas, 160 MB in bf16. Beside it the plain way in the same rounds: safetensors' own load of everything, new names, its
+own save. Ours ends with an fsync and a rename, theirs does not.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import tracemalloc
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.harness import Row, at_most, interleave, noted, paired, report
+from supertuner.models.keys import Name, read, write
+from supertuner.models.keys_schemes import SCHEMES, Scheme
+from supertuner.tools.adapter_files import convert, open_adapter
+
+RANK, WIDTH, HIDDEN, BLOCKS = 16, 5120, 13824, 40
+LIMIT_S = 1.0
+ROUNDS = 7
+FAMILY = "wan2.2"
+
+
+def lora(scheme: Scheme, alpha: float) -> dict[str, torch.Tensor]:
+    sizes = {f"{attn}.to_{to}": (WIDTH, WIDTH) for attn in ("attn1", "attn2") for to in ("q", "k", "v", "out.0")}
+    sizes |= {"ffn.net.0.proj": (WIDTH, HIDDEN), "ffn.net.2": (HIDDEN, WIDTH)}
+    made = {}
+    for block in range(BLOCKS):
+        for layer, (inputs, outputs) in sizes.items():
+            tensors = {
+                "lora_A": torch.randn(RANK, inputs).bfloat16(),
+                "lora_B": torch.randn(outputs, RANK).bfloat16(),
+                "alpha": torch.tensor(alpha),
+            }
+            for tensor, value in tensors.items():
+                made[write(Name(None, f"blocks.{block}.{layer}", tensor), scheme, FAMILY)] = value
+    return made
+
+
+def plainly(source: Path, target: Path) -> None:
+    """All tensors in memory, new names, written again."""
+    given = load_file(source)
+    names = read(given, FAMILY).names
+    scheme = SCHEMES["diffusers"]
+    save_file({write(names[key], scheme, FAMILY): tensor for key, tensor in given.items()}, target)
+
+
+def rows() -> list[Row]:
+    with tempfile.TemporaryDirectory(prefix="bench-keys-") as folder:
+        named, scaled = Path(folder) / "named.safetensors", Path(folder) / "scaled.safetensors"
+        save_file(lora(SCHEMES["kohya"], float(RANK)), named)
+        save_file(lora(SCHEMES["kohya"], 8.0), scaled)
+        out = Path(folder) / "out.safetensors"
+
+        def ours(source: Path) -> None:
+            convert(open_adapter(source), SCHEMES["diffusers"], out, overwrite=True)
+
+        timings = interleave(
+            {"names": lambda: ours(named), "scale": lambda: ours(scaled), "plain": lambda: plainly(named, out)},
+            rounds=ROUNDS,
+        )
+        tracemalloc.start()
+        ours(named)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    return [
+        at_most("a full-size LoRA from kohya's names to diffusers'", timings["names"].median_s, LIMIT_S, unit="s"),
+        at_most("… with alpha taken into lora_B", timings["scale"].median_s, LIMIT_S, unit="s"),
+        noted("times loading all of it and saving it with safetensors", paired(timings["names"], timings["plain"])),
+        at_most("… Python's memory beyond the file's own facts", peak / 2**20, 8.0, unit="MiB"),
+    ]
+
+
+def main() -> int:
+    return report(rows(), title="names of adapters")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
