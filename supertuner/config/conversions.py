@@ -113,6 +113,11 @@ def run_name(value: JSON, block: Mapping[str, JSON]) -> Sequence[Outcome]:
     return [Put("^run.name", slug(value), weak=True)]
 
 
+def mask_floor(value: JSON, block: Mapping[str, JSON]) -> Sequence[Outcome]:
+    """ai-toolkit's `mask_min_value`, which is given whether or not there are masks."""
+    return [] if beside(block, "mask_path") is None else [Put("mask_floor", value)]
+
+
 def dataset_id(value: JSON, block: Mapping[str, JSON]) -> Sequence[Outcome]:
     return [Put("id", slug(value))]
 

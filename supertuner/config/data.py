@@ -157,6 +157,18 @@ class Dataset(Block):
     """How often each sample is seen in one epoch."""
     weight: Annotated[float, Field(gt=0, le=1_000_000)] = 1.0
     """How often this dataset is drawn from, relative to the others."""
+    loss_weight: Annotated[float, Field(ge=0, le=1_000_000)] = 1.0
+    """What the loss of its samples counts."""
+    loss_weights_file: Path | None = None
+    """A .jsonl, .csv or .parquet file with the columns `captions.file_column` and `weight`: what the loss of single
+    samples counts, times `loss_weight`; samples that are not in it count 1."""
+    mask_dir: Path | None = None
+    """A folder of pictures named like the samples: a sample is learnt from where its mask is white, and not where it is
+    black."""
+    mask_floor: Share = 0.0
+    """What black places of a mask count; white ones count 1."""
+    prior: bool = False
+    """Prior preservation: its samples keep what the model knew, as their target is what it predicts untrained."""
     limit: Annotated[int | None, Field(ge=1)] = None
     """Use only so many samples; for a first try."""
     strict: bool = False
@@ -191,6 +203,8 @@ class Dataset(Block):
             for key in ("flip", "crop_jitter", "brightness", "contrast", "saturation", "hue"):
                 if getattr(self.augment, key):
                     yield Remark(f"augment.{key}", "has no meaning for sound; remove it", ("dataset_type",))
+            if self.mask_dir is not None:
+                yield Remark("mask_dir", "has no meaning for sound; remove it", ("dataset_type",))
 
     def doubts(self) -> Iterator[Remark]:
         uneven = [side for side in self.resolution if side % self.bucket_step]
@@ -204,6 +218,10 @@ class Dataset(Block):
             yield Remark(
                 "frames", f"{odd[0]} is not 4n + 1, which the encoders of video models want; they cut the rest"
             )
+        if "mask_floor" in self.model_fields_set and self.mask_dir is None:
+            yield Remark("mask_floor", "has no effect without mask_dir")
+        if self.prior and self.held_out:
+            yield Remark("prior", "has no effect: the dataset is held out")
         if self.fps is not None and self.dataset_type is not MediaKind.VIDEO:
             yield Remark("fps", f'has no effect with dataset_type "{self.dataset_type}"')
         varies = self.crop == "random" or self.captions.shuffle_tags or any(value for _, value in self.augment)

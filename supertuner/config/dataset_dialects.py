@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from supertuner.config import conversions as to_ours
-from supertuner.config.conversions import to
+from supertuner.config.conversions import to, unless_null
 from supertuner.config.dialect_rows import AI_TOOLKIT, SIMPLETUNER, Row, rows, without_effect
 
 NOT_NEEDED = "has no effect: staging does this by itself"
-NO_PAIRS = "has no effect yet: paired and regularisation data come later"
+NO_PAIRS = "has no effect yet: paired data come later"
+NO_REG = "has no effect: a dataset of regularisation is one like others; prior and loss_weight say what it is for"
 NO_SIZES = "has no effect: no sample is left out for its size; `upscale: false` keeps small ones from being enlarged"
 
 FOR_ALL_DATASETS = {
@@ -52,6 +53,7 @@ DATASET = (
             "cache_dir": to_ours.cache_dir,
             "vae_cache_clear_each_epoch": to_ours.refresh_each_epoch,
             "probability": to("weight"),
+            "is_regularisation_data": to("prior"),
             "video.num_frames": to_ours.frames,
             "audio.max_duration_seconds": to("audio.max_seconds"),
             "audio.duration_interval": to("audio.step_seconds"),
@@ -72,7 +74,7 @@ DATASET = (
         "metadata_backend metadata_update_interval skip_file_discovery preserve_data_backend_cache crop_aspect_buckets "
         "text_embeds image_embeds default write_batch_size max_upscale_threshold hash_filenames vae_cache_ondemand",
     ),
-    *without_effect(SIMPLETUNER, NO_PAIRS, "conditioning_data conditioning is_regularisation_data"),
+    *without_effect(SIMPLETUNER, NO_PAIRS, "conditioning_data conditioning"),
     *without_effect(SIMPLETUNER, NOT_NEEDED, "min_frames max_frames is_i2v bucket_strategy frame_interval", "video"),
     *without_effect(
         SIMPLETUNER,
@@ -103,6 +105,9 @@ DATASET = (
             "keep_tokens": to("captions.keep_tags"),
             "trigger_word": to("captions.trigger_word"),
             "num_repeats": to("repeats"),
+            "mask_path": unless_null("mask_dir"),
+            "mask_min_value": to_ours.mask_floor,
+            "prior_reg": to("prior"),
             "num_frames": to_ours.frames,
             "flip_x": to_ours.mirror,
             "random_crop": to_ours.random_crop,
@@ -119,9 +124,8 @@ DATASET = (
         NOT_NEEDED,
         "buckets num_workers prefetch_factor augmentation_cache_epoch shrink_video_to_frames scale",
     ),
-    *without_effect(
-        AI_TOOLKIT, NO_PAIRS, "is_reg prior_reg control_path mask_path mask_min_value alpha_mask network_weight"
-    ),
+    *without_effect(AI_TOOLKIT, NO_PAIRS, "control_path alpha_mask network_weight"),
+    *without_effect(AI_TOOLKIT, NO_REG, "is_reg"),
     *without_effect(AI_TOOLKIT, "has no effect: the model says whether it starts from an image", "do_i2v"),
     *without_effect(
         AI_TOOLKIT, "has no effect: see the captions block", "default_caption token_dropout_rate random_triggers poi"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -21,18 +21,23 @@ class StepBatch:
     conditions: Mapping[str, torch.Tensor]
     positions: tuple[int, ...] = ()
     """Which samples these are: their positions in the order."""
+    counts: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """What samples count beside their noise level, where they differ in it: `weight`, one number per sample; `mask`,
+    one for each place of the latents; `prior`, whether a sample keeps what the model knew."""
 
     def __len__(self) -> int:
         return len(self.levels)
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        yield from (self.latents, self.noise, self.levels, *self.text.values(), *self.conditions.values())
+        yield from (self.latents, self.noise, self.levels)
+        yield from (*self.text.values(), *self.conditions.values(), *self.counts.values())
 
     def named(self) -> dict[str, torch.Tensor]:
-        """Every tensor under a name that says what it is; text and conditions keep theirs behind a dot."""
+        """Every tensor under a name that says what it is; text, conditions and counts keep theirs behind a dot."""
         named = {"latents": self.latents, "noise": self.noise, "levels": self.levels}
         named.update({f"text.{name}": one for name, one in self.text.items()})
         named.update({f"conditions.{name}": one for name, one in self.conditions.items()})
+        named.update({f"counts.{name}": one for name, one in self.counts.items()})
         return named
 
     def to(self, device: torch.device) -> StepBatch:
@@ -54,4 +59,5 @@ class StepBatch:
             levels=change(self.levels),
             text={name: change(one) for name, one in self.text.items()},
             conditions={name: change(one) for name, one in self.conditions.items()},
+            counts={name: change(one) for name, one in self.counts.items()},
         )

@@ -57,6 +57,8 @@ class Trainee:
     optimizer: Optimizer
     ema: Ema | None = None
     scaler: LossScaler | None = None
+    untrained: Callable[[], AbstractContextManager[None]] | None = None
+    """Inside, the module computes as it did before anything was trained; for samples that keep the prior."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +105,7 @@ def train_window(
     """
     scale = 1.0 if trainee.scaler is None else trainee.scaler.scale
     with _seeded(seed, rules.precision.device):
-        losses, positions = _backward(trainee.module, batches, samples, scale, rules)
+        losses, positions = _backward(trainee, batches, samples, scale, rules)
     if reduce is not None:
         reduce(trainee.parameters.values())
     gradients = [p.grad for p in trainee.parameters.values() if p.grad is not None]
@@ -126,18 +128,36 @@ def train_window(
 def held_out_loss(trainee: Trainee, batches: Iterable[StepBatch], rules: Rules) -> torch.Tensor:
     """The loss of each sample, nothing trained and nothing dropped out; the module is left as it was."""
     with torch.no_grad(), _evaluating(trainee.module):
-        found = [sample_losses(trainee.module, batch, rules) for batch in batches]
+        found = [sample_losses(trainee, batch, rules) for batch in batches]
     return torch.cat(found) if found else torch.zeros(0, device=rules.precision.device)
 
 
-def sample_losses(module: nn.Module, batch: StepBatch, rules: Rules) -> torch.Tensor:
+def sample_losses(trainee: Trainee, batch: StepBatch, rules: Rules) -> torch.Tensor:
     """One forward pass: the weighted mean error of each sample, in fp32."""
-    clean, noise, levels = batch.latents, batch.noise, batch.levels
-    noisy = add_noise(clean, noise, levels, rules.objective)
+    noisy = add_noise(batch.latents, batch.noise, batch.levels, rules.objective)
+    wanted = target(batch.latents, batch.noise, batch.levels, rules.objective)
+    if "prior" in batch.counts:
+        wanted = _kept(trainee, batch, noisy, wanted, rules)
+    prediction = _predicted(trainee.module, batch, noisy, rules)
+    weights = weight(batch.levels, rules.objective)
+    if "weight" in batch.counts:
+        weights = weights * batch.counts["weight"]
+    return per_sample_loss(prediction, wanted, weights, rules.objective, batch.counts.get("mask"))
+
+
+def _predicted(module: nn.Module, batch: StepBatch, noisy: torch.Tensor, rules: Rules) -> torch.Tensor:
     with rules.precision.autocast():
-        prediction = rules.denoise(module, noisy, levels, dict(batch.text), dict(batch.conditions))
-    wanted = target(clean, noise, levels, rules.objective)
-    return per_sample_loss(prediction, wanted, weight(levels, rules.objective), rules.objective)
+        return rules.denoise(module, noisy, batch.levels, dict(batch.text), dict(batch.conditions))
+
+
+def _kept(trainee: Trainee, batch: StepBatch, noisy: torch.Tensor, wanted: torch.Tensor, rules: Rules) -> torch.Tensor:
+    """What is wanted, and of samples that keep the prior what the untrained model says. A second forward pass, before
+    the one that is differentiated: that one's weights must not change under it."""
+    assert trainee.untrained is not None, "a batch keeps the prior, and nobody kept the untrained weights"
+    with torch.no_grad(), trainee.untrained(), _evaluating(trainee.module):
+        before = _predicted(trainee.module, batch, noisy, rules).float()
+    keep = batch.counts["prior"].reshape(-1, *(1 for _ in wanted.shape[1:]))
+    return torch.where(keep, before, wanted)
 
 
 def prepare(module: nn.Module, checkpointing: bool) -> None:
@@ -161,13 +181,13 @@ def evaluation_weights(trainee: Trainee) -> Tensors | None:
 
 
 def _backward(
-    module: nn.Module, batches: Iterable[StepBatch], samples: int, scale: float, rules: Rules
+    trainee: Trainee, batches: Iterable[StepBatch], samples: int, scale: float, rules: Rules
 ) -> tuple[torch.Tensor, tuple[int, ...]]:
     """Gradients of all micro-batches, added up in the parameters; the loss of every sample, and which they are."""
     found: list[torch.Tensor] = []
     positions: list[int] = []
     for batch in batches:
-        losses = sample_losses(module, batch, rules)
+        losses = sample_losses(trainee, batch, rules)
         torch.autograd.backward(losses.sum() * (scale / samples))
         found.append(losses.detach())
         positions += batch.positions

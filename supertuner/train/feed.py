@@ -23,6 +23,7 @@ from supertuner.models.objective import Law, level_at, sample_noise, sample_unif
 from supertuner.models.spec import Expert, Family, Model, Tensors
 from supertuner.optim.schedule import Course, active
 from supertuner.step.batch import StepBatch
+from supertuner.train.counting import Counting
 from supertuner.train.parallel import Parallel
 
 AT_ONCE = 1024
@@ -38,6 +39,8 @@ class Encoded(Protocol):
 
     def framing(self, micro: MicroBatch, /) -> torch.Tensor: ...
 
+    def turns(self, micro: MicroBatch, /) -> list[int]: ...
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Maker:
@@ -52,6 +55,8 @@ class Maker:
     seed: int
     place: Callable[[StepBatch], StepBatch] | None
     """Puts a batch where the GPU can fetch it without the CPU; None: it stays where it is made."""
+    counting: Counting | None = None
+    """What samples count beside their noise level; None: all the same."""
 
     def make(self, micro: MicroBatch, expert: Expert) -> StepBatch:
         fields = dict(self.encoded.latents(micro))
@@ -69,6 +74,7 @@ class Maker:
             text=self.family.pad_text(self.model, self.encoded.texts(micro)),
             conditions=fields,
             positions=tuple(positions),
+            counts={} if self.counting is None else self.counting.of(micro, self.encoded.turns(micro), shape),
         )
         return batch if self.place is None else self.place(batch)
 

@@ -35,6 +35,7 @@ from supertuner.train import checkpoint
 from supertuner.train.caching.encoded import open_encoded
 from supertuner.train.caching.encoders import Encoding, Identities
 from supertuner.train.checkpoint_reading import Loaded, load
+from supertuner.train.counting import counting_of
 from supertuner.train.feed import Maker
 from supertuner.train.full import fitting
 from supertuner.train.loss_log import LOSSES, LossLog
@@ -275,6 +276,7 @@ def _maker(
     until: int,
 ) -> Maker:
     """Who makes batches of these data, from caches that are filled now."""
+    counting = counting_of(corpus, outside.sink)  # before hours of encoding: masks may be refused
     encoded = opened.enter_context(
         open_encoded(
             config,
@@ -297,6 +299,7 @@ def _maker(
         law_of=partial(law_of, config, encoding.family, encoding.model),
         seed=config.run.seed,
         place=place if encoding.device.type == "cuda" else None,
+        counting=counting,
     )
 
 
@@ -334,6 +337,11 @@ def _trained(
 def _trainee(config: RunConfig, expert: Expert, trained: adapters.Trained, precision: Precision) -> Trainee:
     parameters = dict(trained.parameters)
     decay = config.train.ema_decay
+    untrained = None
+    if any(dataset.prior for dataset in config.datasets):
+        # As adapters begin, so was the model: the values of now are what keeps the prior, after a resume too.
+        now = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+        untrained = partial(adapters.applied, trained, now)
     return Trainee(
         expert=expert,
         module=trained.module,
@@ -341,4 +349,5 @@ def _trainee(config: RunConfig, expert: Expert, trained: adapters.Trained, preci
         optimizer=optimizers.build(config.optimizer, parameters, expert.name, seed=config.run.seed),
         ema=None if decay is None else Ema(parameters, decay),
         scaler=precision.scaler(),
+        untrained=untrained,
     )

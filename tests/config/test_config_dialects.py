@@ -290,3 +290,13 @@ def test_no_row_hides_a_setting_of_ours_unless_its_value_passes_unchanged():
     for row in dataset_rows("").values():
         if f"datasets[].{row.written}" in places.settings():
             assert row.written in ("type", "crop"), row.written
+
+
+def test_masks_and_regularisation_data_are_read_in_both_dialects(load_text, tmp_path):
+    ours = load_text({"datasets": [{"folder_path": "a", "mask_path": "m", "mask_min_value": 0.2, "prior_reg": True}]})
+    (dataset,) = ours.config.datasets
+    assert (dataset.mask_dir, dataset.mask_floor, dataset.prior) == (tmp_path / "m", 0.2, True)
+    (other,) = load_text({"datasets": [{"folder_path": "a", "mask_min_value": 0.2}]}).config.datasets
+    assert (other.mask_dir, other.mask_floor) == (None, 0.0)
+    (theirs,) = load_text({"data_backend": {"id": "a", "is_regularisation_data": True}}).config.datasets
+    assert theirs.prior

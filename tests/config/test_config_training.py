@@ -81,6 +81,8 @@ def test_what_cannot_be_trained_is_refused_with_place_value_and_remedy(refuse, t
         ({"objective": {"snr_gamma": 5}}, "objective.snr_gamma", "only with weighting"),
         ({"objective": {"flow_snr": "path"}}, "objective.flow_snr", "only with weighting"),
         ({"objective": {"huber_delta": 1}}, "objective.huber_delta", "only with loss"),
+        ({"datasets": [{"mask_floor": 0.5}]}, "datasets[0].mask_floor", "no effect without mask_dir"),
+        ({"datasets": [{}, {"prior": True, "held_out": True}]}, "datasets[1].prior", "the dataset is held out"),
         (
             {"optimizer": {"name": "schedule_free", "lr_scheduler": "cosine"}},
             "optimizer.lr_scheduler",

@@ -135,7 +135,7 @@ def test_the_ratio_of_ipndm_is_that_of_its_own_timesteps() -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["EulerDiscreteScheduler", "EDMEulerScheduler", "FlowMatchEulerDiscreteScheduler"])
+@pytest.mark.parametrize("name", ["DDIMScheduler", "EDMEulerScheduler", "FlowMatchEulerDiscreteScheduler"])
 def test_preparing_to_sample_changes_no_ratio(name: str) -> None:
     scheduler = made(name)
     before = ratios(scheduler)

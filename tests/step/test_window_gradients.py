@@ -33,7 +33,7 @@ from tests.step.making import (
 
 def whole_gradient(trainee: Trainee, batches: Sequence[StepBatch], rules: Rules) -> list[torch.Tensor]:
     """What one large batch gives: the mean of all samples' losses, one backward pass, plain autograd."""
-    losses = torch.cat([sample_losses(trainee.module, batch, rules) for batch in by_rows(batches)])
+    losses = torch.cat([sample_losses(trainee, batch, rules) for batch in by_rows(batches)])
     return list(torch.autograd.grad(losses.mean(), list(trainee.parameters.values())))
 
 

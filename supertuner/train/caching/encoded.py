@@ -86,12 +86,18 @@ class Encoded:
         """For each sample how `latents` show it: a row of `Framing` in fp32."""
         draws, corpus = micro.draws, self._corpus
         rows = []
-        for group, sample, turn in zip(draws.group.tolist(), draws.sample.tolist(), draws.cycle.tolist(), strict=True):
-            dataset = corpus.order.groups[group].dataset
-            treatment = self._needs.treatments[dataset]
-            kept = turn % treatment.media_turns if treatment.media is How.CACHED else turn
-            rows.append(framing_of(corpus.seed, corpus.parts[dataset], sample, kept, micro.bucket))
+        for group, sample, turn in zip(draws.group.tolist(), draws.sample.tolist(), self.turns(micro), strict=True):
+            part = corpus.parts[corpus.order.groups[group].dataset]
+            rows.append(framing_of(corpus.seed, part, sample, turn, micro.bucket))
         return torch.tensor(rows, dtype=torch.float32)
+
+    def turns(self, micro: MicroBatch) -> list[int]:
+        """For each sample the turn whose changes `latents` show: of cached ones only some turns are kept."""
+        found = []
+        for group, turn in zip(micro.draws.group.tolist(), micro.draws.cycle.tolist(), strict=True):
+            treatment = self._needs.treatments[self._corpus.order.groups[group].dataset]
+            found.append(turn % treatment.media_turns if treatment.media is How.CACHED else turn)
+        return found
 
     def _how(self, group: int) -> How:
         return self._needs.treatments[self._corpus.order.groups[group].dataset].media

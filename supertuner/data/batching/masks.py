@@ -1,0 +1,88 @@
+"""Masks of pictures and clips: which places of a sample count, cropped and mirrored as the sample is.
+
+A mask is a picture of its own in another folder, with the sample's name: white counts, black does not, grey in between.
+Of a clip it holds for every frame. Masks are not staged: each is read when its sample is used.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from supertuner.core.errors import BrokenMedia, SourceError
+from supertuner.core.events import Sink, Warned
+from supertuner.core.types import MediaKind
+from supertuner.data.batching.render import change_of
+from supertuner.data.batching.resize import crop_box, resized
+from supertuner.data.corpus import Part
+from supertuner.data.decode import broken_means
+from supertuner.data.ordering.buckets import Bucket
+from supertuner.data.sources.listing import first_names
+from supertuner.data.sources.walk import walk
+
+if TYPE_CHECKING:
+    import torch
+
+SKEW = 0.02
+"""How far a mask's ratio of sides may be from its sample's: rounding of a smaller mask, no more."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Masks:
+    """The masks of one dataset."""
+
+    folder: str
+    names: Mapping[str, str]
+    """Sample → name of its mask's file below the folder."""
+    floor: float
+    """What places count that the mask leaves out."""
+
+    def draw(self, seed: int, part: Part, sample: int, turn: int, bucket: Bucket) -> torch.Tensor:
+        """What each place of the sample counts as the batch shows it: fp32 HW from `floor` to 1; without a mask, 1."""
+        import torch
+
+        name = self.names.get(part.samples.key(sample))
+        if name is None:
+            return torch.ones(bucket.height, bucket.width)
+        from supertuner.data.decode.image import decode_image
+
+        place = os.path.join(self.folder, name)
+        with broken_means(f"mask {place}"):
+            picture = decode_image(memoryview(Path(place).read_bytes()))
+            height, width = picture.shape[:2]
+            own = float(part.samples.width[sample]) / float(part.samples.height[sample])
+            if abs(width / height / own - 1) > SKEW:
+                shape = f"{part.samples.width[sample]} × {part.samples.height[sample]}"
+                raise BrokenMedia(f"is {width} × {height} and its sample {shape}: it covers another part")
+        change = change_of(seed, part, sample, turn)
+        box = crop_box(width, height, bucket.width, bucket.height, change.across, change.down)
+        shown = resized(picture, box, bucket.width, bucket.height, "area").float().mean(0) / 255
+        return self.floor + (1 - self.floor) * (shown.flip(-1) if change.flip else shown)
+
+
+def masks_of(part: Part, sink: Sink) -> Masks | None:
+    """A dataset's masks, if it has any. Samples without one are told; a folder that fits none is refused."""
+    settings = part.settings
+    if settings.mask_dir is None:
+        return None
+    place = f"datasets[{settings.id}].mask_dir"
+    folder = os.path.realpath(settings.mask_dir)
+    if not os.path.isdir(folder):
+        raise SourceError(f"{place}: {settings.mask_dir} is not a folder")
+    names = {key: name for key, name, _, _ in walk(folder, MediaKind.IMAGE, ".txt").media}
+    keys = [part.samples.key(number) for number in range(len(part.samples))]
+    without = [key for key in keys if key not in names]
+    if keys and len(without) == len(keys):
+        raise SourceError(
+            f"{place}: none of the {len(names)} pictures in {folder} is named like a sample, such as {keys[0]!r}; "
+            "a mask has the name of its sample, whatever its ending"
+        )
+    if without:
+        shown = first_names(without, len(without))
+        sink.emit(
+            Warned(place, f"{len(without)} of {len(keys)} samples have no mask, and all of each counts ({shown})")
+        )
+    return Masks(folder, names, settings.mask_floor)

@@ -1,0 +1,91 @@
+"""Whole runs whose samples count differently: masks, weights, the prior and SNR, told, refused, and resumed exactly."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from tests.train.runs import Parent, config, pictures
+
+SHORT: dict[str, Any] = {
+    "train": {"max_steps": 4, "batch_size": 2, "mixed_precision": "fp32"},
+    "gh200_optimizations": {"enable_batch_size_rampup": False, "initial_effective_batch_size": None},
+    "validation": {"at_start": False, "at_end": False, "every_steps": None, "prompts": []},
+}
+
+
+def datasets(folder: Path, **counted: Any) -> list[dict[str, Any]]:
+    """Squares that count as they are told to, and others that keep the prior."""
+    if not (folder / "data").exists():
+        pictures(folder / "data" / "train", 6)
+        pictures(folder / "data" / "class", 3, first=6)
+        (folder / "masks").mkdir()
+        for number in range(6):
+            mask = Image.new("L", (32, 32), 0)
+            mask.paste(255, (4, 4, 20, 20))
+            mask.save(folder / "masks" / f"{number:03d}.png")
+        rows = [{"file_name": f"{number:03d}.png", "weight": number / 2} for number in range(6)]
+        (folder / "weights.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    common = {"resolution": 32, "bucket_step": 16}
+    return [
+        {"id": "squares", "instance_data_dir": str(folder / "data" / "train"), **common, **counted},
+        {"id": "class", "instance_data_dir": str(folder / "data" / "class"), "prior": bool(counted), **common},
+    ]
+
+
+def losses(folder: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (folder / "run" / "losses.jsonl").read_text().splitlines()]
+
+
+def everything(folder: Path) -> dict[str, Any]:
+    return {
+        "mask_dir": str(folder / "masks"),
+        "mask_floor": 0.1,
+        "loss_weights_file": str(folder / "weights.jsonl"),
+        "loss_weight": 2.0,
+        "augment": {"flip": 0.5},
+        "variations": 2,
+        "augmentations_cache_mode": "static",
+    }
+
+
+def test_a_run_that_counts_everything_trains_and_goes_on_to_the_bit(parent: Parent, tmp_path: Path) -> None:
+    data = datasets(tmp_path, **everything(tmp_path))
+    in_turn = {"switch_boundary_every": 1}  # so that the same experts are trained before and after
+    whole = config(tmp_path, "whole", **SHORT, datasets=data, model=in_turn)
+    assert parent.train(whole) == 0, parent.said()
+    rest = config(tmp_path, "rest", **SHORT, datasets=data, model=in_turn)
+    half = tmp_path / "whole" / "run" / "checkpoints" / "step-00000002"
+    assert parent.train(rest, "--resume", str(half)) == 0, parent.said()
+    assert len(losses(tmp_path / "whole")) == 4
+    assert losses(tmp_path / "rest")[-2:] == losses(tmp_path / "whole")[-2:]
+
+
+def test_min_snr_on_a_flow_model_changes_nothing_is_told_once_and_the_path_is_there_when_asked(
+    parent: Parent, tmp_path: Path
+) -> None:
+    data = datasets(tmp_path)
+    objectives: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "even": {"weighting": "min_snr"},
+        "path": {"weighting": "min_snr", "flow_snr": "path"},
+        "huber": {"loss": "huber"},
+    }
+    for name, objective in objectives.items():
+        assert parent.train(config(tmp_path, name, **SHORT, datasets=data, objective=objective)) == 0, parent.said()
+    found = {name: losses(tmp_path / name) for name in objectives}
+    assert found["even"] == found["plain"]
+    assert found["path"] != found["plain"] and found["huber"] != found["plain"]
+    decisions = json.loads((tmp_path / "even" / "run" / "decisions.json").read_text())
+    (told,) = [one for one in decisions if one["what"] == "objective.weighting"]
+    assert told["value"] == "none" and "flow matching" in told["reason"]
+
+
+def test_masks_that_fit_no_sample_end_the_run_before_anything_is_encoded(parent: Parent, tmp_path: Path) -> None:
+    data = datasets(tmp_path, mask_dir=str(tmp_path / "data" / "class"))
+    assert parent.train(config(tmp_path, "a", **SHORT, datasets=data)) == 1
+    assert "named like a sample" in " ".join(parent.said().split())
+    assert not (tmp_path / "a" / "run" / "losses.jsonl").exists()
