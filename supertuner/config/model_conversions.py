@@ -30,12 +30,13 @@ ARCHITECTURES = {
     "wan21": "wan2.2",  # its text-to-video is one expert of the same kind
     "flux": "flux",
     "qwen_image": "qwen-image",
+    "qwen_image_edit": "qwen-image-edit",
     "sd3": "sd3.5",
     "sdxl": "sdxl",
 }
 OTHER_ARCHITECTURES = _words(
     "auraflow chroma flex1 flex2 flux2 flux_kontext hidream hidream_e1 lumina2 omnigen2 pixart pixart_sigma "
-    "qwen_image_edit qwen_image_edit_plus sd1 sd2 ssd vega wan21_i2v zimage"
+    "qwen_image_edit_plus sd1 sd2 ssd vega wan21_i2v zimage"
 )
 """Architectures of ai-toolkit that are not trained here."""
 WAN_FLAVOURS = {
@@ -45,7 +46,7 @@ WAN_FLAVOURS = {
     "t2v-480p-1.3b-2.1": ("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", "all"),
     "t2v-480p-14b-2.1": ("Wan-AI/Wan2.1-T2V-14B-Diffusers", "all"),
 }
-OTHER_FLAVOURS = ("i2v-14b-2.1", "i2v-480p", "i2v-720p", "flf2v", "vace", "kontext", "edit", "refiner")
+OTHER_FLAVOURS = ("i2v-14b-2.1", "i2v-480p", "i2v-720p", "flf2v", "vace", "kontext", "edit-v2", "refiner")
 """How flavours begin that are not trained here."""
 UNSAID = {
     "wan": "Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
@@ -62,6 +63,7 @@ FLAVOURS = {
         "krea": "black-forest-labs/FLUX.1-Krea-dev",
     },
     "qwen-image": {"v1.0": "Qwen/Qwen-Image"},
+    "qwen-image-edit": {"edit-v1": "Qwen/Qwen-Image-Edit"},
     "sd3.5": {size: f"stabilityai/stable-diffusion-3.5-{size}" for size in ("medium", "large")},
     "sdxl": {f"base-{number}": f"stabilityai/stable-diffusion-xl-base-{number}" for number in ("1.0", "0.9")},
 }
@@ -103,7 +105,8 @@ def simpletuner_family(block: Mapping[str, JSON]) -> str | None:
     flavour = str(beside(block, "model_flavour") or "").lower()
     if flavour.startswith(OTHER_FLAVOURS):
         return None
-    return SIMPLETUNER_TRAINED.get(str(beside(block, "model_family")))
+    name = SIMPLETUNER_TRAINED.get(str(beside(block, "model_family")))
+    return f"{name}-edit" if flavour in FLAVOURS.get(f"{name}-edit", {}) else name
 
 
 def path(value: JSON, block: Mapping[str, JSON]) -> Sequence[Outcome]:
@@ -215,22 +218,36 @@ def compiler(value: JSON, block: Mapping[str, JSON]) -> Sequence[Outcome]:
     return [Put("model.compile", True), *other]
 
 
+def model_type(value: JSON, block: Mapping[str, JSON]) -> Sequence[Outcome]:
+    """SimpleTuner's `model_type`: with LyCORIS, its own file says what kind of adapter."""
+    return [] if value == "lora" and beside(block, "lora_type") == "lycoris" else [Put("adapter.type", value)]
+
+
 def adapter_kind(value: JSON, block: Mapping[str, JSON]) -> Sequence[Outcome]:
     """SimpleTuner's `lora_type`."""
     if value == "standard":
         return []
+    if value == "lycoris" and beside(block, "lycoris_config"):
+        return []
     if value == "lycoris":
-        return [No('"lycoris" comes later; "standard" trains a LoRA')]
-    return [No(f'{shown(value)} is not available; allowed: "standard"')]
+        return [No('"lycoris" needs lycoris_config, a file that says which algorithm; or set adapter.type')]
+    return [No(f'{shown(value)} is not available; allowed: "standard", "lycoris"')]
+
+
+def lycoris_file(value: JSON, block: Mapping[str, JSON]) -> Sequence[Outcome]:
+    """SimpleTuner's `lycoris_config`: the file that it names is read by lycoris_dialect."""
+    return []
+
+
+NETWORKS = {"lora": "lora", "dora": "lora", "locon": "locon", "loha": "loha", "lokr": "lokr"}
 
 
 def network_type(value: JSON, block: Mapping[str, JSON]) -> Sequence[Outcome]:
     """ai-toolkit's `network.type`. Its adapters are on all linear layers of the blocks."""
-    if value == "lora":
-        return [Put("adapter.type", "lora"), Put("adapter.targets", "attention_mlp", weak=True)]
-    if value in ("lokr", "locon", "loha", "lorm", "dora", "lierla"):
-        return [No(f'{shown(value)} comes later; "lora" trains a LoRA')]
-    return [No(f'{shown(value)} is not available; allowed: "lora"')]
+    if not isinstance(value, str) or value not in NETWORKS:
+        return [No(f"{shown(value)} is not available; allowed: {', '.join(map(shown, NETWORKS))}")]
+    dora = [Put("adapter.dora", True)] if value == "dora" else []
+    return [Put("adapter.type", NETWORKS[value]), Put("adapter.targets", "attention_mlp", weak=True), *dora]
 
 
 def experts(value: JSON, block: Mapping[str, JSON]) -> Sequence[Outcome]:

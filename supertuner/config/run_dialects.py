@@ -11,7 +11,6 @@ from supertuner.config.dataset_dialects import NO_SIZES, NOT_NEEDED
 from supertuner.config.dialect_rows import AI_TOOLKIT, SIMPLETUNER, Row, rows, without_effect
 
 ONE_PIPELINE = "has no effect: all parts come from the pipeline of model.path"
-NO_LYCORIS = "has no effect yet: LyCORIS adapters come later"
 NO_START = "has no effect yet: starting from an adapter comes later"
 NO_TEXT_TRAINING = "has no effect: text encoders are not trained"
 NO_OFFLOAD = "has no effect yet: weights are not sent to host memory by plan; memory.overflow lets them spill there"
@@ -65,8 +64,9 @@ SIMPLETUNER_ROWS = (
             "base_model_precision": model.base_precision,
             "attention_mechanism": model.attention,
             "dynamo_backend": model.compiler,
-            "model_type": to("adapter.type"),
+            "model_type": model.model_type,
             "lora_type": model.adapter_kind,
+            "lycoris_config": model.lycoris_file,
             "lora_rank": to("adapter.rank"),
             "lora_alpha": unless_null("adapter.alpha"),
             "lora_dropout": unless_null("adapter.dropout"),
@@ -110,7 +110,6 @@ SIMPLETUNER_ROWS = (
         ONE_PIPELINE,
         "pretrained_transformer_model_name_or_path pretrained_vae_model_name_or_path pretrained_t5_model_name_or_path",
     ),
-    *without_effect(SIMPLETUNER, NO_LYCORIS, "lycoris_config"),
     *without_effect(SIMPLETUNER, NO_START, "init_lora"),
     *without_effect(SIMPLETUNER, ONE_EXPORT, "lora_format"),
     *without_effect(SIMPLETUNER, BY_FAMILY, "refiner_training fuse_qkv_projections noise_offset"),
@@ -211,6 +210,8 @@ AI_TOOLKIT_ROWS = (
             "linear_alpha": unless_null("adapter.alpha"),
             "alpha": unless_null("adapter.alpha"),
             "dropout": unless_null("adapter.dropout"),
+            "lokr_factor": unless_null("adapter.lokr_factor"),
+            "lokr_full_rank": unless_null("adapter.lokr_full_matrix"),
         },
         "network",
     ),
@@ -282,7 +283,6 @@ AI_TOOLKIT_ROWS = (
         "conv conv_alpha network_kwargs",
         "network",
     ),
-    *without_effect(AI_TOOLKIT, NO_LYCORIS, "lokr_factor lokr_full_rank", "network"),
     *without_effect(AI_TOOLKIT, ONE_EXPORT, "dtype save_format", "save"),
     *without_effect(AI_TOOLKIT, NOT_UPLOADED, "push_to_hub hf_repo_id hf_private", "save"),
     *without_effect(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 
+from supertuner.config import lycoris_dialect
 from supertuner.config import place as places
-from supertuner.config.conversions import No, Outcome, Put, Said, to
+from supertuner.config.conversions import No, Outcome, Put, Said, beside, to
 from supertuner.config.dialects import (
     AI_TOOLKIT,
     SIMPLETUNER,
@@ -42,7 +43,10 @@ class Translation:
         rest.pop("$schema", None)  # for editors
         lists = {name: rest.pop(name) for name in _DATASETS if name in rest}
         for_all = {name: rest.pop(name) for name in list(rest) if name.removeprefix("--") in inherited()}
+        lycoris = {name: rest[name] for name in _LYCORIS if rest.get(name)}
         self._block(rest, (), run_rows(), "", lead)
+        for written, value in lycoris.items():
+            self._lycoris_file(value, lead + written, rest)
         if dialect == AI_TOOLKIT and "model" in rest and not {"network", "adapter"} & rest.keys():
             self._put(("adapter", "type"), "full", f"{lead}network", AI_TOOLKIT, weak=True)
             self._note(f"{lead}network", 'is missing, so all weights are trained: adapter.type "full"')
@@ -205,9 +209,33 @@ class Translation:
 
     def _dataset_file(self, value: JSON, written: str) -> None:
         """SimpleTuner keeps its datasets in a file of their own."""
+        opened = self._opened(value, written)
+        if opened is not None:
+            outer, self._source = self._source, opened[0]
+            self._entries(opened[1], "", SIMPLETUNER)
+            self._source = outer
+
+    def _lycoris_file(self, value: JSON, written: str, block: Mapping[str, JSON]) -> None:
+        """And what it tells LyCORIS in another."""
+        if beside(block, "lora_type") != "lycoris":
+            self._note(written, 'has an effect only with lora_type: "lycoris"')
+            return
+        opened = self._opened(value, written)
+        if opened is None:
+            return
+        outer, self._source = self._source, opened[0]
+        if isinstance(opened[1], Mapping):
+            for name, outcome in lycoris_dialect.read(opened[1]):
+                self._outcome(outcome, Row(SIMPLETUNER, name), (), name, (opened[1].get(name), None), False)
+        else:
+            self._problem("", f"{shown(opened[1])} is not a block of settings")
+        self._source = outer
+
+    def _opened(self, value: JSON, written: str) -> tuple[Source, JSON] | None:
+        """Another file that this one names, and what is in it; None: the problem is told."""
         if not isinstance(value, str) or not value:
             self._problem(written, f"{shown(value)} is not the path of a file")
-            return
+            return None
         path = self._source.folder / os.path.expanduser(value)
         try:
             content = read_bytes(path)
@@ -215,11 +243,9 @@ class Translation:
         except ConfigError as error:
             for problem in error.problems:
                 self._problem(written, problem.message)
-            return
+            return None
         self.layer.attachments[path.name] = content
-        outer, self._source = self._source, Source(path.name, path.parent)
-        self._entries(tree, "", SIMPLETUNER)
-        self._source = outer
+        return Source(path.name, path.parent), tree
 
     def _entry(self, entry: JSON, index: int, written: str, dialect: str) -> None:
         if not isinstance(entry, Mapping):
@@ -274,6 +300,7 @@ class Translation:
         return written if is_main_file else f"{self._source.name}: {written}"
 
 
+_LYCORIS = ("lycoris_config", "--lycoris_config")
 _DATASETS = ("datasets", "dataset", "data_backend", "data_backend_config", "--data_backend_config")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 SIMPLETUNER = {
@@ -103,6 +105,10 @@ WAN22 = {"model_family": "wan", "model_flavour": "i2v-14b-2.2-high"}
             {"model.family": "qwen-image", "model.path": "Qwen/Qwen-Image"},
         ),
         (
+            {"model_family": "qwen_image", "model_flavour": "edit-v1"},
+            {"model.family": "qwen-image-edit", "model.path": "Qwen/Qwen-Image-Edit"},
+        ),
+        (
             {"model_family": "wan", "model_type": "full"},
             {
                 "model.family": "wan2.2",
@@ -160,13 +166,14 @@ def test_one_wish_in_simpletuners_words(load_text, tree, expected):
         ({"model_family": "sdxl", "model_flavour": "refiner-1.0"}, "model_flavour", "is not trained here yet"),
         ({"model_family": "wan", "model_flavour": "vace-14b-2.1"}, "model_family", "is not trained here yet"),
         ({"model_family": "flux"}, "model_family", "no model is named; black-forest-labs/FLUX.1-dev is what"),
+        ({"model_family": "qwen_image", "model_flavour": "edit-v2"}, "model_flavour", "is not trained here yet"),
         ({"model_family": "flux", "model_flavour": "kontext"}, "model_flavour", "is not trained here yet"),
         ({"ema_decay": 0.9}, "ema_decay", "use_ema is not true"),
         ({"report_to": "comet_ml"}, "report_to", "comet_ml is not available"),
         ({"tracker_project_name": "a"}, "tracker_project_name", "nothing is reported to wandb"),
         ({"base_model_precision": "int4-quanto"}, "base_model_precision", "8 bits are used"),
         ({"attention_mechanism": "sageattention"}, "attention_mechanism", "no backward pass"),
-        ({"lycoris_config": "a.json"}, "lycoris_config", "LyCORIS adapters come later"),
+        ({"lycoris_config": "a.json"}, "lycoris_config", 'only with lora_type: "lycoris"'),
         ({"ramtorch": True}, "ramtorch", "memory.overflow lets them spill"),
     ],
 )
@@ -192,7 +199,9 @@ def test_a_model_that_is_not_trained_here_is_not_loaded_either(load_text):
             "pretrained_model_name_or_path: ",
         ),
         ({"pretrained_model_name_or_path": "a/b"}, "model.family: is missing"),
-        ({"lora_type": "lycoris"}, 'lora_type: "lycoris" comes later'),
+        ({"lora_type": "lycoris"}, 'lora_type: "lycoris" needs lycoris_config'),
+        ({"lora_type": "lycoris", "lycoris_config": "no.json"}, "lycoris_config: there is no file"),
+        ({"lora_type": "lora"}, 'lora_type: "lora" is not available; allowed: "standard", "lycoris"'),
         ({"base_model_precision": "int9"}, 'base_model_precision: "int9" is not known here'),
         ({"attention_mechanism": "flsh"}, 'attention_mechanism: "flsh" is not available; allowed: "diffusers"'),
         ({"validation_resolution": "big"}, 'validation_resolution: "big" is not a size'),
@@ -302,6 +311,19 @@ def test_a_job_without_a_network_trains_all_weights_as_it_does_there(load_text):
         ),
         ({"network": {"rank": 8, "alpha": 4}}, {"adapter.rank": 8, "adapter.alpha": 4}),
         (
+            {"network": {"type": "lokr", "lokr_factor": 8, "lokr_full_rank": True}},
+            {
+                "adapter.type": "lokr",
+                "adapter.targets": "attention_mlp",
+                "adapter.lokr_factor": 8,
+                "adapter.lokr_full_matrix": True,
+            },
+        ),
+        (
+            {"network": {"type": "dora"}},
+            {"adapter.type": "lora", "adapter.targets": "attention_mlp", "adapter.dora": True},
+        ),
+        (
             {"train": {"timestep_type": "sigmoid"}},
             {"objective.timesteps": "logit_normal", "objective.shift": 1.0},
         ),
@@ -333,7 +355,7 @@ def test_one_wish_in_ai_toolkits_words(load_text, tree, expected):
             {"model": {"model_kwargs": {"train_low_nois": True}}},
             "model.model_kwargs.train_low_nois: not a setting; did you mean train_low_noise?",
         ),
-        ({"network": {"type": "lokr"}}, 'network.type: "lokr" comes later'),
+        ({"network": {"type": "lorm"}}, 'network.type: "lorm" is not available; allowed: "lora", "dora"'),
         ({"train": {"timestep_type": "sigmiod"}}, 'train.timestep_type: "sigmiod" is not available'),
         ({"train": {"ema_config": 5}}, "train.ema_config: 5 is not a block"),
         ({"sample": {"prompts": "a"}}, 'sample.prompts: "a" is not a list of prompts'),
@@ -365,3 +387,51 @@ def test_no_text_waits_for_a_trainer_that_is_here():
     assert [
         row.written for row in (*RUN, *DATASET) if "trainer lands" in row.why or "has not landed, " in row.why
     ] == []
+
+
+LYCORIS = {
+    "algo": "lokr",
+    "multiplier": 1.0,
+    "linear_dim": 10000,
+    "linear_alpha": 1,
+    "factor": 16,
+    "apply_preset": {"target_module": ["Attention", "FeedForward"], "module_algo_map": {"Attention": {"factor": 16}}},
+}
+
+
+def lycoris(tmp_path, load_text, **changed):
+    (tmp_path / "lycoris.json").write_text(json.dumps({**LYCORIS, **changed}))
+    return load_text({"model_type": "lora", "lora_type": "lycoris", "lycoris_config": "lycoris.json"})
+
+
+def test_simpletuners_lycoris_file_means_the_same_here(tmp_path, load_text):
+    loaded = lycoris(tmp_path, load_text)
+    assert settings(loaded.config) == {
+        "adapter.type": "lokr",
+        "adapter.lokr_full_matrix": True,
+        "adapter.alpha": 1,
+        "adapter.lokr_factor": 16,
+        "adapter.targets": "attention_mlp",
+    }
+    (note,) = [note for note in loaded.notes if "lycoris.json" in note.what and "module_algo_map" in note.what]
+    assert "their ranks by adapter.modules" in note.message
+
+
+def test_a_lycoris_file_of_another_algorithm(tmp_path, load_text):
+    adapter = lycoris(tmp_path, load_text, algo="loha", linear_dim=8, rs_lora=True, dropout=0.1).config.adapter
+    assert (adapter.type, adapter.rank, adapter.alpha, adapter.rslora, adapter.dropout) == ("loha", 8, 1.0, True, 0.1)
+    assert lycoris(tmp_path, load_text, algo="full").config.adapter.type == "diff"
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"algo": "boft"}, 'lycoris.json: algo: "boft" is not available; allowed: "lora", "locon"'),
+        ({"multiplier": 2.0}, "lycoris.json: multiplier: 2.0 is not available"),
+        ({"dora_wd": True}, "lycoris.json: dora_wd: is not available for LyCORIS"),
+    ],
+)
+def test_what_a_lycoris_file_asks_and_is_not_here_is_refused(tmp_path, refuse, changed, says):
+    (tmp_path / "lycoris.json").write_text(json.dumps({**LYCORIS, **changed}))
+    problems = refuse({"model_type": "lora", "lora_type": "lycoris", "lycoris_config": "lycoris.json"})
+    assert any(says in problem for problem in problems)
