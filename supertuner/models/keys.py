@@ -17,7 +17,7 @@ from functools import cache
 from typing import Final, Literal, NamedTuple
 
 from supertuner.core.errors import ModelError
-from supertuner.models.keys_modules import LAYOUTS, NUMBER, Layout, filled, members
+from supertuner.models.keys_modules import LAYOUTS, NUMBER, Layout, family_of_layers, filled, members
 from supertuner.models.keys_schemes import (
     KIND,
     NAMINGS,
@@ -110,7 +110,7 @@ def read(keys: Iterable[str], family: str | None = None) -> Reading:
 
 def write(name: Name, scheme: Scheme, family: str) -> str:
     """The key of `name` in `scheme`. ModelError where the scheme has no word for it."""
-    layout = LAYOUTS[family]
+    layout = LAYOUTS[family_of_layers(family)]
     style = STYLES[scheme.style]
     if name.expert not in style.prefixes:
         raise ModelError(
@@ -284,8 +284,4 @@ def _spelling(meanings: Mapping[str, Sequence[_Meaning]]) -> str:
 
 
 def _layouts(family: str | None) -> Sequence[str]:
-    if family is None:
-        return list(LAYOUTS)
-    if family not in LAYOUTS:
-        raise ModelError(f"family is {family!r}; there are {', '.join(LAYOUTS)}")
-    return [family]
+    return list(LAYOUTS) if family is None else [family_of_layers(family)]

@@ -15,6 +15,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from supertuner.core.errors import ModelError
+
 NUMBER: Final = "#"
 
 
@@ -240,3 +242,14 @@ LAYOUTS: Final[Mapping[str, Layout]] = {
     )
 }
 """By family, in the order in which a doubtful file is taken for one."""
+
+SAME_LAYERS: Final[Mapping[str, str]] = {"qwen-image-edit": "qwen-image"}
+"""A family whose denoiser is another's."""
+
+
+def family_of_layers(family: str) -> str:
+    """The family under whose name this one's layers stand in the table. ModelError for one that is not known."""
+    found = SAME_LAYERS.get(family, family)
+    if found not in LAYOUTS:
+        raise ModelError(f"the family is {family!r}; there are {', '.join((*LAYOUTS, *SAME_LAYERS))}")
+    return found

@@ -8,7 +8,7 @@ from typing import Final
 from supertuner.core.errors import ModelError
 from supertuner.models.keys import Name, write
 from supertuner.models.keys_convert import layers_of
-from supertuner.models.keys_modules import LAYOUTS
+from supertuner.models.keys_modules import LAYOUTS, family_of_layers
 from supertuner.models.keys_schemes import COMFYUI, SCHEMES, STYLES, Scheme
 from supertuner.tools.adapter_files import ENDINGS, AdapterFile, convert, of_expert
 from supertuner.tools.adapter_inspect import kind_of
@@ -29,7 +29,7 @@ def export(
             raise ModelError(f"{file.path} holds {', '.join(others)}; diffusers loads LoRA, lycoris-lora loads these")
     else:
         family = family or file.reading.family
-        scheme = SCHEMES[COMFYUI[family]]
+        scheme = SCHEMES[COMFYUI[family_of_layers(family)]]
     experts = file.reading.experts
     paths = {expert: _place(file.path, out, program, expert, len(experts)) for expert in experts}
     there = [path for path in paths.values() if path.exists() and not overwrite]

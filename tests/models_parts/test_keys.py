@@ -8,7 +8,7 @@ import pytest
 
 from supertuner.core.errors import ModelError
 from supertuner.models.keys import Name, read, understood, write
-from supertuner.models.keys_modules import LAYOUTS, members
+from supertuner.models.keys_modules import LAYOUTS, family_of_layers, members
 from supertuner.models.keys_schemes import (
     COMFYUI,
     NAMINGS,
@@ -20,6 +20,7 @@ from supertuner.models.keys_schemes import (
     Scheme,
     comfyui_reads,
 )
+from supertuner.models.table import MODELS
 from tests.models_parts.architectures import FAMILIES, layers
 
 OF_FAMILY = pytest.mark.parametrize("family", FAMILIES)
@@ -58,6 +59,12 @@ def names_of(family: str, scheme: Scheme, tensors: tuple[str, ...]) -> list[Name
         for layer in canonical_layers(family, scheme.naming)
         for tensor in tensors
     ]
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_every_family_that_can_be_trained_has_its_layers_in_the_table(family: str) -> None:
+    assert family_of_layers(family) in LAYOUTS and family_of_layers(family) in FAMILIES
+    assert COMFYUI[family_of_layers(family)] in SCHEMES
 
 
 @OF_FAMILY

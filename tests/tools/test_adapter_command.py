@@ -131,7 +131,7 @@ def test_mistakes_are_answered_in_words(file: Path, capsys: pytest.CaptureFixtur
     assert "there are diffusers" in refused(capsys, "convert", file, "--to", "nonsense")
     assert "there are diffusers, comfyui" in refused(capsys, "export", file, "--for", "nonsense")
     assert "there are high_noise" in refused(capsys, "convert", file, "--to", "original", "--expert", "both")
-    assert "there are wan2.2" in refused(capsys, "inspect", file, "--family", "sd1")
+    assert "there are wan2.2, flux" in refused(capsys, "inspect", file, "--family", "sd1")
     assert "none of 9 keys" in refused(capsys, "inspect", file, "--family", "flux")
     lokr = file.with_name("l.safetensors")
     save_file({"lycoris_blocks_0_attn1_to_q.lokr_w1": drawn(2, 2)}, lokr)

@@ -9,6 +9,8 @@ import torch
 from supertuner.core.events import Event, Warned
 from supertuner.core.types import JSON
 
+LAYER = "blocks.0.attn1.to_q"
+
 
 def parts_at(step: int, seed: int = 0) -> dict[str, dict[str, torch.Tensor]]:
     """The parts of a run's checkpoint; another seed is another run."""
@@ -19,9 +21,9 @@ def parts_at(step: int, seed: int = 0) -> dict[str, dict[str, torch.Tensor]]:
 
     parts: dict[str, dict[str, torch.Tensor]] = {}
     for expert in ("high_noise", "low_noise"):
-        parts[f"adapter.{expert}"] = {"blocks.0.lora_A": normal(4, 7), "blocks.0.lora_B": normal(7, 4)}
+        parts[f"adapter.{expert}"] = {f"{LAYER}.lora_A.weight": normal(4, 7), f"{LAYER}.lora_B.weight": normal(7, 4)}
         parts[f"optimizer.{expert}"] = {"0.exp_avg": normal(4, 7), "0.step": torch.tensor(float(step))}
-        parts[f"ema.{expert}"] = {"blocks.0.lora_A": normal(4, 7).bfloat16()}
+        parts[f"ema.{expert}"] = {f"{LAYER}.lora_A.weight": normal(4, 7).bfloat16()}
     parts["random"] = {"cpu": torch.randint(0, 256, (16,), dtype=torch.uint8, generator=drawn)}
     return parts
 
