@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from supertuner.tools.adapter_files import AdapterFile
+    from supertuner.train.adapter_files import AdapterFile
 
 app = typer.Typer(help="Inspect, convert and merge files of adapters.", no_args_is_help=True)
 
@@ -30,9 +30,9 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON, metadata included.")] = False,
 ) -> None:
     """Scheme, experts, ranks, norms and origin of an adapter. Exit code 1 if some of its values are not numbers."""
-    from supertuner.tools.adapter_files import open_adapter
     from supertuner.tools.adapter_inspect import inspect as inspected
     from supertuner.tools.adapter_inspect import record
+    from supertuner.train.adapter_files import open_adapter
 
     opened = open_adapter(file, family)
     found = record(opened, inspected(opened))
@@ -58,7 +58,7 @@ def convert(
     """Write an adapter's file in another program's names."""
     from supertuner.core.errors import ModelError
     from supertuner.models.keys_schemes import SCHEMES
-    from supertuner.tools.adapter_files import convert as converted
+    from supertuner.train.adapter_files import convert as converted
 
     if to not in SCHEMES:
         raise ModelError(f"--to is {to!r}; there are {', '.join(SCHEMES)}")
@@ -116,7 +116,7 @@ def schemes() -> None:
 
 def _opened(file: Path, family: str | None, expert: str | None, partial: bool) -> AdapterFile:
     from supertuner.core.errors import ModelError
-    from supertuner.tools.adapter_files import ENDINGS, open_adapter, with_expert
+    from supertuner.train.adapter_files import ENDINGS, open_adapter, with_expert
 
     if expert is not None and expert not in ENDINGS.values():
         raise ModelError(f"--expert is {expert!r}; there are {', '.join(ENDINGS.values())}")

@@ -10,8 +10,8 @@ from supertuner.models.keys import Name, write
 from supertuner.models.keys_convert import layers_of
 from supertuner.models.keys_modules import LAYOUTS, family_of_layers
 from supertuner.models.keys_schemes import COMFYUI, SCHEMES, STYLES, Scheme
-from supertuner.tools.adapter_files import ENDINGS, AdapterFile, convert, of_expert
 from supertuner.tools.adapter_inspect import kind_of
+from supertuner.train.adapter_files import ENDINGS, AdapterFile, convert, of_expert
 
 PROGRAMS: Final = ("diffusers", "comfyui")
 

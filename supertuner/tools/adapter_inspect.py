@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from supertuner.models.keys_convert import Layer, Shape, layers_of, scale_of
 from supertuner.models.keys_schemes import ALPHA, DORA, LORA_A, LORA_B, comfyui_reads
-from supertuner.tools.adapter_files import AdapterFile, alpha_values, tensors
+from supertuner.train.adapter_files import AdapterFile, alpha_values, tensors
 
 if TYPE_CHECKING:
     from torch import Tensor

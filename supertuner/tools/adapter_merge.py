@@ -16,7 +16,7 @@ from supertuner.core.errors import ModelError
 from supertuner.models.keys_convert import layers_of
 from supertuner.models.keys_modules import LAYOUTS
 from supertuner.models.keys_schemes import HIGH, LOW, Scheme, spelled
-from supertuner.tools.adapter_files import AdapterFile, convert, of_expert, open_adapter, tensors
+from supertuner.train.adapter_files import AdapterFile, convert, of_expert, open_adapter, tensors
 
 if TYPE_CHECKING:
     from torch import Tensor

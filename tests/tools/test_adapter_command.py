@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 
 from supertuner.cli import app, main
 from supertuner.models.keys_schemes import SCHEMES
-from supertuner.tools.adapter_files import open_adapter
 from supertuner.tools.adapter_inspect import inspect
+from supertuner.train.adapter_files import open_adapter
 from tests.models_parts.modules import drawn
-from tests.tools.test_adapter_files import wan_lora
+from tests.train.test_adapter_files import wan_lora
 
 
 def run(*arguments: object) -> str:

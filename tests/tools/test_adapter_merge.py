@@ -14,8 +14,8 @@ from supertuner.core.errors import ModelError
 from supertuner.models.adapters import attach, exported, load_state, state
 from supertuner.models.merging import _by_lycoris, merged_weight
 from supertuner.models.wan22_tiny import TinyWan, build
-from supertuner.tools.adapter_files import open_adapter, with_expert
 from supertuner.tools.adapter_merge import merge
+from supertuner.train.adapter_files import open_adapter, with_expert
 from tests.models_parts.modules import drawn, wan_output
 
 TARGETS = ("to_q", "ffn.net.2", "patch_embedding")

@@ -12,7 +12,6 @@ import json
 import math
 import os
 import stat
-import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -114,20 +113,29 @@ def convert(file: AdapterFile, scheme: Scheme, out: Path, *, overwrite: bool = F
 
     Keys that are not understood are not in the new file: whoever calls has told so, or refused.
     """
-    experts = file.reading.experts
-    if family is None:  # diffusers' names are the same in all families that the file can be of
-        family = file.reading.families[0] if scheme.naming == "diffusers" else file.reading.family
-    try:
-        pieces = planned(file.reading, file.shapes, alpha_values(file), file.metadata, scheme, family)
-    except ModelError as error:
-        raise ModelError(f"{file.path} cannot be written as {scheme.name}: {error}") from error
+    pieces = _planned(file, scheme, family)
     own = {**file.own_metadata, "converted": f"{file.reading.scheme.name} to {scheme.name}"}
-    if not scheme.marks_experts and experts[0] is not None:
-        own["expert"] = experts[0]
+    if not scheme.marks_experts and file.reading.experts[0] is not None:
+        own["expert"] = file.reading.experts[0]
     metadata = {key: text for key, text in file.metadata.items() if key not in OUTDATED}
     with _opened(file.path) as fd, _new_file(out, overwrite) as written:
         _write_all(written, fd, file, pieces, {**metadata, "format": "pt", OWN: json.dumps(own)})
     return len(pieces)
+
+
+def load_as(file: AdapterFile, scheme: Scheme, family: str | None = None) -> dict[str, Tensor]:
+    """What `convert` would write, in memory of its own: to go on training from a file, whoever wrote it."""
+    with _opened(file.path) as fd:
+        return {piece.key: _made(fd, file, piece) for piece in _planned(file, scheme, family)}
+
+
+def _planned(file: AdapterFile, scheme: Scheme, family: str | None) -> list[Piece]:
+    if family is None:  # diffusers' names are the same in all families that the file can be of
+        family = file.reading.families[0] if scheme.naming == "diffusers" else file.reading.family
+    try:
+        return planned(file.reading, file.shapes, alpha_values(file), file.metadata, scheme, family)
+    except ModelError as error:
+        raise ModelError(f"{file.path} cannot be written as {scheme.name}: {error}") from error
 
 
 def alpha_values(file: AdapterFile) -> dict[str, float]:
@@ -176,21 +184,30 @@ def _code(file: AdapterFile, piece: Piece) -> str:
 
 
 def _content(fd: int, file: AdapterFile, piece: Piece) -> Iterator[bytes | memoryview]:
-    if piece.source is None:
-        yield struct.pack("<f", piece.value)
+    if piece.source is None or piece.scale != 1.0:
+        yield _bytes_of(_made(fd, file, piece))
         return
     entry = file.entries[piece.source]
-    row = (entry.end - entry.begin) // entry.shape[0] if entry.shape and entry.shape[0] else 0
-    first, last = piece.rows if piece.rows is not None else (0, 0)
-    begin, end = (first * row, last * row) if piece.rows is not None else (0, entry.end - entry.begin)
-    if piece.scale == 1.0:
-        for at in range(begin, end, CHUNK):
-            yield _read(fd, file, file.data_at + entry.begin + at, min(CHUNK, end - at))
-        return
+    begin, end = entry.begin, entry.end
+    if piece.rows is not None:
+        row = (end - begin) // max(1, entry.shape[0])
+        begin, end = begin + piece.rows[0] * row, begin + piece.rows[1] * row
+    for at in range(begin, end, CHUNK):
+        yield _read(fd, file, file.data_at + at, min(CHUNK, end - at))
+
+
+def _made(fd: int, file: AdapterFile, piece: Piece) -> Tensor:
+    import torch
+
+    if piece.source is None:
+        return torch.tensor(piece.value, dtype=torch.float32)
     tensor = _tensor(fd, file, piece.source)
-    exact = tensor if tensor.dtype.itemsize == 8 else tensor.float()
-    scaled = (exact * piece.scale).to(tensor.dtype)
-    yield _bytes_of(scaled)[begin:end]
+    if piece.rows is not None:
+        tensor = tensor[slice(*piece.rows)].clone()
+    if piece.scale != 1.0:
+        exact = tensor if tensor.dtype.itemsize == 8 else tensor.float()
+        tensor = (exact * piece.scale).to(tensor.dtype)
+    return tensor.reshape(piece.shape)
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

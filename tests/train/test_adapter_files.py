@@ -21,7 +21,7 @@ from supertuner.models.keys_modules import LAYOUTS
 from supertuner.models.keys_schemes import COMFYUI, SCHEMES, STYLES, Scheme, comfyui_reads
 from supertuner.models.wan22_tiny import TinyWan, build
 from supertuner.tools.adapter_export import export
-from supertuner.tools.adapter_files import convert, of_expert, open_adapter, with_expert
+from supertuner.train.adapter_files import convert, load_as, of_expert, open_adapter, with_expert
 from tests.models_parts.modules import drawn, wan_output
 
 RANK = 4
@@ -141,6 +141,16 @@ def test_a_fused_layer_is_split_as_diffusers_splits_it(tmp_path: Path) -> None:
     for layer in {key.rsplit(".", 2)[0] for key in ours}:
         product = ours[f"{layer}.lora_B.weight"] @ ours[f"{layer}.lora_A.weight"]
         assert torch.allclose(product, theirs[f"{layer}.lora_B.weight"] @ theirs[f"{layer}.lora_A.weight"], atol=1e-5)
+
+
+@pytest.mark.parametrize("target", ["diffusers", "kohya", "lycoris-stages"])
+def test_what_is_loaded_is_what_would_be_written(target: str, tmp_path: Path) -> None:
+    save_file(wan_lora(SCHEMES["original-down-up"], 3.0, torch.bfloat16), tmp_path / "a.safetensors")
+    opened = with_expert(open_adapter(tmp_path / "a.safetensors"), "high_noise")
+    convert(opened, SCHEMES[target], tmp_path / "b.safetensors")
+    written, loaded = load_file(tmp_path / "b.safetensors"), load_as(opened, SCHEMES[target])
+    assert loaded.keys() == written.keys()
+    assert all(torch.equal(loaded[key], value) and loaded[key].dtype == value.dtype for key, value in written.items())
 
 
 def test_an_alpha_that_only_diffusers_metadata_says_counts(tmp_path: Path) -> None:
