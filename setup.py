@@ -1,4 +1,4 @@
-"""The parts of the build that are not data: two small libraries in C, each left out where there is no compiler."""
+"""The parts of the build that are not data: three small libraries in C, each left out where there is no compiler."""
 
 from pathlib import Path
 
@@ -7,6 +7,14 @@ from setuptools import Extension, setup
 setup(
     ext_modules=[
         Extension("supertuner.core._many", ["supertuner/core/_many.c"], optional=True),
+        Extension(
+            "supertuner.optim._automagic",
+            ["supertuner/optim/_automagic.c"],
+            # No multiply-add: the result is the same on every CPU.
+            extra_compile_args=["-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wextra"],
+            extra_link_args=["-lm"],
+            optional=True,
+        ),
         Extension(
             "supertuner.memory._overflow",
             ["supertuner/memory/_overflow.c"],

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from supertuner.optim.automagic_batch import Batch, batches, matrix_shape
+from supertuner.optim.automagic_native import Native, Numbers, built
 from supertuner.optim.bench import Bench, Tools, padded
 from supertuner.optim.chance import Chance, rounded_to_bf16
 from supertuner.optim.rates import MOST, Limits, Move, Noise, PackedRates, PlainRates, Spread, directions
@@ -45,6 +46,7 @@ class Automagic(torch.optim.Optimizer):
         beta2: float = 0.999,
         clip: float = 1.0,
         mask: Literal["packed", "fp32"] = "packed",
+        native: bool = True,
     ) -> None:
         assert all(p.dtype in (torch.float32, torch.bfloat16) for p in parameters.values()), "fp32 or bf16 weights"
         self._rates = PackedRates(limits) if mask == "packed" else PlainRates(limits)
@@ -54,6 +56,8 @@ class Automagic(torch.optim.Optimizer):
         self.param_groups[0].update(lowest=self._rates.lowest, unit=self._rates.unit)
         self._parameters = dict(parameters)
         self._limits, self._seed, self._beta2, self._clip = limits, seed, beta2, clip
+        library = built() if native else None
+        self._native = None if library is None else Native(library)
         self._benches: dict[torch.device, Bench] = {}
         self._batches: list[Batch] = []
         self._live: list[int] = []
@@ -67,7 +71,7 @@ class Automagic(torch.optim.Optimizer):
         chance = Chance(self._seed, step)
         fresh = self._arrange()
         factor, decay = group["lr"] / self._limits.start * self._rates.unit, group["weight_decay"]
-        for batch in self._batches:
+        for batch in self._by_c(factor, decay, fresh):
             tools = batch.tools()
             gradient = batch.gradient(tools)
             updates = self._updates(batch, gradient, tools, factor)
@@ -98,6 +102,16 @@ class Automagic(torch.optim.Optimizer):
         for p, state in self.state.items():
             if id(state) not in inside:
                 yield {key: kept.unsqueeze(0) for key, kept in state.items()}, p.numel(), self.tools(p)
+
+    def _by_c(self, factor: float, decay: float, fresh: set[int]) -> list[Batch]:
+        """Make the step of all batches that the library takes; the others."""
+        native, rates = self._native, self._rates
+        if native is None or not isinstance(rates, PackedRates) or rates.chance < 1.0:
+            return self._batches
+        lowest = rates.lowest / rates.unit
+        numbers = Numbers(1 - self._beta2, EPSILON, self._clip, factor, factor * decay, lowest, rates.top)
+        native.step([batch for batch in self._batches if native.takes(batch)], numbers, fresh)
+        return [batch for batch in self._batches if not native.takes(batch)]
 
     def _arrange(self) -> set[int]:
         """Put the parameters that have a gradient into batches, unless they are; those that never had one before.

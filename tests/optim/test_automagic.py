@@ -8,6 +8,7 @@ from torch import nn
 
 from supertuner.optim import automagic_batch
 from supertuner.optim.automagic import Automagic
+from supertuner.optim.automagic_native import built
 from supertuner.optim.rates import Limits
 from tests.optim.plain_automagic import Plain
 from tests.optim.training import same_bits, weights
@@ -143,3 +144,47 @@ def test_a_parameter_that_joins_later_changes_nothing_for_the_others() -> None:
 
     assert torch.equal(trained(0), trained(5))
     assert torch.equal(trained(0), trained(99))
+
+
+@pytest.mark.skipif(built() is None, reason="the C part was not built")
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_the_c_part_stores_what_torch_would_store_and_gives_its_weights(decay: float) -> None:
+    by_c, by_torch = weights(), weights()
+    ours = Automagic(by_c, FAST, weight_decay=decay)
+    torchs = Automagic(by_torch, FAST, weight_decay=decay, native=False)
+    for step in range(25):
+        give(by_c, gradients(by_c, step))
+        give(by_torch, gradients(by_torch, step))
+        for name, p in by_c.items():
+            by_torch[name].data.copy_(p.data)
+        ours.step()
+        torchs.step()
+        for name, p in by_c.items():
+            assert torch.allclose(p, by_torch[name], atol=1e-6, rtol=0), (name, step)
+    for name, p in by_c.items():
+        state, other = ours.state.get(p, {}), torchs.state.get(by_torch[name], {})
+        assert state.keys() == other.keys()
+        for key in state:
+            assert torch.allclose(state[key].float(), other[key].float(), rtol=1e-5, atol=0), (name, key)
+            if state[key].dtype == torch.uint8:
+                count = p.numel() if key == "low" else -1  # beyond the last element nobody reads
+                assert torch.equal(state[key][:count], other[key][:count]), (name, key)
+
+
+@pytest.mark.skipif(built() is None, reason="the C part was not built")
+def test_several_threads_of_the_c_part_give_the_bits_of_one() -> None:
+    def trained(threads: int) -> dict[str, torch.Tensor]:
+        made = {str(number): nn.Parameter(torch.ones(16, 40 + number)) for number in range(12)}
+        ours = Automagic(made, FAST)
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            for step in range(5):
+                noise = torch.Generator().manual_seed(step)
+                give(made, {name: torch.randn(p.shape, generator=noise) for name, p in made.items()})
+                ours.step()
+        finally:
+            torch.set_num_threads(before)
+        return {name: p.detach() for name, p in made.items()}
+
+    assert same_bits(trained(1), trained(3))
