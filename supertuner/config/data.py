@@ -153,6 +153,10 @@ class Dataset(Block):
     """Which part is kept where a sample does not fit its bucket; "random" moves the crop, seeded, each epoch."""
     augment: Augment = Augment()
     """Seeded changes to each sample, new ones each epoch."""
+    conditioning_dir: Path | None = None
+    """A folder of pictures named like the samples: what each of them was made from, for models that edit."""
+    conditioning_resolution: Side = 1024
+    """Side of the square whose area pictures of `conditioning_dir` are resized to."""
     repeats: Annotated[int, Field(ge=1, le=1_000_000)] = 1
     """How often each sample is seen in one epoch."""
     weight: Annotated[float, Field(gt=0, le=1_000_000)] = 1.0
@@ -205,8 +209,24 @@ class Dataset(Block):
                     yield Remark(f"augment.{key}", "has no meaning for sound; remove it", ("dataset_type",))
             if self.mask_dir is not None:
                 yield Remark("mask_dir", "has no meaning for sound; remove it", ("dataset_type",))
+        if self.conditioning_dir is not None:
+            yield from self._paired()
+
+    def _paired(self) -> Iterator[Remark]:
+        """A sample and what it was made from are shown as they are, and once."""
+        if self.dataset_type is not MediaKind.IMAGE:
+            yield Remark(
+                "conditioning_dir", f'needs dataset_type "image", not "{self.dataset_type}"', ("dataset_type",)
+            )
+        changed = [f"augment.{name}" for name, value in self.augment if value]
+        for name in (*changed, *(["crop"] if self.crop == "random" else [])):
+            yield Remark(name, "would change a sample and not what it was made from; remove it", ("conditioning_dir",))
+        if self.resolution_mode == "each" and len(self.resolution) > 1:
+            yield Remark("resolution_mode", 'is not available with conditioning_dir; use "best"', ("conditioning_dir",))
 
     def doubts(self) -> Iterator[Remark]:
+        if "conditioning_resolution" in self.model_fields_set and self.conditioning_dir is None:
+            yield Remark("conditioning_resolution", "has an effect only with conditioning_dir")
         uneven = [side for side in self.resolution if side % self.bucket_step]
         if uneven and self.dataset_type is not MediaKind.AUDIO:
             message = (

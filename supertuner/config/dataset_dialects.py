@@ -105,6 +105,7 @@ DATASET = (
             "keep_tokens": to("captions.keep_tags"),
             "trigger_word": to("captions.trigger_word"),
             "num_repeats": to("repeats"),
+            "control_path": unless_null("conditioning_dir"),
             "mask_path": unless_null("mask_dir"),
             "mask_min_value": to_ours.mask_floor,
             "prior_reg": to("prior"),
@@ -124,7 +125,7 @@ DATASET = (
         NOT_NEEDED,
         "buckets num_workers prefetch_factor augmentation_cache_epoch shrink_video_to_frames scale",
     ),
-    *without_effect(AI_TOOLKIT, NO_PAIRS, "control_path alpha_mask network_weight"),
+    *without_effect(AI_TOOLKIT, NO_PAIRS, "alpha_mask network_weight"),
     *without_effect(AI_TOOLKIT, NO_REG, "is_reg"),
     *without_effect(AI_TOOLKIT, "has no effect: the model says whether it starts from an image", "do_i2v"),
     *without_effect(

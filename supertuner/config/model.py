@@ -18,7 +18,7 @@ Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_len
 
 
 class ModelSettings(Block):
-    family: Literal["wan2.2", "flux", "qwen-image", "sdxl", "sd3.5"] | None = None
+    family: Literal["wan2.2", "flux", "qwen-image", "qwen-image-edit", "sdxl", "sd3.5"] | None = None
     """Which family of models; training needs it."""
     path: Annotated[str | None, Field(min_length=1, json_schema_extra=_MODEL)] = None
     """A folder with a diffusers pipeline, a name on the Hugging Face hub, or "tiny": a random model of a few hundred

@@ -10,6 +10,7 @@ from supertuner.core.events import SetAside
 from supertuner.data.ordering.assign import block_of, why_none
 from supertuner.data.ordering.members import Members, members_of
 from supertuner.data.ordering.order import Group, Order, rate_of
+from supertuner.data.originals import Originals, originals_of
 from supertuner.data.samples import Samples
 
 
@@ -20,6 +21,8 @@ class Part:
     settings: Dataset
     samples: Samples
     members: Members
+    originals: Originals | None = None
+    """The pictures that its samples were made from, if it has them."""
 
     def left_out(self) -> Iterator[SetAside]:
         """Samples that fit no bucket, and why."""
@@ -44,7 +47,7 @@ def corpus_of(
     members: Callable[[Dataset, Samples], Members] = members_of,
 ) -> Corpus:
     """Put datasets in order. `members` finds a dataset's buckets: computed, or `shared_members` with a home."""
-    parts = tuple(Part(settings, samples, members(settings, samples)) for settings, samples in datasets)
+    parts = tuple(_part(settings, samples, members(settings, samples)) for settings, samples in datasets)
     groups = [
         Group(
             number,
@@ -57,3 +60,7 @@ def corpus_of(
         for place, bucket in enumerate(part.members.buckets)
     ]
     return Corpus(parts, Order(groups, seed=seed, batch_size=batch_size, drop_last=drop_last), seed)
+
+
+def _part(settings: Dataset, samples: Samples, members: Members) -> Part:
+    return Part(settings, samples, members, originals_of(settings, samples, members))

@@ -90,8 +90,8 @@ def plan(
     planned = plan_samples(
         config.validation,
         default=largest(group.bucket for group in corpus.order.groups),
-        held_out=() if other is None else _captioned(other, model.starts_from_frame),
-        data=_captioned(corpus, model.starts_from_frame),
+        held_out=() if other is None else _captioned(other, model),
+        data=_captioned(corpus, model),
         sink=sink,
     )
     size, settings = planned.size, config.validation
@@ -106,8 +106,8 @@ def plan(
     return planned
 
 
-def _captioned(corpus: Corpus, with_frame: bool) -> Iterator[Captioned]:
-    """The first samples in the order of training, with their captions, and their first frames if those are needed.
+def _captioned(corpus: Corpus, model: Model) -> Iterator[Captioned]:
+    """The first samples in the order of training, with their captions, and what they start from if that is needed.
 
     A caption comes once: to decode hundreds of clips because all of them are called the same would take minutes.
     """
@@ -118,7 +118,16 @@ def _captioned(corpus: Corpus, with_frame: bool) -> Iterator[Captioned]:
         if caption.strip() in told:
             continue
         told.add(caption.strip())
-        yield Captioned(caption, _first_frame(corpus, micro) if with_frame else None)
+        yield Captioned(caption, _shown(corpus, micro, model))
+
+
+def _shown(corpus: Corpus, micro: MicroBatch, model: Model) -> NDArray[np.uint8] | None:
+    """What a sample starts from: the first frame, or the picture that is changed."""
+    part = corpus.parts[corpus.order.groups[int(micro.draws.group[0])].dataset]
+    if model.edits and part.originals is not None:
+        original_CHW = part.originals.picture(int(micro.draws.sample[0]))
+        return np.ascontiguousarray(original_CHW.permute(1, 2, 0).numpy())
+    return _first_frame(corpus, micro) if model.starts_from_frame else None
 
 
 def _first_frame(corpus: Corpus, micro: MicroBatch) -> NDArray[np.uint8]:

@@ -21,11 +21,12 @@ from supertuner.data.batching.framing import framing_of
 from supertuner.data.corpus import Corpus
 from supertuner.data.ordering.order import Draws
 from supertuner.data.ordering.windows import MicroBatch
-from supertuner.train.caching.encoders import Encoders, Encoding, LazyDecoders, broken_at_caching
-from supertuner.train.caching.epochs import Epoch, captions_of
+from supertuner.train.caching.encoders import Encoders, Encoding, LazyDecoders, broken_at_caching, original_of
+from supertuner.train.caching.epochs import Epoch
 from supertuner.train.caching.media import MediaTable
 from supertuner.train.caching.needs import Needs
 from supertuner.train.caching.stores import open_caching
+from supertuner.train.caching.told import told_of
 from supertuner.train.caching.treatment import How
 
 Piece: TypeAlias = tuple[NDArray[np.intp], Tensors]
@@ -146,7 +147,7 @@ class Encoded:
                     entries, refs = own.text.at(draws.position)
                     if refs[0] >= 0:
                         return {name: one.clone() for name, one in entries.entry(int(refs[0])).items()}
-        return self._encoders.text(captions_of(self._corpus, draws)[0])
+        return self._encoders.text(told_of(self._corpus, draws)[0])
 
     def _epoch(self, epoch: int, draws: Draws) -> Epoch | None:
         """An epoch's own entries. Once half of the next epoch has been asked for, an epoch is over: a window that lies
@@ -161,7 +162,8 @@ class Encoded:
     def _encode(self, micro: MicroBatch) -> Tensors:
         with broken_at_caching():
             batch = self._decoders().make(micro)
-        rows = [self._encoders.media(sample) for sample in batch.media]
+            originals = [original_of(self._corpus, batch, row) for row in range(len(batch))]
+        rows = [self._encoders.media(*both) for both in zip(batch.media, originals, strict=True)]
         return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 

@@ -7,7 +7,7 @@ encoded beside it, before a kill or after, ahead or at use.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,12 +19,13 @@ import torch
 from supertuner.cache.entries import Tensors
 from supertuner.cache.filling import Make, Places
 from supertuner.core.errors import BrokenMedia, CacheError
-from supertuner.data.batching.batches import Decoders
+from supertuner.data.batching.batches import Batch, Decoders
 from supertuner.data.batching.prefetch import Prefetcher
 from supertuner.data.corpus import Corpus
 from supertuner.data.ordering.order import Draws
 from supertuner.data.ordering.windows import MicroBatch
-from supertuner.models.spec import Family, MediaEncoder, Model, TextEncoder
+from supertuner.models.spec import Family, MediaEncoder, Model, PictureTextEncoder, TextEncoder
+from supertuner.train.caching.told import Told
 from supertuner.train.full import fitting
 
 T = TypeVar("T")
@@ -72,17 +73,17 @@ class Encoders:
             1, thread_name_prefix="encode", initializer=torch.set_num_threads, initargs=(threads,)
         )
 
-    def media(self, sample: torch.Tensor) -> Tensors:
-        """The entry of one sample (no batch dimension)."""
+    def media(self, sample: torch.Tensor, original: torch.Tensor | None = None) -> Tensors:
+        """The entry of one sample (no batch dimension), and of what it was made from."""
         shape = "×".join(map(str, sample.shape))
         less = partial(self._encoding.remedy, "lower the dataset's resolution or frames")
         with fitting(f"encoding a sample of {shape} does", less):
-            return self._alone(lambda: self._encode_media(sample))
+            return self._alone(lambda: self._encode_media(sample, original))
 
-    def text(self, caption: str) -> Tensors:
+    def text(self, told: Told) -> Tensors:
         less = partial(self._encoding.remedy, "free the device: other processes may use it")
         with fitting("the text encoder does", less):
-            return self._alone(lambda: self._encode_text(caption))
+            return self._alone(lambda: self._encode_text(told))
 
     @property
     def cut(self) -> int:
@@ -105,20 +106,26 @@ class Encoders:
     def _alone(self, work: Callable[[], T]) -> T:
         return self._pool.submit(work).result()
 
-    def _encode_media(self, sample: torch.Tensor) -> Tensors:
+    def _encode_media(self, sample: torch.Tensor, original: torch.Tensor | None) -> Tensors:
         if self._media is None:
             self._media = self._encoding.family.media_encoder(self._encoding.model, self._encoding.device)
         dtype = stored_dtype(self._encoding.dtype)
         with torch.no_grad():
             fields = self._media.encode(sample[None])
+            if original is not None:
+                fields["condition"] = self._media.encode(original[None])["latents"]
         return {name: _kept(one[0].to(dtype) if one.is_floating_point() else one[0]) for name, one in fields.items()}
 
-    def _encode_text(self, caption: str) -> Tensors:
+    def _encode_text(self, told: Told) -> Tensors:
         of = self._encoding
         if self._text is None:
             self._text = of.family.text_encoder(of.model, of.device, of.dtype)
         with torch.no_grad():
-            fields = self._text.encode([caption])[0]
+            if (picture := told.picture()) is None:
+                fields = self._text.encode([told.caption])[0]
+            else:
+                assert isinstance(self._text, PictureTextEncoder), "only models that edit are given pictures"
+                fields = self._text.encode_of([told.caption], [picture])[0]
         return {name: _kept(one) for name, one in fields.items()}
 
 
@@ -152,15 +159,24 @@ def media_maker(corpus: Corpus, jobs: Draws, decoders: LazyDecoders, encoders: E
             for place in places.tolist():
                 with broken_at_caching():
                     batch = next(batches)
-                yield place, encoders.media(batch.media[0])
+                    original = original_of(corpus, batch, 0)
+                yield place, encoders.media(batch.media[0], original)
 
     return make
 
 
-def text_maker(texts: list[str] | tuple[str, ...], encoders: Encoders) -> Make:
+def original_of(corpus: Corpus, batch: Batch, row: int) -> torch.Tensor | None:
+    """The picture that a sample of a batch was made from, if it has one."""
+    originals = corpus.parts[batch.datasets[row]].originals
+    return None if originals is None else originals.picture(batch.samples[row])
+
+
+def text_maker(texts: Sequence[Told], encoders: Encoders) -> Make:
     def make(places: Places) -> Generator[tuple[int, Tensors], None, None]:
         for place in places.tolist():
-            yield place, encoders.text(texts[place])
+            with broken_at_caching():
+                made = encoders.text(texts[place])
+            yield place, made
 
     return make
 

@@ -19,12 +19,12 @@ from supertuner.cache.store import Store
 from supertuner.core.errors import ArenaBusy, ArenaMissing
 from supertuner.core.events import Measured, Progress, Silence, Sink
 from supertuner.core.host import Host
-from supertuner.data.batching.render import caption_of
 from supertuner.data.corpus import Corpus
 from supertuner.data.ordering.order import Draws
 from supertuner.train.caching.encoders import Encoders, LazyDecoders, media_maker, text_maker
 from supertuner.train.caching.media import draw_keys, job_sizes
 from supertuner.train.caching.needs import Needs
+from supertuner.train.caching.told import told_of
 from supertuner.train.caching.treatment import How
 
 
@@ -121,8 +121,8 @@ class EpochMaker:
         rows = self._rows(draws, [one.text for one in self.needs.treatments])
         if place is None or not len(rows):
             return None
-        texts = captions_of(corpus, draws.take(rows))
-        keys = space.keys(text.encode() for text in texts)
+        texts = told_of(corpus, draws.take(rows))
+        keys = space.keys(text.content() for text in texts)
         wanted = Wanted(keys, text_maker(texts, self.encoders), title=f"encoding captions of epoch {epoch}")
         return self._own(place, space, epoch, wanted, rows, begin, len(draws), stop, progress)
 
@@ -156,12 +156,6 @@ class EpochMaker:
 
     def _name(self, space: Space, epoch: int | str) -> str:
         return f"{space.name}-{_run(self.needs.corpus)}-epoch{epoch}"
-
-
-def captions_of(corpus: Corpus, draws: Draws) -> list[str]:
-    parts = [corpus.parts[corpus.order.groups[group].dataset] for group in draws.group.tolist()]
-    rows = zip(parts, draws.sample.tolist(), draws.cycle.tolist(), strict=True)
-    return [caption_of(corpus.seed, part, sample, turn) for part, sample, turn in rows]
 
 
 def _run(corpus: Corpus) -> str:

@@ -91,16 +91,16 @@ def draw_keys(corpus: Corpus, draws: Draws, space: Space) -> Keys:
         part = corpus.parts[group.dataset]
         if group.dataset not in contents:
             contents[group.dataset] = part.samples.contents()
-        content = contents[group.dataset][draws.sample[rows]]
+        content = [row.tobytes() for row in contents[group.dataset][draws.sample[rows]]]
+        if (originals := part.originals) is not None:
+            samples = draws.sample[rows].tolist()
+            content = [row + originals.mark(sample) for row, sample in zip(content, samples, strict=True)]
         keys[rows] = _group_keys(corpus.seed, part, group.bucket, content, draws.take(rows), space)
     return keys
 
 
-def _group_keys(
-    seed: int, part: Part, bucket: Bucket, contents: NDArray[np.uint64], draws: Draws, space: Space
-) -> Keys:
+def _group_keys(seed: int, part: Part, bucket: Bucket, rows: list[bytes], draws: Draws, space: Space) -> Keys:
     """Keys of draws of one group. Samples that never change share a transform, and a million take a second."""
-    rows = [row.tobytes() for row in contents]
     if not why_media_vary(part.settings):
         return space.keys(rows, transform(part.settings, bucket, Change()))
     keys = np.zeros(len(draws), no_keys().dtype)
@@ -112,9 +112,14 @@ def _group_keys(
 
 def job_sizes(corpus: Corpus, jobs: Draws) -> NDArray[np.float64]:
     """How large latents are in relation to each other: like the media that they are made of."""
-    volume = np.array([float(prod(group.bucket.shape)) for group in corpus.order.groups])
+    volume = np.array([_volume(corpus.parts[group.dataset], group.bucket) for group in corpus.order.groups])
     sizes: NDArray[np.float64] = volume[jobs.group]
     return sizes
+
+
+def _volume(part: Part, bucket: Bucket) -> float:
+    original = 0 if part.originals is None else 3 * prod(part.originals.size(bucket))
+    return float(prod(bucket.shape) + original)
 
 
 def drawn_before(corpus: Corpus, until: int | None) -> list[NDArray[np.int64]] | None:

@@ -73,12 +73,13 @@ def needs_of(
         text_space=text_space,
         media=media_plan(corpus, treatments, media_space, until),
         text=text,
-        text_keys=text_space.keys(one.encode() for one in text.texts),
+        text_keys=text_space.keys(one.content() for one in text.texts),
     )
 
 
 def require_buckets(corpus: Corpus, family: Family, model: Model) -> None:
     """ModelError, naming dataset, bucket, reason and remedy, for the first bucket that the model cannot take."""
+    _require_originals(corpus, model)
     for group in corpus.order.groups:
         bucket = group.bucket
         place = f"datasets[{group.dataset_id}], bucket {bucket.label} ({len(group.members)} samples)"
@@ -88,6 +89,18 @@ def require_buckets(corpus: Corpus, family: Family, model: Model) -> None:
         reason = family.why_not(model, bucket.shape)
         if reason is not None:
             raise ModelError(f"{place}: {reason}; change bucket_step, resolution or frames of that dataset")
+
+
+def _require_originals(corpus: Corpus, model: Model) -> None:
+    sides = {part.settings.conditioning_resolution for part in corpus.parts}
+    for part in corpus.parts:
+        place = f"datasets[{part.settings.id}]"
+        if model.edits and part.originals is None:
+            raise ModelError(f"{place}: {model.title} learns to change pictures; name theirs in conditioning_dir")
+        if not model.edits and part.originals is not None:
+            raise ModelError(f"{place}: {model.title} is not given pictures to change; remove conditioning_dir")
+        if model.edits and len(sides) > 1:
+            raise ModelError(f"{place}: conditioning_resolution must be the same in all datasets: they share batches")
 
 
 def _name(dtype: torch.dtype) -> str:

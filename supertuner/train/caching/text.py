@@ -17,6 +17,7 @@ from supertuner.data.batching.possible import DROPPED, possible_captions, taken
 from supertuner.data.batching.render import chance_of
 from supertuner.data.corpus import Corpus, Part
 from supertuner.train.caching.media import drawn_before
+from supertuner.train.caching.told import Told
 from supertuner.train.caching.treatment import How, Treatment
 
 
@@ -24,12 +25,12 @@ class Texts:
     """Texts by number, each once."""
 
     def __init__(self) -> None:
-        self._numbers: dict[str, int] = {}
+        self._numbers: dict[Told, int] = {}
 
-    def number(self, text: str) -> int:
+    def number(self, text: Told) -> int:
         return self._numbers.setdefault(text, len(self._numbers))
 
-    def all(self) -> list[str]:
+    def all(self) -> list[Told]:
         return list(self._numbers)
 
 
@@ -43,8 +44,8 @@ class CaptionTable:
     numbers: NDArray[np.int32]
     """Numbers of texts: for each sample its captions, each in every turn that is kept."""
     turns: int
-    empty: int
-    """The number of the empty text; used where captions are dropped."""
+    empty: NDArray[np.int32]
+    """For each sample the number of its text without a caption; used where captions are dropped."""
 
     def text(self, seed: int, sample: int, turn: int) -> int | None:
         """The number of the text that a sample has in a turn; None if the sample was not to be used."""
@@ -55,12 +56,16 @@ class CaptionTable:
         which = 0
         if count > 1 or rules.dropout:
             which = taken(count, rules, chance_of(seed, self.part, sample, turn))
-        return self.empty if which == DROPPED else int(self.numbers[begin + which * self.turns + turn % self.turns])
+        return (
+            int(self.empty[sample])
+            if which == DROPPED
+            else int(self.numbers[begin + which * self.turns + turn % self.turns])
+        )
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class TextPlan:
-    texts: tuple[str, ...]
+    texts: tuple[Told, ...]
     tables: tuple[CaptionTable | None, ...]
     """For each dataset; None if its captions are not cached once."""
 
@@ -83,15 +88,18 @@ def text_plan(corpus: Corpus, treatments: Sequence[Treatment], until: int | None
 
 def _table(seed: int, part: Part, used: NDArray[np.integer[Any]], turns: int, texts: Texts) -> CaptionTable:
     rules = part.settings.captions
-    empty = texts.number("") if rules.dropout and len(used) else 0
-    counts, numbers = np.zeros(len(part.samples), np.int64), []
+    counts, numbers, empty = np.zeros(len(part.samples), np.int64), [], np.zeros(len(part.samples), np.int32)
     for sample in used.tolist():
+        if rules.dropout:
+            empty[sample] = texts.number(Told.of("", part.originals, sample))
         captions = part.samples.captions(sample)
         if rules.shuffle_tags:
             by_turn = [possible_captions(captions, rules, chance_of(seed, part, sample, turn)) for turn in range(turns)]
         else:
             by_turn = [possible_captions(captions, rules)] * turns
-        rows = [texts.number(text) for one in zip(*by_turn, strict=True) for text in one]
+        rows = [
+            texts.number(Told.of(text, part.originals, sample)) for one in zip(*by_turn, strict=True) for text in one
+        ]
         counts[sample] = len(rows)
         numbers += rows
     first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
