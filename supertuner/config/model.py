@@ -109,8 +109,8 @@ class AdapterSettings(Block):
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the adapter's inputs that is dropped while training (with LyCORIS: of its outputs)."""
     targets: Targets = "attention"
-    """What the adapter is put on: a preset of the family ("attention", "attention_mlp", "all_linear"), or endings of
-    module names."""
+    """What the adapter is put on: a preset of the family ("attention", "attention_mlp", "all_linear"; with sdxl also
+    "all_layers", which has the convolutions too), or endings of module names."""
     dora: bool = False
     """lora: train the length of each row of a weight apart from its direction (DoRA)."""
     rslora: bool = False
