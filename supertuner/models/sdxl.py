@@ -57,6 +57,8 @@ def _table(source: Source, index: Config, config: Config) -> tuple[float, ...]:
     try:
         with quietly():
             table = alphas_cumprod_of(found.from_config(dict(config)))
+    except ImportError as error:  # diffusers stands in for classes whose packages are not installed, and says which
+        raise ModelError(f"{source.path}: its scheduler cannot be made: {' '.join(str(error).split())}") from error
     except (ValueError, TypeError, NotImplementedError) as error:
         raise ModelError(f"{source.path}: the config of its scheduler describes no {name}: {error}") from error
     if table is None:

@@ -58,11 +58,21 @@ def test_counts_travel_with_their_batch() -> None:
     assert len(list(batch.tensors())) == len(batch.named())
 
 
-def with_prior(source: Source) -> tuple[Trainee, Mapping[str, torch.Tensor]]:
-    """A Wan expert with a trained LoRA that knows how it began."""
+KINDS: dict[str, dict[str, object]] = {
+    "lora": {},
+    "dora": {"dora": True},
+    "lokr": {"type": "lokr"},
+    "diff": {"type": "diff"},
+    "full": {"type": "full"},
+}
+
+
+def with_prior(source: Source, kind: str = "lora") -> tuple[Trainee, Mapping[str, torch.Tensor]]:
+    """A Wan expert with a trained adapter that knows how it began."""
     model = wan22.read(source)
     module = wan22.denoiser(model, model.experts[-1], torch.float32)
-    trained = attach(module, AdapterSettings(rank=2), ("to_q", "to_v"), seed=1, name=EXPERT.name)
+    settings = AdapterSettings.model_validate({"rank": 2} | KINDS[kind])
+    trained = attach(module, settings, ("to_q", "to_v"), seed=1, name=EXPERT.name)
     begun = {name: parameter.detach().clone() for name, parameter in trained.parameters.items()}
     untrained: partial[AbstractContextManager[None]] = partial(applied, trained, begun)
     for place, parameter in enumerate(trained.parameters.values()):
@@ -72,8 +82,12 @@ def with_prior(source: Source) -> tuple[Trainee, Mapping[str, torch.Tensor]]:
     return one, begun
 
 
-def test_the_prior_is_what_the_untrained_model_says_and_only_of_the_samples_that_keep_it(tiny_wan: Source) -> None:
-    one, begun = with_prior(tiny_wan)
+@pytest.mark.filterwarnings("ignore::UserWarning")  # LoKr says that such small layers get whole factors
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_prior_is_what_the_untrained_model_says_and_only_of_samples_that_keep_it(
+    tiny_wan: Source, kind: str
+) -> None:
+    one, begun = with_prior(tiny_wan, kind)
     rules, batch = wan_rules(tiny_wan, "fp32"), wan_batch([1, 2], 4)
     kept = {name: parameter.detach().clone() for name, parameter in one.parameters.items()}
     plain = sample_losses(one, batch, rules).detach()

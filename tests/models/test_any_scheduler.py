@@ -1,0 +1,56 @@
+"""A model's folder may name any scheduler that diffusers ships: its table gives weights, or it is refused in words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import diffusers
+import pytest
+import torch
+
+from supertuner.config.model import ObjectiveSettings
+from supertuner.core.errors import ModelError
+from supertuner.models.sdxl_tiny import TinySdxl, write
+from supertuner.models.spec import Source
+from supertuner.models.table import family
+from supertuner.models.weighting import counted, weight
+
+SCHEDULERS = sorted(name for name in dir(diffusers) if name.endswith("Scheduler") and not name.startswith("Flax"))
+TRAINED = {"DDPMScheduler", "DDIMScheduler", "EulerDiscreteScheduler", "UniPCMultistepScheduler", "LCMScheduler"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("sdxl") / "any"
+    write(made, TinySdxl(), 0)
+    return made
+
+
+def with_scheduler(folder: Path, name: str) -> Source:
+    index = json.loads((folder / "model_index.json").read_text())
+    index["scheduler"] = ["diffusers", name]
+    (folder / "model_index.json").write_text(json.dumps(index))
+    (folder / "scheduler" / "scheduler_config.json").write_text(json.dumps({"_class_name": name}))
+    return Source(str(folder))
+
+
+def test_there_are_schedulers_to_go_through() -> None:
+    assert len(SCHEDULERS) > 40 and set(SCHEDULERS) >= TRAINED
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # some schedulers use numpy in ways that it will give up
+@pytest.mark.parametrize("weighting", ["min_snr", "debiased"])
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_folder_with_any_scheduler_is_weighted_or_refused_in_words(folder: Path, name: str, weighting: str) -> None:
+    try:
+        model = family("sdxl").read(with_scheduler(folder, name))
+    except ModelError as error:
+        assert name in str(error) and name not in TRAINED
+        return
+    assert model.alphas_cumprod is not None and model.prediction is not None
+    settings = ObjectiveSettings.model_validate({"weighting": weighting})
+    objective = counted(settings, model.prediction, torch.tensor(model.alphas_cumprod))
+    found = weight(torch.linspace(0, 1, 33), objective)
+    assert found.isfinite().all() and (found > 0).all()
+    assert (found.diff() >= 0).all(), "errors in noise count more where there is more noise"
