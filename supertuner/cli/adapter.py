@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Inspect, convert and merge files of adapters.", no_args_is_help=True)
 
+SHOWN = 2000
+"""Characters of a text of metadata: kohya's trainers put whole lists of tags into it."""
 File = Annotated[Path, typer.Argument(help="A .safetensors file of an adapter.", metavar="FILE")]
 Family = Annotated[str | None, typer.Option("--family", help="The model's family, where its layers leave it open.")]
 Expert = Annotated[
@@ -149,4 +151,4 @@ def _tell(found: dict[str, Any]) -> None:
     typer.echo(f"  base      {found['base_model'] or 'not said'}")
     for key, text in found["metadata"].items():
         shown = text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
-        typer.echo(f"  {key}: {shown if len(shown) < 200 else shown[:200] + ' …'}")
+        typer.echo(f"  {key}: {shown if len(shown) < SHOWN else shown[:SHOWN] + ' … (--json shows all)'}")

@@ -100,17 +100,18 @@ def record(file: AdapterFile, found: Inspection) -> dict[str, object]:
         "largest": dict(largest),
         "not_finite": list(found.not_finite),
         "comfyui": {family: comfyui_reads(family, reading.scheme) for family in reading.families},
-        "base_model": _base_model(file.metadata),
+        "base_model": _base_model(file),
         "metadata": {key: _plain(text) for key, text in sorted(file.metadata.items())},
     }
 
 
-def _base_model(metadata: Mapping[str, str]) -> str | None:
-    """By the conventions of modelspec, of kohya's trainers, and ours."""
-    for key in ("modelspec.architecture", "ss_base_model_version", "ss_sd_model_name", "base_model"):
-        if metadata.get(key):
-            return metadata[key]
-    return None
+def _base_model(file: AdapterFile) -> str | None:
+    """By our metadata, the conventions of modelspec, and of kohya's trainers."""
+    own = file.own_metadata.get("base_model")
+    if isinstance(own, str):
+        return own
+    known = ("modelspec.architecture", "ss_base_model_version", "ss_sd_model_name", "base_model")
+    return next((file.metadata[key] for key in known if file.metadata.get(key)), None)
 
 
 def _plain(text: str) -> object:

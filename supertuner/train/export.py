@@ -13,6 +13,7 @@ from supertuner.core.durable import sync_folder, write_bytes
 from supertuner.core.errors import TrainError
 from supertuner.models import adapters
 from supertuner.step.window import evaluation_weights
+from supertuner.train.export_metadata import described
 from supertuner.train.run import EXPORTS, Run
 from supertuner.train.tensor_file import lay_out
 
@@ -59,5 +60,6 @@ def _export_expert(run: Run, number: int, folder: Path) -> str:
         name = f"{run.name}.safetensors" if len(run.model.experts) == 1 else f"{run.name}_{expert.name}.safetensors"
         settings = adapters.for_expert(run.config.adapter, expert.name)
         tensors, metadata = adapters.exported(trained, run.family.export_prefix[expert.part], settings)
-        write_bytes(folder / name, b"".join(lay_out(tensors, metadata).chunks()))
+        told = described(run, expert, metadata, lay_out(tensors).content())
+        write_bytes(folder / name, b"".join(lay_out(tensors, told).chunks()))
         return name

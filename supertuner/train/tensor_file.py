@@ -71,6 +71,10 @@ class Layout:
     def chunks(self) -> Iterator[memoryview]:
         """The file's content, in order. Tensors come to the CPU one by one."""
         yield memoryview(self.header)
+        yield from self.content()
+
+    def content(self) -> Iterator[memoryview]:
+        """The tensors alone."""
         for tensor in self.tensors:
             content = _bytes_of(tensor)
             for begin in range(0, len(content), CHUNK):
