@@ -95,6 +95,10 @@ class ExpertAdapter(Block):
     """Alpha on this expert; unset: `adapter.alpha`, and where that is unset too, the rank."""
     targets: Targets | None = None
     """What the adapter is put on in this expert; unset: `adapter.targets`."""
+    start_from: Path | None = None
+    """The file that this expert's adapter begins with; unset: `adapter.start_from`."""
+    frozen: Path | None = None
+    """The file of the adapter that is frozen below this expert's; unset: `adapter.frozen`."""
 
 
 class AdapterSettings(Block):
@@ -119,6 +123,11 @@ class AdapterSettings(Block):
     """lokr: size of the smaller Kronecker factor; -1: the split nearest to square."""
     lokr_full_matrix: bool = False
     """lokr: both factors whole, without a rank."""
+    start_from: Path | None = None
+    """Begin with the values of this adapter, a .safetensors file in any naming that is known, of the same type and
+    ranks."""
+    frozen: Path | None = None
+    """Train on top of this adapter, a .safetensors file: it is added to the weights, and stays as it is."""
     modules: Annotated[tuple[ModuleAdapter, ...], Field(max_length=256)] = ()
     """Other ranks and alphas for some layers."""
     high_noise: ExpertAdapter = ExpertAdapter()
@@ -143,7 +152,7 @@ class AdapterSettings(Block):
 
 
 _SIZES = ("rank", "alpha", "dropout", "rslora", "lokr_factor", "lokr_full_matrix", "modules")
-_WITHOUT_EFFECT = {"full": (*_SIZES, "targets", "high_noise", "low_noise"), "diff": _SIZES}
+_WITHOUT_EFFECT = {"full": (*_SIZES, "targets", "start_from"), "diff": _SIZES}
 
 
 class ObjectiveSettings(Block):

@@ -11,7 +11,7 @@ from supertuner.config.dataset_dialects import NO_SIZES, NOT_NEEDED
 from supertuner.config.dialect_rows import AI_TOOLKIT, SIMPLETUNER, Row, rows, without_effect
 
 ONE_PIPELINE = "has no effect: all parts come from the pipeline of model.path"
-NO_START = "has no effect yet: starting from an adapter comes later"
+NO_ASSISTANT = "has no effect: no adapter is taken away again after training; adapter.frozen trains on top of one"
 NO_TEXT_TRAINING = "has no effect: text encoders are not trained"
 NO_OFFLOAD = "has no effect yet: weights are not sent to host memory by plan; memory.overflow lets them spill there"
 BY_ITSELF = "has no effect: the trainer chooses this by itself"
@@ -67,6 +67,7 @@ SIMPLETUNER_ROWS = (
             "model_type": model.model_type,
             "lora_type": model.adapter_kind,
             "lycoris_config": model.lycoris_file,
+            "init_lora": unless_null("adapter.start_from"),
             "lora_rank": to("adapter.rank"),
             "lora_alpha": unless_null("adapter.alpha"),
             "lora_dropout": unless_null("adapter.dropout"),
@@ -110,7 +111,6 @@ SIMPLETUNER_ROWS = (
         ONE_PIPELINE,
         "pretrained_transformer_model_name_or_path pretrained_vae_model_name_or_path pretrained_t5_model_name_or_path",
     ),
-    *without_effect(SIMPLETUNER, NO_START, "init_lora"),
     *without_effect(SIMPLETUNER, ONE_EXPORT, "lora_format"),
     *without_effect(SIMPLETUNER, BY_FAMILY, "refiner_training fuse_qkv_projections noise_offset"),
     *without_effect(SIMPLETUNER, NO_TEXT_TRAINING, "train_text_encoder"),
@@ -276,7 +276,7 @@ AI_TOOLKIT_ROWS = (
     *without_effect(AI_TOOLKIT, ONE_PIPELINE, "vae_path", "model"),
     *without_effect(AI_TOOLKIT, BY_ITSELF, "dtype quantize_te qtype_te", "model"),
     *without_effect(AI_TOOLKIT, NO_OFFLOAD, "low_vram", "model"),
-    *without_effect(AI_TOOLKIT, NO_START, "assistant_lora_path", "model"),
+    *without_effect(AI_TOOLKIT, NO_ASSISTANT, "assistant_lora_path", "model"),
     *without_effect(
         AI_TOOLKIT,
         "has no effect: what an adapter is put on is said by adapter.targets",

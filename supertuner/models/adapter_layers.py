@@ -31,7 +31,8 @@ def for_expert(settings: AdapterSettings, expert: str) -> AdapterSettings:
     own = {"high_noise": settings.high_noise, "low_noise": settings.low_noise}.get(expert)
     if own is None:
         return settings
-    said = {"rank": own.rank, "alpha": own.alpha, "targets": own.targets}
+    said: dict[str, object] = {"rank": own.rank, "alpha": own.alpha, "targets": own.targets}
+    said |= {"start_from": own.start_from, "frozen": own.frozen}
     return settings.model_copy(update={name: value for name, value in said.items() if value is not None})
 
 

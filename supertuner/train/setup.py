@@ -18,7 +18,7 @@ from supertuner.core.events import Decided, Noted, Progress, Sink
 from supertuner.core.host import Host
 from supertuner.data.corpus import Corpus
 from supertuner.data.opened import open_corpus, portion
-from supertuner.models import adapters, loading, weighting
+from supertuner.models import adapter_given, adapters, loading, weighting
 from supertuner.models.attention import require_backend, require_choice, use_backend
 from supertuner.models.compiled import compile_blocks, try_compiler
 from supertuner.models.fingerprint import fingerprint
@@ -31,7 +31,7 @@ from supertuner.optim.schedule import Course, course_of, ramp_text
 from supertuner.step.batch import StepBatch
 from supertuner.step.precision import Precision
 from supertuner.step.window import Rules, Trainee, prepare
-from supertuner.train import checkpoint
+from supertuner.train import adapter_start, checkpoint
 from supertuner.train.caching.encoded import open_encoded
 from supertuner.train.caching.encoders import Encoding, Identities
 from supertuner.train.checkpoint_reading import Loaded, load
@@ -87,6 +87,8 @@ def open_run(
             settings = adapters.for_expert(config.adapter, expert.name)
             targets = adapters.targets_of(settings, family.targets)
             adapters.layers_of(loading.skeleton(model, expert.part), settings, targets, expert.name)
+    for expert in experts:  # files that cannot be used are refused now, not after hours of encoding
+        adapter_start.given(config.adapter, family.name, expert.name, alone=len(model.experts) == 1)
     with ExitStack() as opened:
         memory = opened.enter_context(open_memory(config, device, host=outside.host, sink=sink))
         corpus, other = _opened_data(config, opened, outside)
@@ -318,12 +320,17 @@ def _trained(
     remedy = 'set model.base_weights: "int8", or train one of model.experts at a time'
     with fitting(f"{expert.part} does", partial(memory.remedy, remedy)), memory.placing("weights"):
         module = family.denoiser(model, expert, dtype).to(precision.device)
+        files = adapter_start.given(config.adapter, family.name, expert.name, alone=len(model.experts) == 1)
+        if settings.frozen is not None:
+            sink.emit(Noted("adapter.frozen", adapter_given.freeze(module, files["frozen"], settings.frozen)))
         if config.model.base_weights != "as_computed":
             sink.emit(quantise(module, config.model.base_weights, precision.device))
     use_backend(module, config.model.attention)
     targets = adapters.targets_of(settings, family.targets)
     with memory.placing("state"):
         trained = adapters.attach(module, settings, targets, seed=config.run.seed, name=expert.name)
+    if settings.start_from is not None and settings.type != "full":
+        sink.emit(Noted("adapter.start_from", adapter_given.start(trained, files["start_from"], settings.start_from)))
     prepare(module, config.train.gradient_checkpointing)
     if config.model.compile:
         sink.emit(compile_blocks(module, precision.device))

@@ -206,3 +206,9 @@ def test_ranks_of_some_layers_are_read_from_a_file_and_changed_one_by_one(load_t
     adapter = load_text({"model": WAN, **tree}, sets=sets).config.adapter
     assert [(one.match, one.rank, one.alpha) for one in adapter.modules] == [("to_q", 8, None), ("to_v", None, 4.0)]
     assert (adapter.high_noise.rank, adapter.low_noise.rank, adapter.low_noise.targets) == (32, None, "all_linear")
+
+
+def test_files_of_adapters_are_found_beside_the_configuration(load_text, tmp_path):
+    tree = {"adapter": {"start_from": "a.safetensors", "high_noise": {"frozen": "b.safetensors"}}}
+    adapter = load_text({"model": WAN, **tree}).config.adapter
+    assert (adapter.start_from, adapter.high_noise.frozen) == (tmp_path / "a.safetensors", tmp_path / "b.safetensors")

@@ -389,6 +389,10 @@ def test_no_text_waits_for_a_trainer_that_is_here():
     ] == []
 
 
+def test_simpletuners_first_adapter_is_where_training_begins(tmp_path, load_text):
+    assert load_text({"init_lora": "a.safetensors"}).config.adapter.start_from == tmp_path / "a.safetensors"
+
+
 LYCORIS = {
     "algo": "lokr",
     "multiplier": 1.0,

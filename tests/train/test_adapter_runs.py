@@ -65,6 +65,29 @@ def test_each_expert_is_trained_and_exported_with_its_own_rank_alpha_and_targets
     assert ranks == {"high_noise": {5}, "low_noise": {2}}
 
 
+def test_a_run_begins_with_the_files_of_another_and_is_trained_on_top_of_a_third(
+    parent: Parent, tmp_path: Path
+) -> None:
+    """High noise goes on from a file; low noise has one frozen below. Going on from a checkpoint changes no bit."""
+    file = config(tmp_path, "first", **{**SHORT, "adapter": {"rank": 2}})
+    assert parent.train(file) == 0, parent.said()
+    exports = tmp_path / "first" / "run" / "exports"
+    high, low = (str(exports / f"run_{name}.safetensors") for name in ("high_noise", "low_noise"))
+    adapter = {"rank": 2, "high_noise": {"start_from": high}, "low_noise": {"frozen": low}}
+    file = config(tmp_path, "second", **{**SHORT, "adapter": adapter})
+    assert parent.train(file) == 0, parent.said()
+    run = tmp_path / "second" / "run"
+    before = artefacts(run)
+    assert parent.train(file, "--resume", str(sorted((run / "checkpoints").iterdir())[0])) == 0, parent.said()
+    assert [name for name, content in artefacts(run).items() if before.get(name, content) != content] == []
+    said = (run / "events.jsonl").read_text()
+    assert "16 of 16 layers begin with the values of" in said and "is frozen below what is trained" in said
+    swapped = {"rank": 2, "high_noise": {"start_from": low}}
+    assert parent.train(config(tmp_path, "swapped", **{**SHORT, "adapter": swapped})) == 1
+    assert "is of low_noise by its metadata or its name, not of high_noise" in " ".join(parent.said().split())
+    assert not (tmp_path / "cache-swapped").exists(), "refused before anything is encoded"
+
+
 def test_a_pattern_that_fits_nothing_ends_the_run_before_anything_is_encoded(parent: Parent, tmp_path: Path) -> None:
     file = config(tmp_path, "wrong", **{**SHORT, "adapter": {"modules": [{"match": "ffn.*", "rank": 4}]}})
     assert parent.train(file) == 1

@@ -1,0 +1,106 @@
+"""An adapter that exists already: where a new one begins, or frozen below it.
+
+Its tensors come by layer, under diffusers' names, and are called as LyCORIS calls them. Nothing is dropped unnoticed:
+layers that are not there and tensors that do not fit are refused, with what would mend it, and change nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from supertuner.core.errors import ModelError
+from supertuner.models import adapters_lycoris
+from supertuner.models.adapter_layers import some
+from supertuner.models.adapters import Trained, load_state, state
+from supertuner.models.keys_schemes import ALPHA
+from supertuner.models.merging import merged_bias, merged_weight
+from supertuner.models.spec import Tensors
+
+OURS: Final = {
+    "lora_A.weight": "lora_down.weight",
+    "lora_B.weight": "lora_up.weight",
+    "lora_magnitude_vector.weight": "dora_scale",
+}
+"""What peft calls a tensor → what LyCORIS does."""
+
+
+def start(trained: Trained, layers: Mapping[str, Tensors], path: Path) -> str:
+    """Give the new adapter the values of the file; how many layers, for the log. It must be of the same kind and size;
+    alpha may differ, and what the adapter adds stays the same."""
+    unknown = [layer for layer in layers if layer not in trained.layers]
+    if unknown:
+        raise ModelError(
+            f"{path} has {len(unknown)} layers that are not trained ({some(unknown, 3)}); say adapter.targets so that "
+            "they are, or put the file below as adapter.frozen"
+        )
+    values = state(trained)
+    for name in values:
+        layer, called = _own_name(name, trained)
+        if layer in layers:
+            values[name] = _value(trained, layer, called, layers[layer], values[name], path)
+    load_state(trained, values)
+    return f"{len(layers)} of {len(trained.layers)} layers begin with the values of {path}"
+
+
+def freeze(module: nn.Module, layers: Mapping[str, Tensors], path: Path) -> str:
+    """Add the file's adapter to the weights of the module, in fp32 and rounded once; how many layers, for the log."""
+    known = dict(module.named_modules())
+    unknown = [layer for layer in layers if getattr(known.get(layer), "weight", None) is None]
+    if unknown:
+        raise ModelError(f"{path} has {len(unknown)} layers that the model has not ({some(unknown, 3)})")
+    with torch.no_grad():
+        for key, tensors in layers.items():
+            layer: Any = known[key]
+            given = {name: tensor.to(layer.weight.device) for name, tensor in tensors.items()}
+            layer.weight.copy_(merged_weight(layer.weight, given, key))
+            if layer.bias is not None:
+                layer.bias.copy_(merged_bias(layer.bias, given, key))
+    return f"{path} is frozen below what is trained, on {len(layers)} layers"
+
+
+def _own_name(name: str, trained: Trained) -> tuple[str, str]:
+    """A trained parameter as (its layer, what LyCORIS calls it)."""
+    layer = next(key for key in _beginnings(name) if key in trained.layers)
+    called = name.removeprefix(f"{layer}.")
+    if trained.kind == "diff":
+        return layer, {"weight": "diff", "bias": "diff_b"}[called]
+    return layer, OURS.get(called, called)
+
+
+def _beginnings(name: str) -> Sequence[str]:
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1)]
+
+
+def _value(trained: Trained, layer: str, called: str, tensors: Tensors, now: torch.Tensor, path: Path) -> torch.Tensor:
+    given = tensors.get(called)
+    if given is None and called == "diff_b":
+        return now
+    if given is None or given.numel() != now.numel() or (given.dim() == now.dim() and given.shape != now.shape):
+        there = [f"{name} {list(one.shape)}" for name, one in tensors.items()]
+        raise ModelError(
+            f"{path} does not fit the adapter: {layer} needs {called} {list(now.shape)}, and the file has "
+            f"{some(there, 4)}; set adapter.type, rank, dora and modules as it was trained"
+        )
+    if trained.kind == "diff":
+        return now + given.reshape(now.shape)
+    if called in adapters_lycoris.SCALED:
+        own = trained.layers[layer].scale
+        if trained.kind != "lora":
+            adapter: Any = trained.module.get_submodule(f"{layer}.{adapters_lycoris.INSIDE}")
+            own = adapter.scale
+        scale = _scale(tensors) / own
+        given = given if scale == 1.0 else given * scale
+    return given.reshape(now.shape)
+
+
+def _scale(tensors: Tensors) -> float:
+    """alpha / rank of a file; whole Kronecker factors have no rank, and no scale."""
+    ranked = ("lora_down.weight", "hada_w1_b", "lokr_w2_b", "lokr_w1_b")
+    rank = next((tensors[name].shape[0] for name in ranked if name in tensors), None)
+    return 1.0 if rank is None or ALPHA not in tensors else float(tensors[ALPHA]) / rank
