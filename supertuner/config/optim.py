@@ -48,9 +48,16 @@ class OptimizerSettings(Block):
 
     def contradictions(self) -> Iterator[Remark]:
         for stage in ("", "high_noise_", "low_noise_"):
-            low, high = getattr(self, f"{stage}min_lr"), getattr(self, f"{stage}max_lr")
+            lowest, highest = (self._set_by(stage, what) for what in ("min_lr", "max_lr"))
+            if stage and not (lowest.startswith(stage) or highest.startswith(stage)):
+                continue  # both are those of all experts
+            low, high = getattr(self, lowest), getattr(self, highest)
             if low is not None and high is not None and high < low:
-                yield Remark(f"{stage}max_lr", f"{high:g} is below {stage}min_lr {low:g}", (f"{stage}min_lr",))
+                yield Remark(highest, f"{high:g} is below {lowest} {low:g}", (lowest,))
+
+    def _set_by(self, stage: str, what: str) -> str:
+        """The setting that decides for a stage: its own if it is given."""
+        return what if getattr(self, stage + what) is None else stage + what
 
     def doubts(self) -> Iterator[Remark]:
         if self.name == "schedule_free" and self.lr_scheduler != "constant":

@@ -69,6 +69,11 @@ class RunConfig(Block):
         if self.train.ema_decay is not None and self.optimizer.name == "schedule_free":
             message = "averages what schedule_free averages already; the two together follow slowly"
             yield Remark("train.ema_decay", message)
+        if self.model.family not in (None, "wan2.2"):
+            for name in sorted(self.optimizer.model_fields_set):
+                if name.startswith(("high_noise_", "low_noise_")):
+                    message = f'has no effect: a model of family "{self.model.family}" has one denoiser'
+                    yield Remark(f"optimizer.{name}", message)
         caches = self.cache_config
         for index, dataset in enumerate(self.datasets):
             if (

@@ -80,8 +80,7 @@ class Automagic(torch.optim.Optimizer):
             rates = self._rates.advance(batch.state, moves, Move(step, partial(draw, MOVE_RATES), tools))
             _apply(batch, updates, rates, factor * decay, partial(draw, ROUND_WEIGHTS))
         group["updates"] = step + 1
-        for bench in self._benches.values():
-            bench.clear()
+        self._clear()
 
     @torch.no_grad()
     def spread(self) -> Spread | None:
@@ -93,6 +92,7 @@ class Automagic(torch.optim.Optimizer):
         total = torch.zeros(MOST + 1, dtype=torch.float64, device=home)
         for state, count, tools in self._rows():
             total += self._rates.counts(state, count, tools).to(home)
+        self._clear()
         return self._rates.spread(total, group["lr"] / self._limits.start)
 
     def _rows(self) -> Iterator[tuple[Mapping[str, torch.Tensor], int, Tools]]:
@@ -145,6 +145,10 @@ class Automagic(torch.optim.Optimizer):
     def tools(self, p: torch.Tensor) -> Tools:
         """What the state of one parameter is read with."""
         return self._bench(p.device).tools(1, *matrix_shape(p.shape))
+
+    def _clear(self) -> None:
+        for bench in self._benches.values():
+            bench.clear()
 
     def _bench(self, device: torch.device) -> Bench:
         if device not in self._benches:

@@ -94,6 +94,10 @@ def test_a_contradiction_with_a_value_that_is_itself_wrong_is_not_reported(refus
         ({"gh200_optimizations": {"enable_batch_size_rampup": True}}, "initial_effective_batch_size: is missing"),
         ({"initial_effective_batch_size": 64, "train_batch_size": 32}, "64 is above what the ramp would end at"),
         ({"optimizer": {"min_lr": 1e-3, "max_lr": 1e-4}}, "optimizer.max_lr: 0.0001 is below min_lr 0.001"),
+        (
+            {"optimizer": {"min_lr": 1e-3, "low_noise_max_lr": 1e-4}},
+            "optimizer.low_noise_max_lr: 0.0001 is below min_lr 0.001",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_with_place_value_and_remedy(refuse, tree, says):

@@ -72,6 +72,11 @@ def test_what_cannot_be_trained_is_refused_with_place_value_and_remedy(refuse, t
             "one expert is trained",
         ),
         ({"model": {**FLUX, "switch_boundary_every": 10}}, "model.switch_boundary_every", "one expert is trained"),
+        (
+            {"model": FLUX, "optimizer": {"name": "automagic", "high_noise_lr_bump": 1e-6}},
+            "optimizer.high_noise_lr_bump",
+            'no effect: a model of family "flux" has one denoiser',
+        ),
         ({"model": {**WAN, "revision": "main"}}, "model.revision", "only for a model on the hub"),
         ({"model": {**WAN, "attention": "sage"}}, "model.attention", "computes no gradient"),
         ({"adapter": {"type": "full", "rank": 4}}, "adapter.rank", 'no effect with type: "full"'),

@@ -6,12 +6,15 @@ import pytest
 import torch
 from torch import nn
 
+from supertuner.config.optim import OptimizerSettings
 from supertuner.optim import automagic_batch
 from supertuner.optim.automagic import Automagic
 from supertuner.optim.automagic_native import built
 from supertuner.optim.rates import Limits
+from supertuner.optim.state import pack, unpack
+from supertuner.optim.table import limits_of
 from tests.optim.plain_automagic import Plain
-from tests.optim.training import same_bits, weights
+from tests.optim.training import optimizer, same_bits, weights
 
 LIMITS = Limits(start=1e-6, bump=1e-6, lowest=1e-7, highest=1e-3)
 FAST = Limits(start=1e-3, bump=1e-3, lowest=1e-4, highest=5e-3)
@@ -188,3 +191,45 @@ def test_several_threads_of_the_c_part_give_the_bits_of_one() -> None:
         return {name: p.detach() for name, p in made.items()}
 
     assert same_bits(trained(1), trained(3))
+
+
+def test_a_step_reads_no_number_from_the_device() -> None:
+    """Tensors without memory have none to read: asking for one would raise."""
+    parameters = {name: nn.Parameter(p.detach().to("meta")) for name, p in weights().items()}
+    ours = Automagic(parameters, FAST, weight_decay=0.1)
+    for _ in range(3):
+        for p in parameters.values():
+            p.grad = torch.empty_like(p)
+        ours.step()
+    assert ours.state[parameters["scale"]]["low"].device.type == "meta"
+
+
+def test_gradients_come_out_of_a_step_as_they_went_in() -> None:
+    for native in (True, False):
+        parameters = weights()
+        ours, found = Automagic(parameters, FAST, weight_decay=0.1, native=native), gradients(parameters, 0)
+        give(parameters, {name: one.clone() for name, one in found.items()})
+        ours.step()
+        assert same_bits({name: p.grad for name, p in parameters.items() if p.grad is not None}, found)
+
+
+@pytest.mark.parametrize("changed", [{"lr_bump": 5e-7}, {"min_lr": 5e-7, "max_lr": 2e-3}, {"max_lr": 1e-5}])
+def test_rates_are_carried_over_where_a_resumed_run_has_other_limits(changed: dict[str, float]) -> None:
+    first = optimizer("automagic", {"w": nn.Parameter(torch.zeros(16, 32))})
+    for step in range(60):
+        first.parameters["w"].grad = torch.ones(16, 32)
+        first.parameters["w"].grad[:, ::2] = 1.0 if step % 3 else -1.0
+        first.step()
+    second = optimizer("automagic", {"w": nn.Parameter(torch.zeros(16, 32))}, **changed)
+    unpack(second, *pack(first))
+    second.parameters["w"].grad = torch.zeros(16, 32)  # no rate moves
+    second.step()
+    before, after = first.spread(), second.spread()
+    assert before is not None and after is not None
+    assert before.highest == pytest.approx(60e-6, rel=0.01)
+    limits = limits_of(OptimizerSettings.model_validate({"name": "automagic", **changed}), "model")
+    for one, other in zip(before.figures().values(), after.figures().values(), strict=True):
+        if limits.highest > 60e-6:
+            assert other == pytest.approx(max(one, limits.lowest), abs=limits.bump)
+        else:
+            assert other <= limits.highest * 1.0001
