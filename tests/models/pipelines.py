@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from supertuner.models import flux_tiny, qwen_image_tiny, sd35_tiny, sdxl_tiny, wan22_tiny
+from supertuner.models import flux_tiny, qwen_image_edit_tiny, qwen_image_tiny, sd35_tiny, sdxl_tiny, wan22_tiny
 from supertuner.models.flux_tiny import TinyFlux
 from supertuner.models.qwen_image_tiny import TinyQwen
 from supertuner.models.sd35_tiny import TinySd35
 from supertuner.models.sdxl_tiny import TinySdxl
-from supertuner.models.spec import Family, Model, Source
+from supertuner.models.spec import Family, Model, PictureTextEncoder, Source, Tensors, TextEncoder
 from supertuner.models.table import family
 from supertuner.models.wan22_tiny import TinyWan
 
@@ -60,6 +62,24 @@ class Written:
     def folder(self) -> Path:
         return Path(self.model.source.path)
 
+    def text_encoder(self, dtype: torch.dtype) -> TextEncoder:
+        """The family's; of one that edits, all captions are about one picture."""
+        encoder = self.family.text_encoder(self.model, torch.device("cpu"), dtype)
+        return OfOnePicture(encoder) if isinstance(encoder, PictureTextEncoder) else encoder
+
+
+class OfOnePicture:
+    def __init__(self, encoder: PictureTextEncoder) -> None:
+        self._encoder = encoder
+
+    @property
+    def cut(self) -> int:
+        return self._encoder.cut
+
+    def encode(self, captions: Sequence[str]) -> list[Tensors]:
+        picture = torch.arange(3 * 64 * 32).reshape(3, 64, 32).to(torch.uint8)
+        return self._encoder.encode_of(captions, [picture] * len(captions))
+
 
 CASES = (
     Case("wan-t2v", "wan2.2", lambda seed: wan22_tiny.build(TinyWan(), seed), (3, 5, 32, 48)),
@@ -80,6 +100,15 @@ CASES = (
     Case("sdxl", "sdxl", lambda seed: sdxl_tiny.build(TinySdxl(), seed), (3, 32, 48), **OF_A_UNET),
     Case("sdxl-v", "sdxl", lambda seed: sdxl_tiny.build(TinySdxl("v"), seed), (3, 40, 48), **OF_A_UNET),
 )
+
+EDITING = Case(
+    "qwen-image-edit",
+    "qwen-image-edit",
+    lambda seed: SimpleNamespace(save_pretrained=lambda folder: qwen_image_edit_tiny.write(folder, TinyQwen(), seed)),
+    (3, 32, 48),
+    unreached=TEXT_OF_THE_LAST_BLOCK,
+)
+"""Its own pipeline wants torchvision to be loaded; it is held against that in tests of its own."""
 
 
 @pytest.fixture(scope="session", params=CASES, ids=lambda case: case.name)
@@ -115,6 +144,6 @@ def tiny_flux(tmp_path_factory: pytest.TempPathFactory) -> Source:
 def _saved(factory: pytest.TempPathFactory, name: str) -> Source:
     folder = factory.getbasetemp() / "pipelines" / name
     if not folder.is_dir():
-        case = next(case for case in CASES if case.name == name)
+        case = next(case for case in (*CASES, EDITING) if case.name == name)
         case.build(0).save_pretrained(folder)
     return Source(str(folder))
