@@ -56,7 +56,11 @@ WAYS = {
     "int8 base": {"model": {"base_weights": "int8", "experts": "high_noise"}, "train": {"mixed_precision": "bf16"}},
     "low noise only": {"model": {"experts": "low_noise"}},
     "flux": {"model": {"family": "flux", "switch_boundary_every": 1}},
-    "qwen-image": {"model": {"family": "qwen-image", "switch_boundary_every": 1}, "adapter": {"targets": "all_linear"}},
+    "qwen-image": {
+        "model": {"family": "qwen-image", "switch_boundary_every": 1},
+        "adapter": {"targets": "all_linear"},
+        "train": {"mixed_precision": "bf16", "gradient_checkpointing": True},
+    },
     "sd3.5": {"model": {"family": "sd3.5", "switch_boundary_every": 1}, "adapter": {"targets": "all_linear"}},
     "sdxl": {"model": {"family": "sdxl", "switch_boundary_every": 1}, "adapter": {"targets": "all_layers"}},
     "no caches": {"cache_config": {"vae_cache_type": "none", "text_cache_type": "none"}},
