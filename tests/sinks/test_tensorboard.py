@@ -13,7 +13,7 @@ from PIL import Image
 from supertuner.core.errors import RunFolderError, SuperTunerError
 from supertuner.core.events import MEMORY, Measured, Warned
 from supertuner.sinks.tensorboard import TensorBoard
-from supertuner.sinks.training import HeldOut, Thinned, measured_held_out, memory_values, sampled
+from supertuner.sinks.training import HeldOut, Thinned, measured_held_out, measured_rates, memory_values, sampled
 from supertuner.sinks.wandb import Wandb, held_out_values, require_wandb, run_id, step_values
 from tests.sinks.test_training_display import step_event
 
@@ -54,6 +54,15 @@ def test_figures_of_memory_are_scalars_and_its_words_are_not(tmp_path: Path) -> 
     assert points(memory, "memory/host.available_bytes") == [(3, float(1 << 33)), (5, float(1 << 32))]
     assert points(memory, "memory/nvml.power_w") == [(3, 412.5)], "absent at step 5, and not zero"
     assert read(memory).Tags()["scalars"] == ["memory/host.available_bytes", "memory/nvml.power_w"]
+
+
+def test_rates_of_both_experts_stand_at_the_same_step(tmp_path: Path) -> None:
+    with TensorBoard(tmp_path) as board:
+        for step in (10, 20):
+            board.emit(measured_rates(step, {"high_noise": {"mean": 0.5, "q50": 0.25}, "low_noise": {"mean": 0.125}}))
+    rates = tmp_path / "rates"
+    assert points(rates, "rates/high_noise/q50") == [(10, 0.25), (20, 0.25)]
+    assert points(rates, "rates/low_noise/mean") == [(10, 0.125), (20, 0.125)]
 
 
 def test_a_resumed_run_shows_no_point_twice_and_loses_none(tmp_path: Path) -> None:
