@@ -129,6 +129,14 @@ def write(name: Name, scheme: Scheme, family: str) -> str:
     return f"{prefix}{filled(own, numbers).replace('.', style.separator)}.{spelled(name.tensor, scheme.spelling)}"
 
 
+def fused_into(module: str, family: str) -> str | None:
+    """The canonical name of the original's layer that `module` is a part of; None: it is one of its own there."""
+    layout = LAYOUTS[family_of_layers(family)]
+    row, numbers = _row(layout, module)
+    found = next((one for one in layout.modules if len(members(one)) > 1 and row in members(one)), None)
+    return None if found is None else filled(found, numbers)
+
+
 def understood(keys: Iterable[str], family: str | None = None) -> list[tuple[str, Name]]:
     """Every meaning that a key can have on its own, without its neighbours."""
     wanted = _layouts(family)

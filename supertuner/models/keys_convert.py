@@ -7,6 +7,7 @@ Names are not all that differs. What also has to be right, for the file to mean 
 - diffusers' own files may say an alpha in their metadata; it counts the same.
 - DoRA's magnitudes have one number per output, as a row for peft and as a column for the others.
 - a layer that the original fuses is split by rows: each part of the output has its own rows of lora_B and the same A.
+  The other way the parts are put together, as blocks of larger matrices.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final, TypeAlias
+from dataclasses import dataclass, replace
+from typing import Final, NamedTuple, TypeAlias
 
 from supertuner.core.errors import ModelError
-from supertuner.models.keys import Name, Reading, write
+from supertuner.models.keys import Name, Reading, fused_into, write
 from supertuner.models.keys_modules import members
 from supertuner.models.keys_schemes import ALPHA, DORA, LORA_A, LORA_B, LORA_BIAS, Scheme
 
@@ -32,6 +33,15 @@ _MLP_RATIO: Final = 4
 """Of Flux: rows of `proj_mlp` per row of `to_q`, in the layer that holds both."""
 
 
+class Block(NamedTuple):
+    """A tensor of the old file inside one of the new, which is zero elsewhere."""
+
+    source: str
+    row: int
+    column: int
+    scale: float = 1.0
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """One tensor of the new file."""
@@ -39,11 +49,12 @@ class Piece:
     key: str
     shape: Shape
     source: str | None
-    """Key in the old file; None: `value` is all it holds."""
+    """Key in the old file; None: `value` is all it holds, or it is put together of `blocks`."""
     rows: tuple[int, int] | None = None
     """Those of the source; None: all."""
     scale: float = 1.0
     value: float = 0.0
+    blocks: tuple[Block, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +94,20 @@ def planned(
     if not scheme.marks_experts and len(experts) > 1:
         raise ModelError(f"{scheme.name} keys say no expert, and this file has {' and '.join(map(str, experts))}")
     found = []
+    fused: dict[tuple[str | None, str], list[Layer]] = {}
     for layer in layers_of(reading):
         expert = layer.expert if scheme.marks_experts else None
+        whole = fused_into(layer.module, family) if scheme.naming == "original" and "(" not in layer.module else None
+        if whole is not None:
+            fused.setdefault((expert, whole), []).append(layer)
+            continue
         for module, part in _parts(layer, shapes, scheme):
             for piece, tensor in _pieces(layer, part, shapes, alphas, metadata, scheme):
-                key = write(Name(expert, module, tensor), scheme, family)
-                found.append(Piece(key, piece.shape, piece.source, piece.rows, piece.scale, piece.value))
+                found.append(replace(piece, key=write(Name(expert, module, tensor), scheme, family)))
+    for (expert, whole), layers in fused.items():
+        scales = [scale_of(layer, shapes, alphas, metadata) if layer.is_lora else 1.0 for layer in layers]
+        for piece, tensor in _together(whole, layers, scales, shapes, scheme):
+            found.append(replace(piece, key=write(Name(expert, whole, tensor), scheme, family)))
     twice = len(found) - len({piece.key for piece in found})
     assert twice == 0, f"{twice} keys of {scheme.name} stand for two tensors"
     return found
@@ -98,11 +117,18 @@ def scale_of(
     layer: Layer, shapes: Mapping[str, Shape], alphas: Mapping[str, float], metadata: Mapping[str, str]
 ) -> float:
     """What a LoRA's product is multiplied with."""
-    assert layer.is_lora, layer.module
-    rank = shapes[layer.keys[LORA_A]][0]
+    rank = _rank(layer, shapes)
     if ALPHA in layer.keys:
         return alphas[layer.keys[ALPHA]] / rank
     return _metadata_scale(layer.module, rank, metadata)
+
+
+def _rank(layer: Layer, shapes: Mapping[str, Shape]) -> int:
+    """Of a LoRA whose two matrices belong together."""
+    one, two = shapes[layer.keys[LORA_A]], shapes[layer.keys[LORA_B]]
+    if len(one) < 2 or len(two) != len(one) or one[0] == 0 or two[1] != one[0]:
+        raise ModelError(f"{layer.module}: matrices of {list(one)} and {list(two)} are no LoRA")
+    return one[0]
 
 
 # ── one layer ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -122,7 +148,14 @@ def _parts(layer: Layer, shapes: Mapping[str, Shape], scheme: Scheme) -> Iterato
         raise ModelError(
             f"{layer.module} is one layer here and {len(inside)} in diffusers; {', '.join(odd)} of it cannot be split"
         )
-    outputs = next(shapes[layer.keys[one]][0] for one in (LORA_B, "diff", "diff_b", LORA_BIAS) if one in layer.keys)
+    if layer.is_lora:
+        _rank(layer, shapes)
+    sizes = {shapes[layer.keys[one]][:1] for one in (LORA_B, "diff", "diff_b", LORA_BIAS) if one in layer.keys}
+    if len(sizes) != 1 or sizes == {()}:
+        raise ModelError(
+            f"{layer.module} is {len(inside)} layers in diffusers, and its tensors do not say of what size"
+        )
+    outputs = sizes.pop()[0]
     begin = 0
     for module, rows in zip(inside, _shares(outputs, len(inside)), strict=True):
         yield module, (begin, begin + rows)
@@ -135,6 +168,37 @@ def _shares(outputs: int, count: int) -> Sequence[int]:
     if outputs % units:
         raise ModelError(f"{outputs} rows are not {units} equal parts; the file is of no model that is known here")
     return [outputs // units] * 3 + ([_MLP_RATIO * outputs // units] if count == 4 else [])
+
+
+def _together(
+    whole: str, layers: Sequence[Layer], scales: Sequence[float], shapes: Mapping[str, Shape], scheme: Scheme
+) -> Iterator[tuple[Piece, str]]:
+    """LoRAs of queries, keys and values as one of their common layer: A above A, and B's on the diagonal. Exact.
+
+    Its rank is the sum of theirs; what is not in the file stays zero.
+    """
+    odd = sorted({tensor for layer in layers for tensor in layer.keys} - {LORA_A, LORA_B, ALPHA})
+    if odd or not all(layer.is_lora for layer in layers):
+        raise ModelError(
+            f"{whole} is one layer in {scheme.name} keys; of its parts only plain LoRA can be put together"
+        )
+    inside = members(whole)
+    first = layers[0]
+    share = shapes[first.keys[LORA_B]][0] // (_MLP_RATIO if inside.index(first.module) == 3 else 1)
+    outputs = [share] * 3 + ([_MLP_RATIO * share] if len(inside) == 4 else [])
+    ranks, above, diagonal = 0, [], []
+    for layer, scale in zip(layers, scales, strict=True):
+        place = inside.index(layer.module)
+        rank, inputs = _rank(layer, shapes), shapes[first.keys[LORA_A]][1:]
+        if shapes[layer.keys[LORA_B]] != (outputs[place], rank) or shapes[layer.keys[LORA_A]] != (rank, *inputs):
+            raise ModelError(f"{whole} is one layer in {scheme.name} keys, and its parts do not fit together")
+        above.append(Block(layer.keys[LORA_A], ranks, 0))
+        diagonal.append(Block(layer.keys[LORA_B], sum(outputs[:place]), ranks, scale))
+        ranks += rank
+    yield Piece("", (ranks, shapes[first.keys[LORA_A]][1]), None, blocks=tuple(above)), LORA_A
+    yield Piece("", (sum(outputs), ranks), None, blocks=tuple(diagonal)), LORA_B
+    if scheme.keeps_alpha:
+        yield Piece("", (), None, value=float(ranks)), ALPHA
 
 
 def _pieces(

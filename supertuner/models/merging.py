@@ -21,6 +21,8 @@ BIAS_ADDED = ("diff_b", "b_norm")
 
 def merged_weight(weight: torch.Tensor, tensors: Tensors, layer: str, strength: float = 1.0) -> torch.Tensor:
     """`tensors`: those of the layer, as kohya and LyCORIS call them. ModelError where they do not fit the weight."""
+    if weight.numel() == 0:
+        return weight
     added = [tensors[name] for name in WEIGHT_ADDED if name in tensors]
     exact = weight.float()
     if added:
@@ -32,7 +34,7 @@ def merged_weight(weight: torch.Tensor, tensors: Tensors, layer: str, strength: 
     change = _change(tensors, layer)
     if change is None:
         return _by_lycoris(exact, tensors, layer, strength).to(weight.dtype)
-    if change.numel() != weight.numel() or change.shape[0] != weight.shape[0]:
+    if change.dim() < 2 or change.numel() != weight.numel() or change.shape[0] != weight.shape[0]:
         raise ModelError(f"{layer}: the adapter does not fit: it is of {list(change.shape)}, not {list(weight.shape)}")
     whole = exact + change.reshape(weight.shape)
     if "dora_scale" in tensors:
@@ -66,9 +68,13 @@ def _change(tensors: Tensors, layer: str) -> torch.Tensor | None:
             change = torch.kron(one.reshape(*one.shape[:2], *([1] * (two.dim() - 2))), two)
         else:
             return None
-    except (RuntimeError, KeyError) as error:
+    except (RuntimeError, KeyError, IndexError, ValueError) as error:
         raise ModelError(f"{layer}: the adapter does not fit together: {error}") from error
-    return change * (float(given["alpha"]) / rank) if rank is not None and "alpha" in given else change
+    if rank is None or "alpha" not in given:
+        return change
+    if rank == 0 or given["alpha"].numel() != 1:
+        raise ModelError(f"{layer}: a rank of {rank} and an alpha of {list(given['alpha'].shape)} are no scale")
+    return change * (float(given["alpha"]) / rank)
 
 
 def _factor(given: Tensors, name: str) -> torch.Tensor:
@@ -80,9 +86,11 @@ def _factor(given: Tensors, name: str) -> torch.Tensor:
 
 def _with_magnitudes(whole: torch.Tensor, magnitudes: torch.Tensor, layer: str) -> torch.Tensor:
     """DoRA (Liu et al., arXiv 2402.09353, eq. 5): the direction of the whole, with a length of its own per output."""
-    if magnitudes.shape[0] == whole.shape[0]:
+    if magnitudes.dim() > 0 and magnitudes.shape[0] == magnitudes.numel() == whole.shape[0]:
         along, lengths = 0, whole.flatten(1).norm(dim=1)
-    elif magnitudes.shape[:2] == (1, whole.shape[1]):  # older LyCORIS: per input
+    elif (
+        magnitudes.shape[:2] == (1, whole.shape[1]) and magnitudes.numel() == whole.shape[1]
+    ):  # older LyCORIS: per input
         along, lengths = 1, whole.transpose(0, 1).flatten(1).norm(dim=1)
     else:
         raise ModelError(f"{layer}: DoRA's magnitudes {list(magnitudes.shape)} do not fit {list(whole.shape)}")
@@ -101,12 +109,7 @@ def _by_lycoris(weight: torch.Tensor, tensors: Tensors, layer: str, strength: fl
     try:
         made = make_module(kind, parts, "layer", _around(weight))
         found = None if made is None else made.get_merged_weight(strength, weight.shape)[0]
-    except (
-        RuntimeError,
-        TypeError,
-        ValueError,
-        AttributeError,
-    ) as error:  # sizes that do not belong together, or a part is missing
+    except Exception as error:  # a stranger's tensors in a library that checks few of their sizes
         raise ModelError(f"{layer}: the adapter does not fit a weight of {list(weight.shape)}: {error}") from error
     if found is None or found.shape != weight.shape:
         raise ModelError(f"{layer}: lycoris-lora cannot merge its {', '.join(tensors)}")

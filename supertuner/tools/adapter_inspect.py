@@ -142,7 +142,7 @@ def _norm(layer: Layer, loaded: Mapping[str, Tensor]) -> float | None:
         return _norm_of_product(loaded[LORA_B], loaded[LORA_A])
     if "diff" in loaded:
         return float(loaded["diff"].double().norm())
-    if "hada_w1_a" in loaded and "hada_t1" not in loaded:  # (a b)∘(c d) is one product of all pairs of columns
+    if _is_loha(loaded):  # (a b)∘(c d) is one product of all pairs of columns
         left = loaded["hada_w1_a"].double()[:, :, None] * loaded["hada_w2_a"].double()[:, None, :]
         right = loaded["hada_w1_b"].double()[:, None, :] * loaded["hada_w2_b"].double()[None, :, :]
         return _norm_of_product(left.flatten(1), right.flatten(0, 1))
@@ -152,6 +152,15 @@ def _norm(layer: Layer, loaded: Mapping[str, Tensor]) -> float | None:
         one, two = (_lokr_part(loaded, name) for name in ("lokr_w1", "lokr_w2"))
         return one * two if one is not None and two is not None else None
     return None
+
+
+def _is_loha(loaded: Mapping[str, Tensor]) -> bool:
+    """Four matrices that belong together."""
+    found = [loaded.get(f"hada_w{one}_{side}") for side in "ab" for one in (1, 2)]
+    shapes = [one.shape for one in found if one is not None and one.dim() == 2]
+    if len(shapes) != 4 or "hada_t1" in loaded:
+        return False
+    return shapes[0][0] == shapes[1][0] and shapes[2][1] == shapes[3][1]
 
 
 def _lokr_part(loaded: Mapping[str, Tensor], name: str) -> float | None:
@@ -164,6 +173,8 @@ def _lokr_part(loaded: Mapping[str, Tensor], name: str) -> float | None:
 
 def _norm_of_product(left: Tensor, right: Tensor) -> float | None:
     """‖L R‖ by the small matrices LᵀL and R Rᵀ. None where the two do not belong together."""
+    if left.dim() < 2 or right.dim() < 2:
+        return None
     left, right = left.double().flatten(1), right.double().flatten(1)
     if left.shape[1] != right.shape[0]:
         return None

@@ -180,6 +180,11 @@ def _write_all(out: int, fd: int, file: AdapterFile, pieces: Sequence[Piece], me
 
 
 def _code(file: AdapterFile, piece: Piece) -> str:
+    if piece.blocks:
+        codes = {file.entries[block.source].code for block in piece.blocks}
+        if len(codes) > 1:
+            raise ModelError(f"{file.path}: {piece.key} would be put together of {' and '.join(sorted(codes))}")
+        return codes.pop()
     return "F32" if piece.source is None else file.entries[piece.source].code
 
 
@@ -199,15 +204,27 @@ def _content(fd: int, file: AdapterFile, piece: Piece) -> Iterator[bytes | memor
 def _made(fd: int, file: AdapterFile, piece: Piece) -> Tensor:
     import torch
 
+    from supertuner.train.tensor_file import CODES
+
+    if piece.blocks:
+        made = torch.zeros(piece.shape, dtype=getattr(torch, CODES[_code(file, piece)][0]))
+        for block in piece.blocks:
+            part = _scaled(_tensor(fd, file, block.source), block.scale)
+            made[block.row : block.row + part.shape[0], block.column : block.column + part.shape[1]] = part
+        return made
     if piece.source is None:
         return torch.tensor(piece.value, dtype=torch.float32)
     tensor = _tensor(fd, file, piece.source)
     if piece.rows is not None:
         tensor = tensor[slice(*piece.rows)].clone()
-    if piece.scale != 1.0:
-        exact = tensor if tensor.dtype.itemsize == 8 else tensor.float()
-        tensor = (exact * piece.scale).to(tensor.dtype)
-    return tensor.reshape(piece.shape)
+    return _scaled(tensor, piece.scale).reshape(piece.shape)
+
+
+def _scaled(tensor: Tensor, scale: float) -> Tensor:
+    if scale == 1.0:
+        return tensor
+    exact = tensor if tensor.dtype.itemsize == 8 else tensor.float()
+    return (exact * scale).to(tensor.dtype)
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

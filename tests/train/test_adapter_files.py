@@ -153,6 +153,51 @@ def test_what_is_loaded_is_what_would_be_written(target: str, tmp_path: Path) ->
     assert all(torch.equal(loaded[key], value) and loaded[key].dtype == value.dtype for key, value in written.items())
 
 
+@pytest.mark.parametrize("scheme", ["kohya", "original"])
+def test_parts_of_a_fused_layer_are_put_together_as_diffusers_takes_them_apart(scheme: str, tmp_path: Path) -> None:
+    """One of them missing, and of several ranks."""
+    outputs = {
+        "transformer_blocks.0.attn.to_q": 3072,
+        "transformer_blocks.0.attn.to_v": 3072,
+        "single_transformer_blocks.2.attn.to_k": 3072,
+        "single_transformer_blocks.2.proj_mlp": 12288,
+        "transformer_blocks.0.attn.to_out.0": 8,
+    }
+    given = {}
+    for number, (layer, rows) in enumerate(outputs.items()):
+        given[f"transformer.{layer}.lora_A.weight"] = drawn(2 + number, 6)
+        given[f"transformer.{layer}.lora_B.weight"] = drawn(rows, 2 + number)
+    save_file(given, tmp_path / "a.safetensors")
+    convert(open_adapter(tmp_path / "a.safetensors"), SCHEMES[scheme], tmp_path / "b.safetensors")
+    made = load_file(tmp_path / "b.safetensors")
+    spelled_as_kohya = {
+        key.replace("lora_A.", "lora_down.").replace("lora_B.", "lora_up."): value for key, value in made.items()
+    }
+    theirs = _convert_kohya_flux_lora_to_diffusers(spelled_as_kohya)
+    for layer in outputs:
+        wanted = given[f"transformer.{layer}.lora_B.weight"] @ given[f"transformer.{layer}.lora_A.weight"]
+        found = theirs[f"transformer.{layer}.lora_B.weight"] @ theirs[f"transformer.{layer}.lora_A.weight"]
+        assert torch.allclose(found, wanted, atol=1e-5), layer
+    assert not theirs["transformer.transformer_blocks.0.attn.to_k.lora_B.weight"].any(), "it was not in the file"
+    back = tmp_path / "c.safetensors"
+    convert(open_adapter(tmp_path / "b.safetensors"), SCHEMES["diffusers"], back)
+    before, after = changes(tmp_path / "a.safetensors"), changes(back)
+    assert all(torch.allclose(after[one], before[one], atol=1e-5) for one in before)
+
+
+def test_what_cannot_be_put_together_is_refused(tmp_path: Path) -> None:
+    save_file({"lycoris_transformer_blocks_0_attn_to_q.lokr_w1": drawn(2, 2)}, tmp_path / "a.safetensors")
+    with pytest.raises(ModelError, match="only plain LoRA"):
+        convert(open_adapter(tmp_path / "a.safetensors", "flux"), SCHEMES["kohya"], tmp_path / "b.safetensors")
+    layer = "transformer.transformer_blocks.0.attn"
+    given = {f"{layer}.to_{to}.lora_{side}.weight": drawn(4, 4) for to in "qkv" for side in "AB"}
+    given[f"{layer}.to_k.lora_B.weight"] = drawn(5, 4)
+    save_file(given, tmp_path / "c.safetensors")
+    with pytest.raises(ModelError, match="do not fit together"):
+        convert(open_adapter(tmp_path / "c.safetensors", "flux"), SCHEMES["kohya"], tmp_path / "b.safetensors")
+    assert not (tmp_path / "b.safetensors").exists()
+
+
 def test_an_alpha_that_only_diffusers_metadata_says_counts(tmp_path: Path) -> None:
     said = {
         "transformer.r": RANK,
