@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import huggingface_hub
@@ -15,6 +16,7 @@ from supertuner.core.errors import ModelError
 from supertuner.models.spec import Expert, Source
 from supertuner.models.table import family
 from tests.models.hub_server import COMMIT, GATED, Hub, serving
+from tests.models.pipelines import CASES, Written
 
 WAN = "wan2.2"
 SECRET = "hf_thisIsASecretThatNobodyMaySee"
@@ -22,7 +24,13 @@ SECRET = "hf_thisIsASecretThatNobodyMaySee"
 
 @pytest.fixture
 def hub(tiny_wan: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    with serving(Path(tiny_wan.path)) as hub:
+    with hub_of(Path(tiny_wan.path), tmp_path, monkeypatch) as hub:
+        yield hub
+
+
+@contextmanager
+def hub_of(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    with serving(folder) as hub:
         files = "/{repo_id}/resolve/{revision}/{filename}"
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.address)
         monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.address + files)
@@ -42,6 +50,27 @@ def test_reading_a_model_fetches_its_configs_and_no_weights(hub: Hub) -> None:
     model = family(WAN).read(Source("somebody/model"))
     assert [expert.name for expert in model.experts] == ["high_noise", "low_noise"]
     assert not [asked for asked in hub.asked if asked.endswith(".safetensors")]
+
+
+@pytest.mark.parametrize(
+    "written",
+    [case for case in CASES if case.name in ("qwen-image", "sd3.5", "sdxl")],
+    ids=lambda case: case.name,
+    indirect=True,
+)
+def test_parts_of_other_families_come_from_the_hub_to_the_bit(
+    written: Written, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu = torch.device("cpu")
+    with hub_of(written.folder, tmp_path, monkeypatch) as hub:
+        model = written.family.read(Source("somebody/model"))
+        assert not [asked for asked in hub.asked if asked.endswith(".safetensors")]
+        there = written.family.text_encoder(model, cpu, torch.float32).encode(["a star"])[0]
+        module = written.family.denoiser(model, model.experts[0], torch.float32)
+    here = written.family.text_encoder(written.model, cpu, torch.float32).encode(["a star"])[0]
+    other = written.family.denoiser(written.model, model.experts[0], torch.float32)
+    assert all(torch.equal(there[name], here[name]) for name in here)
+    assert all(torch.equal(one, other.get_parameter(name)) for name, one in module.named_parameters())
 
 
 def test_a_model_is_pinned_to_the_commit_that_was_read(hub: Hub) -> None:
