@@ -286,9 +286,9 @@ def test_a_conversion_that_fails_leaves_nothing(tmp_path: Path) -> None:
 
 def test_no_more_than_one_tensor_is_in_memory(tmp_path: Path) -> None:
     large = {
-        write(Name(None, f"blocks.{n}.ffn.net.0.proj", tensor), SCHEMES["kohya"], "wan2.2"): torch.zeros(1024, 4096)
+        write(Name(None, f"blocks.{n}.ffn.net.0.proj", tensor), SCHEMES["kohya"], "wan2.2"): torch.zeros(size)
         for n in range(8)
-        for tensor in ("lora_A", "lora_B")
+        for tensor, size in (("lora_A", (1024, 4096)), ("lora_B", (4096, 1024)))
     }
     save_file(large, tmp_path / "a.safetensors")
     opened = open_adapter(tmp_path / "a.safetensors")
