@@ -97,7 +97,7 @@ def _tell_versions(run: Run, loaded: Loaded) -> None:
 
 def versions() -> dict[str, JSON]:
     """Of what decides the bits of a step."""
-    libraries: dict[str, JSON] = {name: version(name) for name in ("diffusers", "peft")}
+    libraries: dict[str, JSON] = {name: version(name) for name in ("diffusers", "lycoris-lora", "peft")}
     return {"supertuner": __version__, "torch": torch.__version__, **libraries, "threads": torch.get_num_threads()}
 
 
