@@ -88,6 +88,7 @@ class Automagic(torch.optim.Optimizer):
         if not isinstance(self._rates, PackedRates) or not self.state:
             return None
         (group,) = self.param_groups
+        self._keep_units()
         home = next(iter(self.state)).device
         total = torch.zeros(MOST + 1, dtype=torch.float64, device=home)
         for state, count, tools in self._rows():

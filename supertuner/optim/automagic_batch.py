@@ -20,7 +20,7 @@ from supertuner.optim.rates import Rates
 
 State: TypeAlias = dict[str, Any]
 Shape: TypeAlias = tuple[int, int]
-CPU_ELEMENTS, DEVICE_ELEMENTS = 1 << 17, 1 << 24
+CPU_ELEMENTS, DEVICE_ELEMENTS = 1 << 17, 1 << 23
 """Elements of one batch: on a CPU what its cache holds, elsewhere what bounds the memory for intermediate results."""
 
 
@@ -84,11 +84,11 @@ def batches(
     benches: Callable[[torch.device], Bench],
 ) -> list[Batch]:
     """The parameters in batches, with what is remembered of them."""
-    alike: dict[tuple[Shape, torch.dtype, torch.device], list[str]] = {}
+    alike: dict[tuple[Shape, torch.dtype, torch.device, bool], list[str]] = {}
     for name, p in parameters.items():
-        alike.setdefault((matrix_shape(p.shape), p.dtype, p.device), []).append(name)
+        alike.setdefault((matrix_shape(p.shape), p.dtype, p.device, p.is_contiguous()), []).append(name)
     made = []
-    for (shape, _, device), names in alike.items():
+    for (shape, _, device, _), names in alike.items():
         largest = CPU_ELEMENTS if device.type == "cpu" else DEVICE_ELEMENTS
         many = max(1, largest // max(1, shape[0] * shape[1]))
         for first in range(0, len(names), many):
