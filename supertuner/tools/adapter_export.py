@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -9,7 +10,7 @@ from supertuner.core.errors import ModelError
 from supertuner.models.keys import Name, write
 from supertuner.models.keys_convert import layers_of
 from supertuner.models.keys_modules import LAYOUTS, family_of_layers
-from supertuner.models.keys_schemes import COMFYUI, SCHEMES, STYLES, Scheme
+from supertuner.models.keys_schemes import COMFYUI, DORA, SCHEMES, STYLES, Scheme
 from supertuner.tools.adapter_inspect import kind_of
 from supertuner.train.adapter_files import ENDINGS, AdapterFile, convert, of_expert
 
@@ -30,6 +31,8 @@ def export(
     else:
         family = family or file.reading.family
         scheme = SCHEMES[COMFYUI[family_of_layers(family)]]
+        if any(DORA in layer.keys for layer in layers_of(file.reading)):
+            scheme = replace(scheme, spelling="kohya")  # it looks for `dora_scale`, and passes over peft's word for it
     experts = file.reading.experts
     paths = {expert: _place(file.path, out, program, expert, len(experts)) for expert in experts}
     there = [path for path in paths.values() if path.exists() and not overwrite]

@@ -93,6 +93,19 @@ def test_values_that_are_no_numbers_are_told_with_exit_code_1(tmp_path: Path) ->
     assert result.exit_code == 1 and "transformer.blocks.0.attn1.to_q.lora_B.weight" in result.output
 
 
+def test_comfyui_finds_the_magnitudes_of_dora_under_its_own_name(tmp_path: Path) -> None:
+    given = wan_lora(SCHEMES["diffusers"], None)
+    layers = [key.removesuffix(".lora_B.weight") for key in given if key.endswith(".lora_B.weight")]
+    given |= {f"{one}.lora_magnitude_vector": drawn(given[f"{one}.lora_B.weight"].shape[0]) for one in layers}
+    save_file(given, tmp_path / "dora_low_noise.safetensors")
+    run("export", tmp_path / "dora_low_noise.safetensors", "--for", "comfyui", "--out", tmp_path / "c.safetensors")
+    found = load_file(tmp_path / "c.safetensors")
+    magnitudes = found["diffusion_model.blocks.0.self_attn.q.dora_scale"]
+    assert torch.equal(magnitudes[:, 0], given["transformer.blocks.0.attn1.to_q.lora_magnitude_vector"])
+    assert "diffusion_model.blocks.0.self_attn.q.lora_down.weight" in found
+    assert not any("magnitude" in key for key in found)
+
+
 def test_a_file_goes_to_comfyui_to_diffusers_and_back(file: Path) -> None:
     assert "6 tensors for comfyui" in run("export", file, "--for", "comfyui")
     comfyui = file.with_name("cat_low_noise.comfyui.safetensors")

@@ -69,15 +69,25 @@ def test_the_alpha_of_the_run_may_be_another_and_what_is_added_is_the_same(tmp_p
         assert (wan_output(trained.module) - wan_output(before.module)).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("scheme", ["kohya", "original", "onetrainer", "ai-toolkit-dollars", "lycoris-stages", "peft"])
-def test_whoever_wrote_the_file_means_the_same_adapter(scheme: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kind, scheme",
+    [
+        *(
+            ("lora", name)
+            for name in ("kohya", "original", "onetrainer", "ai-toolkit-dollars", "lycoris-stages", "peft")
+        ),
+        *(("dora", "original-down-up"), ("lokr", "lycoris-stages"), ("lokr", "original"), ("diff", "lycoris-dots")),
+        *(("locon", "diffusers"), ("loha", "kohya")),
+    ],
+)
+def test_whoever_wrote_the_file_means_the_same_adapter(kind: str, scheme: str, tmp_path: Path) -> None:
     path, other = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
-    before = written(KINDS["lora"], path)
+    before = written(KINDS[kind], path)
     source = open_adapter(path, "wan2.2")
     if SCHEMES[scheme].marks_experts:
         source = with_expert(source, "high_noise")
     convert(source, SCHEMES[scheme], other, family="wan2.2")
-    trained = fresh(KINDS["lora"], seed=2)
+    trained = fresh(KINDS[kind], seed=2)
     start(trained, tensors_of(other, "wan2.2", "high_noise", alone=False), other)
     assert (wan_output(trained.module) - wan_output(before.module)).abs().max() < 1e-5
 
