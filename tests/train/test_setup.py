@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from supertuner.core.events import Silence
 from supertuner.core.host import Host
 from supertuner.data.opened import open_corpus
 from supertuner.models.fingerprint import fingerprint
-from supertuner.models.spec import Source
+from supertuner.models.spec import Model, Source
 from supertuner.models.table import family
 from supertuner.step.precision import Precision
 from supertuner.train.model_source import opened_model
@@ -62,6 +63,10 @@ def test_of_one_vae_image_to_video_and_text_to_video_have_entries_of_their_own(
     assert made[0].media != made[1].media and made[0].text == made[1].text
 
 
+def model_of_nothing() -> Model:
+    return Model(Source("nowhere"), "", (), frozenset(), 1.0, {})
+
+
 def test_samples_that_are_called_the_same_are_looked_at_once_for_prompts(tmp_path: Path) -> None:
     """Each look decodes a whole clip where the model starts from a frame."""
     settings = load(config(tmp_path, "a")).config
@@ -70,7 +75,7 @@ def test_samples_that_are_called_the_same_are_looked_at_once_for_prompts(tmp_pat
     )
     part = settings.model_copy(update={"datasets": (same,)})
     with open_corpus(part, host=Host(), sink=Silence(), progress=Silence()) as corpus:
-        (only,) = _captioned(corpus, with_frame=True)
+        (only,) = _captioned(corpus, replace(model_of_nothing(), starts_from_frame=True))
     assert only.caption == "x" and only.image is not None and only.image.shape == (32, 32, 3)
 
 
