@@ -76,6 +76,15 @@ def test_compiled_blocks_give_the_output_and_the_gradients_of_plain_ones() -> No
 
 
 @needs_compiler
+@pytest.mark.parametrize("kind", ["loha", "lokr"])
+def test_compiled_blocks_take_the_adapters_of_lycoris_along(kind: str) -> None:
+    settings = AdapterSettings(type=kind, rank=1)  # type: ignore[arg-type]
+    trained = attach(Small(), settings, ("0.0", "1.0"), seed=1, name="model")
+    load_state(trained, {name: tensor + 0.05 * drawn(*tensor.shape) for name, tensor in state(trained).items()})
+    compile_and_compare(trained, lambda module: module(drawn(4, 16)))
+
+
+@needs_compiler
 @pytest.mark.torture
 @pytest.mark.parametrize("eight_bits", [False, True], ids=["as computed", "int8"])
 def test_compiled_blocks_of_wan_give_the_output_and_the_gradients_of_plain_ones(eight_bits: bool) -> None:

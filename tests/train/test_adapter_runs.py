@@ -21,14 +21,17 @@ KINDS: dict[str, dict[str, Any]] = {
     "rslora with several ranks": {"adapter": {"rslora": True, "modules": [{"match": "attn2.*", "rank": 3}]}},
     "locon": {"adapter": {"type": "locon", "targets": "all_linear"}},
     "loha in bf16": {"adapter": {"type": "loha"}, **BF16},
-    "lokr in bf16": {"adapter": {"type": "lokr", "rank": 1}, **BF16},
+    "lokr in bf16 by automagic": {
+        "adapter": {"type": "lokr", "rank": 1},
+        "optimizer": {"name": "automagic", "learning_rate": 1e-5, "high_noise_lr_bump": 2e-6},
+        **BF16,
+    },
     "lokr on an 8-bit base": {
         "adapter": {"type": "lokr", "lokr_factor": 4},
         "model": {**SHORT["model"], "base_weights": "int8"},
         **BF16,
     },
     "diff in bf16": {"adapter": {"type": "diff", "dropout": 0.0}, **BF16},
-    "lokr on flux": {"adapter": {"type": "lokr", "rank": 1}, "model": {"family": "flux"}},
 }
 
 
