@@ -210,7 +210,7 @@ knows no diffusers' names. SDXL behind `unet.` is left out: ComfyUI wants the ol
 """
 
 
-def comfyui_reads(family: str, scheme: Scheme) -> bool:
-    """Whether ComfyUI would find the layers of a file. It knows both spellings of a LoRA's matrices."""
+def comfyui_reads(family: str, scheme: Scheme, dora: bool = False) -> bool:
+    """Whether ComfyUI would find all of a file. It knows both spellings of a LoRA's matrices, of DoRA only kohya's."""
     known = (scheme.style, scheme.naming) in COMFYUI_READS.get(family, frozenset())
-    return known and scheme.spelling in ("peft", "kohya")
+    return known and scheme.spelling in (("kohya",) if dora else ("peft", "kohya"))

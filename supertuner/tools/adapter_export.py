@@ -11,7 +11,7 @@ from supertuner.models.keys import Name, write
 from supertuner.models.keys_convert import layers_of
 from supertuner.models.keys_modules import LAYOUTS, family_of_layers
 from supertuner.models.keys_schemes import COMFYUI, DORA, SCHEMES, STYLES, Scheme
-from supertuner.tools.adapter_inspect import kind_of
+from supertuner.tools.adapter_inspect import has_dora, kind_of
 from supertuner.train.adapter_files import ENDINGS, AdapterFile, convert, of_expert
 
 PROGRAMS: Final = ("diffusers", "comfyui")
@@ -31,6 +31,8 @@ def export(
     else:
         family = family or file.reading.family
         scheme = SCHEMES[COMFYUI[family_of_layers(family)]]
+        if has_dora(file.reading):  # ComfyUI finds `dora_scale`, and passes over peft's word for it
+            scheme = replace(scheme, spelling="kohya")
         if any(DORA in layer.keys for layer in layers_of(file.reading)):
             scheme = replace(scheme, spelling="kohya")  # it looks for `dora_scale`, and passes over peft's word for it
     experts = file.reading.experts

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from supertuner.models.keys import Reading
 from supertuner.models.keys_convert import Layer, Shape, layers_of, scale_of
 from supertuner.models.keys_schemes import ALPHA, DORA, LORA_A, LORA_B, comfyui_reads
 from supertuner.train.adapter_files import AdapterFile, alpha_values, tensors
@@ -79,6 +80,10 @@ def kind_of(layer: Layer) -> str:
     return f"{kind} with dora" if DORA in layer.keys else kind
 
 
+def has_dora(reading: Reading) -> bool:
+    return any(name.tensor == DORA for name in reading.names.values())
+
+
 def record(file: AdapterFile, found: Inspection) -> dict[str, object]:
     """All of it as plain data."""
     reading = file.reading
@@ -99,7 +104,7 @@ def record(file: AdapterFile, found: Inspection) -> dict[str, object]:
         "norm": math.sqrt(sum(norm * norm for norm in found.norms.values())) if found.norms else None,
         "largest": dict(largest),
         "not_finite": list(found.not_finite),
-        "comfyui": {family: comfyui_reads(family, reading.scheme) for family in reading.families},
+        "comfyui": {one: comfyui_reads(one, reading.scheme, has_dora(reading)) for one in reading.families},
         "base_model": _base_model(file),
         "metadata": {key: _plain(text) for key, text in sorted(file.metadata.items())},
     }

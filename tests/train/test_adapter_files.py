@@ -240,6 +240,17 @@ def test_what_is_exported_for_comfyui_has_names_that_its_rules_read(family: str,
     assert found.reading.scheme.style == SCHEMES[COMFYUI[family]].style
 
 
+def test_dora_goes_to_comfyui_in_the_only_word_that_it_knows(tmp_path: Path) -> None:
+    given = wan_lora(SCHEMES["diffusers"], None)
+    given["transformer.blocks.0.attn1.to_q.lora_magnitude_vector"] = drawn(24)
+    save_file(given, tmp_path / "a.safetensors")
+    [(made, _)] = export(open_adapter(tmp_path / "a.safetensors"), "comfyui", tmp_path / "b.safetensors")
+    written = load_file(made)
+    assert written["diffusion_model.blocks.0.self_attn.q.dora_scale"].shape == (24, 1)
+    assert comfyui_reads("wan2.2", open_adapter(made).reading.scheme, dora=True)
+    assert not comfyui_reads("wan2.2", SCHEMES["original"], dora=True)
+
+
 def test_the_expert_of_a_file_must_be_the_one_that_is_asked_for(tmp_path: Path) -> None:
     save_file(wan_lora(SCHEMES["ai-toolkit"], None), tmp_path / "both.safetensors")
     with pytest.raises(ModelError, match="of high_noise and low_noise, not of low_noise"):
