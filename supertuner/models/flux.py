@@ -12,10 +12,11 @@ from torch import nn
 
 from supertuner.core.types import MediaKind
 from supertuner.models import loading, reading
-from supertuner.models.flux_encoders import media_encoder, text_encoder
+from supertuner.models.flux_encoders import text_encoder
 from supertuner.models.flux_sampler import PARTS, sampler
 from supertuner.models.flux_shapes import pack, positions, tokens, unpack, why_not
 from supertuner.models.flux_tiny import tiny
+from supertuner.models.pictures import media_encoder
 from supertuner.models.reading import Config
 from supertuner.models.spec import Expert, Family, Model, Source, Tensors
 

@@ -1,7 +1,4 @@
-"""What Flux makes of pictures and captions: the inputs of its pipeline, to the bit.
-
-Samples are encoded one by one: what is stored about a sample does not depend on what was encoded beside it.
-"""
+"""What Flux makes of captions: the inputs of its pipeline, to the bit, one caption by one."""
 
 from __future__ import annotations
 
@@ -14,22 +11,6 @@ from supertuner.models import loading
 from supertuner.models.spec import Model, Tensors
 
 TEXT_LENGTH: Final = 512
-
-
-class FluxMediaEncoder:
-    def __init__(self, vae: Any, device: torch.device) -> None:
-        self._vae = vae.to(device)
-        self._device = device
-
-    @torch.no_grad()
-    def encode(self, media: torch.Tensor) -> Tensors:
-        return {"latents": torch.cat([self._one(picture) for picture in media.unbind()]).cpu()}
-
-    def _one(self, picture: torch.Tensor) -> torch.Tensor:
-        pixels = picture[None].to(self._device, torch.float32) / 255.0 * 2.0 - 1.0
-        mode = self._vae.encode(pixels).latent_dist.mode()
-        latents: torch.Tensor = (mode - self._vae.config.shift_factor) * self._vae.config.scaling_factor
-        return latents
 
 
 class FluxTextEncoder:
@@ -59,10 +40,6 @@ class FluxTextEncoder:
     def _ids(self, tokenizer: Any, caption: str, length: int) -> Any:
         tokens = tokenizer([caption], padding="max_length", max_length=length, truncation=True, return_tensors="pt")
         return tokens.input_ids.to(self._device)
-
-
-def media_encoder(model: Model, device: torch.device) -> FluxMediaEncoder:
-    return FluxMediaEncoder(loading.module(model, "vae", torch.float32), device)
 
 
 def text_encoder(model: Model, device: torch.device, dtype: torch.dtype) -> FluxTextEncoder:

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
 
 from supertuner.models.quiet import quietly
 from supertuner.models.tiny_text import WORDS, byte_tokenizer, clip_encoder, t5_encoder, unigram_tokenizer
+from supertuner.models.tiny_vae import picture_vae
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ def build(sizes: TinyFlux, seed: int) -> FluxPipeline:
             tokenizer_2=t5,
             text_encoder=clip_encoder(clip, sizes.pooled_width, layers=1),
             text_encoder_2=t5_encoder(len(t5), sizes.text_width, layers=1),
-            vae=_vae(sizes),
+            vae=picture_vae(sizes.vae_width, channels=16, scaling_factor=0.3611, shift_factor=0.1159),
             transformer=_transformer(sizes),
             scheduler=_scheduler(dynamic=sizes.guidance),
         )
@@ -51,21 +52,6 @@ def write(folder: Path, sizes: TinyFlux, seed: int) -> None:
 
 def tiny(folder: Path, seed: int) -> None:
     write(folder, TinyFlux(), seed)
-
-
-def _vae(sizes: TinyFlux) -> AutoencoderKL:
-    return AutoencoderKL(
-        down_block_types=["DownEncoderBlock2D"] * 4,
-        up_block_types=["UpDecoderBlock2D"] * 4,
-        block_out_channels=[sizes.vae_width] * 4,
-        layers_per_block=1,
-        norm_num_groups=4,
-        latent_channels=16,
-        scaling_factor=0.3611,
-        shift_factor=0.1159,
-        use_quant_conv=False,
-        use_post_quant_conv=False,
-    ).eval()
 
 
 def _transformer(sizes: TinyFlux) -> FluxTransformer2DModel:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
+from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
 
 from supertuner.models.quiet import quietly
 from supertuner.models.tiny_text import (
@@ -16,6 +16,7 @@ from supertuner.models.tiny_text import (
     t5_encoder,
     unigram_tokenizer,
 )
+from supertuner.models.tiny_vae import picture_vae
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ def build(sizes: TinySd35, seed: int) -> StableDiffusion3Pipeline:
             text_encoder=projecting_clip_encoder(first, sizes.clip_widths[0], layers=2),
             text_encoder_2=projecting_clip_encoder(second, sizes.clip_widths[1], layers=2),
             text_encoder_3=t5_encoder(len(third), sizes.text_width, layers=1),
-            vae=_vae(sizes),
+            vae=picture_vae(sizes.vae_width, channels=16, scaling_factor=1.5305, shift_factor=0.0609),
             transformer=_transformer(sizes),
             scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
         )
@@ -59,21 +60,6 @@ def write(folder: Path, sizes: TinySd35, seed: int) -> None:
 
 def tiny(folder: Path, seed: int) -> None:
     write(folder, TinySd35(), seed)
-
-
-def _vae(sizes: TinySd35) -> AutoencoderKL:
-    return AutoencoderKL(
-        down_block_types=["DownEncoderBlock2D"] * 4,
-        up_block_types=["UpDecoderBlock2D"] * 4,
-        block_out_channels=[sizes.vae_width] * 4,
-        layers_per_block=1,
-        norm_num_groups=4,
-        latent_channels=16,
-        scaling_factor=1.5305,
-        shift_factor=0.0609,
-        use_quant_conv=False,
-        use_post_quant_conv=False,
-    ).eval()
 
 
 def _transformer(sizes: TinySd35) -> SD3Transformer2DModel:

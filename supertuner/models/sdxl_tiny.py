@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from diffusers import AutoencoderKL, EulerDiscreteScheduler, StableDiffusionXLPipeline, UNet2DConditionModel
+from diffusers import EulerDiscreteScheduler, StableDiffusionXLPipeline, UNet2DConditionModel
 
 from supertuner.models.quiet import quietly
 from supertuner.models.spec import Prediction
 from supertuner.models.tiny_text import byte_tokenizer, clip_encoder, projecting_clip_encoder
+from supertuner.models.tiny_vae import picture_vae
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ def build(sizes: TinySdxl, seed: int) -> StableDiffusionXLPipeline:
             tokenizer_2=second,
             text_encoder=clip_encoder(first, sizes.text_width, layers=2),
             text_encoder_2=projecting_clip_encoder(second, sizes.pooled_width, layers=2),
-            vae=_vae(sizes),
+            vae=picture_vae(sizes.vae_width, channels=4, scaling_factor=0.13025, shift_factor=None),
             unet=_unet(sizes),
             scheduler=_scheduler(sizes.prediction),
             add_watermarker=False,
@@ -52,18 +53,6 @@ def write(folder: Path, sizes: TinySdxl, seed: int) -> None:
 
 def tiny(folder: Path, seed: int) -> None:
     write(folder, TinySdxl(), seed)
-
-
-def _vae(sizes: TinySdxl) -> AutoencoderKL:
-    return AutoencoderKL(
-        down_block_types=["DownEncoderBlock2D"] * 4,
-        up_block_types=["UpDecoderBlock2D"] * 4,
-        block_out_channels=[sizes.vae_width] * 4,
-        layers_per_block=1,
-        norm_num_groups=4,
-        latent_channels=4,
-        scaling_factor=0.13025,
-    ).eval()
 
 
 def _unet(sizes: TinySdxl) -> UNet2DConditionModel:
