@@ -13,6 +13,9 @@ from supertuner.core.errors import SourceError
 from supertuner.data.corpus import Part
 from supertuner.data.sources import metadata
 
+HIGHEST = 1_000_000
+"""As of `loss_weight`: fp32 turns what is far beyond into infinity, and the loss with it."""
+
 
 def weights_of(part: Part) -> NDArray[np.float32] | None:
     """One number for each sample; None where all count 1. A sample that the file leaves out counts 1 there."""
@@ -27,7 +30,8 @@ def weights_of(part: Part) -> NDArray[np.float32] | None:
     except OSError as error:
         raise SourceError(f"{place}: {file} cannot be read: {error.strerror}") from error
     except SourceError as error:
-        raise SourceError(f"{place}: {error}") from error
+        needed = f"it is a .jsonl, .csv or .parquet file with the columns {columns.file_column!r} and 'weight'"
+        raise SourceError(f"{place}: {str(error).partition('; set captions.')[0]}; {needed}") from error
     given = {os.path.splitext(name)[0]: _number(values, name, place) for name, values in cells.items()}
     weights = np.ones(len(part.samples), np.float32)
     found = 0
@@ -44,7 +48,7 @@ def _number(cells: list[object], name: str, place: str) -> float:
         value = float(str(cells[0]))
     except ValueError:
         value = math.nan
-    if len(set(map(str, cells))) > 1 or not (0 <= value < math.inf):
+    if len(set(map(str, cells))) > 1 or not (0 <= value <= HIGHEST):
         said = ", ".join(repr(cell) for cell in cells)
-        raise SourceError(f"{place}: the weight of {name!r} is {said}; it is one number from 0 on")
+        raise SourceError(f"{place}: the weight of {name!r} is {said}; it is one number from 0 to {HIGHEST:,}")
     return value

@@ -134,11 +134,15 @@ def test_without_anything_said_there_are_no_weights(pictures: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("file_name,weight\nin/0.png,-1\n", "the weight of 'in/0.png' is '-1'; it is one number from 0 on"),
+        ("file_name,weight\nin/0.png,-1\n", "the weight of 'in/0.png' is '-1'; it is one number from 0 to 1,000,000"),
+        ("file_name,weight\nin/0.png,1e300\n", "the weight of 'in/0.png' is '1e300'"),
         ("file_name,weight\nin/0.png,much\n", "the weight of 'in/0.png' is 'much'"),
         ("file_name,weight\nin/0.png,1\nin/0.png,2\n", "the weight of 'in/0.png' is '1', '2'"),
         ("file_name,weight\nin/7.png,1\n", "no row of .* names a sample, such as 'in/0'"),
-        ("file_name,text\nin/0.png,1\n", "needs the columns 'file_name' .* and 'weight'"),
+        (
+            "file_name,text\nin/0.png,1\n",
+            "it has 'file_name', 'text'; it is a .* with the columns 'file_name' and 'weight'$",
+        ),
     ],
 )
 def test_weights_that_cannot_be_meant_are_refused(pictures: Path, tmp_path: Path, text: str, says: str) -> None:
