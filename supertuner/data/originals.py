@@ -1,7 +1,8 @@
 """The pictures that samples were made from, for models that learn to change one into the other.
 
-They lie in another folder under the samples' names, and are not staged: each is read when its sample is encoded. All of
-a bucket have one size, of the bucket's ratio, so that they share batches.
+They lie in another folder under the samples' names, and are not staged: each is read when its sample is encoded.
+What is wrong with one by its header is told before. All of a bucket have one size, of the bucket's ratio, so that they
+share batches.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ import xxhash
 from numpy.typing import NDArray
 
 from supertuner.config.data import Dataset
-from supertuner.core.errors import SourceError
+from supertuner.core.errors import BrokenMedia, SourceError
 from supertuner.core.types import MediaKind
 from supertuner.data.batching.resize import Filter, crop_box, resized
+from supertuner.data.beside import size_of
 from supertuner.data.decode import broken_means
 from supertuner.data.ordering.buckets import Bucket
 from supertuner.data.ordering.members import Members
@@ -75,7 +77,7 @@ class Originals:
 
 
 def originals_of(settings: Dataset, samples: Samples, members: Members) -> Originals | None:
-    """A dataset's originals, if it names a folder of them; every sample that is used must have one."""
+    """A dataset's originals, if it names a folder of them; every sample that is used must have one that is whole."""
     if settings.conditioning_dir is None:
         return None
     place = f"datasets[{settings.id}].conditioning_dir"
@@ -90,8 +92,13 @@ def originals_of(settings: Dataset, samples: Samples, members: Members) -> Origi
             f"{place}: {len(without)} of {len(keys)} samples have no picture in {folder} "
             f"({first_names(without, len(without))}); it has the name of its sample, whatever its ending"
         )
+    files = tuple(Path(folder) / names[key] for key in keys)
+    for file in files:
+        try:
+            size_of(f"{place}: {file}", str(file))
+        except BrokenMedia as error:
+            raise SourceError(f"{error}; mend it, or remove its sample") from error
     places = np.zeros(len(samples), np.int32)
     for number in range(len(members.buckets)):
         places[members.of(number)] = number
-    files = tuple(Path(folder) / names[key] for key in keys)
     return Originals(files, settings.conditioning_resolution, settings.resize_filter, members.buckets, places)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from supertuner.core.durable import sync_folder
 from supertuner.core.errors import ModelError
 from supertuner.models.keys import Name, write
 from supertuner.models.keys_convert import layers_of
 from supertuner.models.keys_modules import LAYOUTS, family_of_layers
-from supertuner.models.keys_schemes import COMFYUI, DORA, SCHEMES, STYLES, Scheme
+from supertuner.models.keys_schemes import COMFYUI, SCHEMES, STYLES, Scheme
 from supertuner.tools.adapter_inspect import has_dora, kind_of
-from supertuner.train.adapter_files import ENDINGS, AdapterFile, convert, of_expert
+from supertuner.train.adapter_files import ENDINGS, AdapterFile, convert, of_expert, put
 
 PROGRAMS: Final = ("diffusers", "comfyui")
 
@@ -33,22 +36,59 @@ def export(
         scheme = SCHEMES[COMFYUI[family_of_layers(family)]]
         if has_dora(file.reading):  # ComfyUI finds `dora_scale`, and passes over peft's word for it
             scheme = replace(scheme, spelling="kohya")
-        if any(DORA in layer.keys for layer in layers_of(file.reading)):
-            scheme = replace(scheme, spelling="kohya")  # it looks for `dora_scale`, and passes over peft's word for it
     experts = file.reading.experts
     paths = {expert: _place(file.path, out, program, expert, len(experts)) for expert in experts}
-    there = [path for path in paths.values() if path.exists() and not overwrite]
-    if there:
-        raise ModelError(f"{there[0]} is there already; name another place with --out, or replace it with --force")
-    made: list[tuple[Path, int]] = []
+    if not overwrite:
+        _refuse_what_is_there(list(paths.values()))
+    counts = {}
     try:
         for expert, path in paths.items():
-            made.append((path, convert(of_expert(file, expert), scheme, path, overwrite=overwrite, family=family)))
-    except BaseException:
-        for path, _ in made:
-            path.unlink(missing_ok=True)  # one expert without the other is no adapter
-        raise
-    return made
+            part = of_expert(file, expert)
+            counts[path] = convert(part, scheme, _staged(path), overwrite=True, family=family)
+        _appear(list(paths.values()), overwrite)
+    finally:
+        for path in paths.values():
+            _staged(path).unlink(missing_ok=True)
+    return list(counts.items())
+
+
+def _staged(path: Path) -> Path:
+    return path.with_name(f".{path.name}.exporting")
+
+
+def _refuse_what_is_there(paths: Sequence[Path]) -> None:
+    there = [path for path in paths if path.exists()]
+    missing = [path for path in paths if path not in there]
+    if there and missing:
+        raise ModelError(
+            f"{there[0]} is there and {missing[0]} is not: an export may have been interrupted between them; write "
+            "both anew with --force, or name another place with --out"
+        )
+    if there:
+        raise ModelError(f"{there[0]} is there already; name another place with --out, or replace it with --force")
+
+
+def _appear(paths: Sequence[Path], overwrite: bool) -> None:
+    """Whole files get their names. A kill in between leaves a name without a file, never two files of two exports."""
+    for path in paths:
+        if path.is_dir():
+            raise ModelError(f"{path} is a folder; name a file with --out")
+    if overwrite and len(paths) == 1:
+        os.replace(_staged(paths[0]), paths[0])
+    else:
+        if overwrite:
+            for path in paths:
+                path.unlink(missing_ok=True)
+        done: list[Path] = []
+        try:
+            for path in paths:
+                put(_staged(path), path)
+                done.append(path)
+        except BaseException:
+            for path in done:
+                path.unlink()  # one expert without the other is no adapter
+            raise
+    sync_folder(paths[0].parent)
 
 
 def example(scheme: Scheme) -> str:

@@ -280,6 +280,10 @@ def _new_file(path: Path, overwrite: bool) -> Iterator[int]:
     """A descriptor to write to; then the file is at `path`, durably. Without `overwrite` nothing is ever replaced."""
     if path.exists() and not overwrite:
         raise ModelError(f"{path} is there already; name another file with --out, or replace it with --force")
+    if path.is_dir():
+        raise ModelError(f"{path} is a folder; name a file with --out")
+    if not path.parent.is_dir():
+        raise ModelError(f"{path} cannot be written: there is no folder {path.parent}; make it, or name another file")
     hidden = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     fd = os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
@@ -288,14 +292,15 @@ def _new_file(path: Path, overwrite: bool) -> Iterator[int]:
         if overwrite:
             os.replace(hidden, path)
         else:
-            _put(hidden, path)
+            put(hidden, path)
     finally:
         os.close(fd)
         hidden.unlink(missing_ok=True)
     sync_folder(path.parent)
 
 
-def _put(hidden: Path, path: Path) -> None:
+def put(hidden: Path, path: Path) -> None:
+    """Give a file its name, unless there is one of that name. The hidden name may stay."""
     try:
         os.link(hidden, path)  # unlike a rename, refuses where somebody else was faster
     except FileExistsError as error:

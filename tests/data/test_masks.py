@@ -106,15 +106,46 @@ def test_a_folder_of_masks_that_is_not_there_is_refused(pictures: Path, tmp_path
         masks_of(part, Heard())
 
 
-def test_a_mask_of_another_shape_or_of_no_picture_names_its_file(pictures: Path, tmp_path: Path) -> None:
-    grey(tmp_path / "masks" / "in" / "0.png", (48, 48), 1)
-    (tmp_path / "masks" / "in" / "1.png").write_bytes(b"no picture")
+BROKEN = {
+    r"in/0\.png: is 48 × 48 and its sample 96 × 48": lambda file: grey(file, (48, 48), 1),
+    r"in/0\.png: wrong type": lambda file: file.write_bytes(b"no picture"),
+    r"in/0\.png: truncated": lambda file: file.write_bytes(file.read_bytes()[:-20]),
+}
+
+
+@pytest.mark.parametrize("says", BROKEN)
+def test_a_mask_of_another_shape_or_of_no_picture_is_refused_before_the_run(
+    pictures: Path, tmp_path: Path, says: str
+) -> None:
+    grey(tmp_path / "masks" / "in" / "0.png", (96, 48), 1)
+    (part,) = corpus_with(pictures, tmp_path, mask_dir=tmp_path / "masks").parts
+    BROKEN[says](tmp_path / "masks" / "in" / "0.png")
+    with pytest.raises(SourceError, match=rf"datasets\[a\]\.mask_dir: .*{says}.*; mend it, or remove it"):
+        masks_of(part, Heard())
+
+
+def test_a_mask_that_breaks_during_the_run_names_its_file(pictures: Path, tmp_path: Path) -> None:
+    file = tmp_path / "masks" / "in" / "0.png"
+    grey(file, (96, 48), 1)
     corpus = corpus_with(pictures, tmp_path, mask_dir=tmp_path / "masks")
     (part,), bucket = corpus.parts, corpus.order.groups[0].bucket
+    masks = found(part)
+    grey(file, (48, 48), 1)
     with pytest.raises(BrokenMedia, match=r"in/0\.png: is 48 × 48 and its sample 96 × 48"):
-        found(part).draw(5, part, 0, 0, bucket)
-    with pytest.raises(BrokenMedia, match=r"in/1\.png"):
-        found(part).draw(5, part, 1, 0, bucket)
+        masks.draw(5, part, 0, 0, bucket)
+    file.write_bytes(b"no picture")
+    with pytest.raises(BrokenMedia, match=r"in/0\.png"):
+        masks.draw(5, part, 0, 0, bucket)
+
+
+def test_masks_without_a_sample_are_told(pictures: Path, tmp_path: Path) -> None:
+    heard = Heard()
+    grey(tmp_path / "masks" / "in" / "0.png", (96, 48), 1)
+    grey(tmp_path / "masks" / "in" / "typo.png", (96, 48), 1)
+    (part,) = corpus_with(pictures, tmp_path, mask_dir=tmp_path / "masks").parts
+    found(part, heard)
+    told = [event.message for event in heard.events if isinstance(event, Warned)]
+    assert any("1 of 2 masks have no sample and are not used" in message and "in/typo" in message for message in told)
 
 
 def test_samples_count_what_their_file_says_times_what_their_dataset_does(pictures: Path, tmp_path: Path) -> None:

@@ -98,6 +98,15 @@ def test_a_folder_that_is_not_there_is_refused(folder: Path) -> None:
 
 
 def test_an_original_that_does_not_decode_is_named(folder: Path) -> None:
+    originals = of(folder)
     (folder / "a.png").write_bytes(b"no picture")
     with pytest.raises(BrokenMedia, match=r"original .*a\.png"):
-        of(folder).picture(0)
+        originals.picture(0)
+
+
+def test_an_original_that_is_cut_off_or_no_picture_is_refused_before_the_run(folder: Path) -> None:
+    whole = (folder / "a.png").read_bytes()
+    for content, says in ((whole[:-20], "truncated"), (b"no picture", "wrong type")):
+        (folder / "a.png").write_bytes(content)
+        with pytest.raises(SourceError, match=rf"conditioning_dir: .*a\.png: {says}.*; mend it, or remove its sample"):
+            of(folder)

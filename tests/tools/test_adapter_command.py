@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -128,6 +131,43 @@ def test_a_file_of_both_experts_is_exported_as_two(tmp_path: Path) -> None:
         "x_high_noise.comfyui.safetensors",
         "x_low_noise.comfyui.safetensors",
     }
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_an_export_killed_between_its_two_files_is_noticed_and_done_anew(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], force: bool
+) -> None:
+    source, out = tmp_path / "x.safetensors", tmp_path / "out"
+    out.mkdir()
+    save_file(wan_lora(SCHEMES["ai-toolkit"], None), source)
+    arguments = ("export", source, "--for", "comfyui", "--out", out / "y.safetensors", *(["--force"] if force else []))
+    if force:
+        run(*arguments)
+    killed = f"""
+import os, signal
+from supertuner.cli import main
+from supertuner.tools import adapter_export
+put = adapter_export.put
+def put_and_die(*given):
+    put(*given)
+    os.kill(os.getpid(), signal.SIGKILL)
+adapter_export.put = put_and_die
+main({["adapter", *map(str, arguments)]!r})
+"""
+    assert subprocess.run([sys.executable, "-c", killed], check=False).returncode == -signal.SIGKILL
+    assert len(list(out.glob("y*"))) == 1, "never one file of this export beside one of an earlier"
+    said = refused(capsys, *arguments[:6])
+    assert "y_high_noise.safetensors is there and " in said and "interrupted" in said and "--force" in said
+    run(*arguments[:6], "--force")
+    assert {path.name for path in out.iterdir()} == {"y_high_noise.safetensors", "y_low_noise.safetensors"}
+
+
+def test_places_that_cannot_be_written_to_are_answered_in_words(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    nowhere = file.parent / "nowhere" / "a.safetensors"
+    for verb in (("convert", file, "--to", "original"), ("export", file, "--for", "comfyui")):
+        assert "nowhere; make it, or name another file" in refused(capsys, *verb, "--out", nowhere)
+        assert f"{file.parent} is a folder" in refused(capsys, *verb, "--out", file.parent, "--force")
+    assert list(file.parent.iterdir()) == [file]
 
 
 def test_keys_that_are_not_understood_stop_a_conversion_until_they_are_given_up(

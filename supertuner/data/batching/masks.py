@@ -1,7 +1,8 @@
 """Masks of pictures and clips: which places of a sample count, cropped and mirrored as the sample is.
 
 A mask is a picture of its own in another folder, with the sample's name: white counts, black does not, grey in between.
-Of a clip it holds for every frame. Masks are not staged: each is read when its sample is used.
+Of a clip it holds for every frame. Masks are not staged: each is read when its sample is used. What is wrong with one
+by its header is told before anything is computed.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from supertuner.core.events import Sink, Warned
 from supertuner.core.types import MediaKind
 from supertuner.data.batching.render import change_of
 from supertuner.data.batching.resize import crop_box, resized
+from supertuner.data.beside import size_of
 from supertuner.data.corpus import Part
 from supertuner.data.decode import broken_means
 from supertuner.data.ordering.buckets import Bucket
@@ -53,10 +55,7 @@ class Masks:
         with broken_means(f"mask {place}"):
             picture = decode_image(memoryview(Path(place).read_bytes()))
             height, width = picture.shape[:2]
-            own = float(part.samples.width[sample]) / float(part.samples.height[sample])
-            if abs(width / height / own - 1) > SKEW:
-                shape = f"{part.samples.width[sample]} × {part.samples.height[sample]}"
-                raise BrokenMedia(f"is {width} × {height} and its sample {shape}: it covers another part")
+            _covers(width, height, part, sample)
         change = change_of(seed, part, sample, turn)
         box = crop_box(width, height, bucket.width, bucket.height, change.across, change.down)
         shown = resized(picture, box, bucket.width, bucket.height, "area").float().mean(0) / 255
@@ -85,4 +84,29 @@ def masks_of(part: Part, sink: Sink) -> Masks | None:
         sink.emit(
             Warned(place, f"{len(without)} of {len(keys)} samples have no mask, and all of each counts ({shown})")
         )
+    unused = sorted(names.keys() - set(keys))
+    if unused:
+        shown = first_names(unused, len(unused))
+        sink.emit(Warned(place, f"{len(unused)} of {len(names)} masks have no sample and are not used ({shown})"))
+    for sample, key in enumerate(keys):
+        if key in names:
+            _check(place, os.path.join(folder, names[key]), part, sample)
     return Masks(folder, names, settings.mask_floor)
+
+
+def _check(place: str, file: str, part: Part, sample: int) -> None:
+    """Refuse a mask now that its sample would stumble over, hours later."""
+    name = f"{place}: {file}"
+    try:
+        size = size_of(name, file)
+        with broken_means(name):
+            _covers(*size, part, sample)
+    except BrokenMedia as error:
+        raise SourceError(f"{error}; mend it, or remove it and all of its sample counts") from error
+
+
+def _covers(width: int, height: int, part: Part, sample: int) -> None:
+    own = float(part.samples.width[sample]) / float(part.samples.height[sample])
+    if abs(width / height / own - 1) > SKEW:
+        shape = f"{part.samples.width[sample]} × {part.samples.height[sample]}"
+        raise BrokenMedia(f"is {width} × {height} and its sample {shape}: it covers another part")
