@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -17,8 +16,8 @@ from supertuner.models.flux_sampler import PARTS, sampler
 from supertuner.models.flux_shapes import pack, positions, tokens, unpack, why_not
 from supertuner.models.flux_tiny import tiny
 from supertuner.models.pictures import media_encoder
-from supertuner.models.reading import Config
 from supertuner.models.spec import Expert, Family, Model, Source, Tensors
+from supertuner.models.targets import JOINT_ATTENTION, presets
 
 NAME: Final = "flux"
 GUIDANCE: Final = 1.0
@@ -34,28 +33,13 @@ def read(source: Source) -> Model:
         title=f"Flux, {'guidance is an input' if distilled else 'without guidance'}",
         experts=(Expert("model", "transformer"),),
         kinds=frozenset({MediaKind.IMAGE}),
-        shift=_shift(source, configs),
+        shift=reading.largest_shift(source, configs, 1.15),
         configs=configs,
     )
 
 
-def _shift(source: Source, configs: Mapping[str, Config]) -> float:
-    """With dynamic shifting the scheduler's shift grows with the picture; this is that of the largest, 1024×1024."""
-    if configs["scheduler"].get("use_dynamic_shifting"):
-        return math.exp(reading.positive(source, configs, "scheduler", ("max_shift",), 1.15))
-    return reading.positive(source, configs, "scheduler", ("shift",), 1.0)
-
-
-def media_files(model: Model) -> Sequence[Path]:
-    return reading.files_of(model.source, ("vae",))
-
-
 def text_files(model: Model) -> Sequence[Path]:
     return reading.files_of(model.source, ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"))
-
-
-def denoiser(model: Model, expert: Expert, dtype: torch.dtype) -> nn.Module:
-    return loading.module(model, expert.part, dtype)
 
 
 def denoise(
@@ -82,16 +66,6 @@ def pad_text(model: Model, captions: Sequence[Tensors]) -> Tensors:
     return {name: torch.stack([caption[name] for caption in captions]) for name in ("embeds", "pooled")}
 
 
-_ATTENTION: Final = (
-    "to_q",
-    "to_k",
-    "to_v",
-    "to_out.0",
-    "add_q_proj",
-    "add_k_proj",
-    "add_v_proj",
-    "to_add_out",
-)
 _MLP: Final = ("net.0.proj", "net.2", "proj_mlp", "proj_out")
 _REST: Final = ("x_embedder", "context_embedder", "linear_1", "linear_2", "linear")
 """Embedders, and the layers that modulate norms; schnell has one embedder less, so they are named by their endings."""
@@ -100,21 +74,17 @@ FAMILY: Final = Family(
     name=NAME,
     prediction="flow",
     read=read,
-    media_files=media_files,
+    media_files=reading.vae_files,
     text_files=text_files,
     media_encoder=media_encoder,
     text_encoder=text_encoder,
     why_not=why_not,
-    denoiser=denoiser,
+    denoiser=loading.denoiser,
     denoise=denoise,
     pad_text=pad_text,
     tokens=tokens,
     sampler=sampler,
-    targets={
-        "attention": _ATTENTION,
-        "attention_mlp": (*_ATTENTION, *_MLP),
-        "all_linear": (*_ATTENTION, *_MLP, *_REST),
-    },
+    targets=presets(JOINT_ATTENTION, _MLP, _REST),
     export_prefix={"transformer": "transformer"},
     tiny=tiny,
 )

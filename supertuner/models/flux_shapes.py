@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from supertuner.models import pictures
 from supertuner.models.spec import Model
 
 PATCH = 2
 
 
 def why_not(model: Model, shape: tuple[int, ...]) -> str | None:
-    if len(shape) != 3 or shape[0] != 3:
-        return f"its shape is {shape}, and this model takes pictures of 3 colours"
-    side = _scale(model) * PATCH
-    if shape[1] % side or shape[2] % side:
-        return f"it is {shape[2]}×{shape[1]}, and both sides must be multiples of {side}"
-    return None
+    return pictures.why_not(shape, pictures.scale(model) * PATCH)
 
 
 def tokens(model: Model, shape: tuple[int, ...]) -> int:
@@ -44,10 +40,3 @@ def positions(shape: torch.Size, device: torch.device) -> torch.Tensor:
     row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
     places = torch.stack([torch.zeros_like(row), row, column], dim=-1)
     return places.reshape(-1, 3).to(device, torch.float32)
-
-
-def _scale(model: Model) -> int:
-    """Pixels per latent: each of the VAE's levels but the last halves the sides."""
-    widths = model.configs["vae"].get("block_out_channels", (0, 0, 0, 0))
-    assert isinstance(widths, list | tuple)
-    return int(2 ** (len(widths) - 1))

@@ -13,13 +13,18 @@ from torch import nn
 from supertuner.core.errors import ModelError
 from supertuner.models.quiet import quietly
 from supertuner.models.reading import folder_of, weights_of
-from supertuner.models.spec import Model
+from supertuner.models.spec import Expert, Model
 
 LIBRARIES: Final = ("diffusers", "transformers")
 """Where classes of parts may come from: an index can name any module, and importing one runs its code."""
 
 SCALES: Final = (".scale_weight", ".weight_scale", ".scale_input", "scaled_fp8")
 """Names of what other programs store beside weights that they scaled to fit 8 bits."""
+
+
+def denoiser(model: Model, expert: Expert, dtype: torch.dtype) -> nn.Module:
+    """An expert's module."""
+    return module(model, expert.part, dtype)
 
 
 def module(model: Model, part: str, dtype: torch.dtype) -> nn.Module:

@@ -1,16 +1,19 @@
-"""What families of pictures with diffusers' AutoencoderKL share: pictures to latents, latents to pixels.
+"""What families of pictures with diffusers' AutoencoderKL share: pictures to latents, latents to pixels, samples.
 
 Samples are encoded one by one: what is stored about a sample does not depend on what was encoded beside it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from supertuner.core.errors import ModelError
-from supertuner.models import loading
+from supertuner.models import loading, sampling
 from supertuner.models.spec import Model, SampleRequest, Tensors
 
 
@@ -36,6 +39,45 @@ def decoded(vae: Any, latents: torch.Tensor) -> torch.Tensor:
     centre, factor = _norm(vae)
     pixels: torch.Tensor = vae.decode(latents.float() / factor + centre, return_dict=False)[0]
     return pixels
+
+
+class PictureSampler:
+    """Samples through a family's own diffusers pipeline, with the VAE in fp32 whatever the denoiser computes in."""
+
+    def __init__(
+        self,
+        pipeline: Any,
+        part: str,
+        why_not: Callable[[tuple[int, ...]], str | None],
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        told: Callable[[SampleRequest], dict[str, Any]] = lambda request: {"negative_prompt": request.negative_prompt},
+        unpacked: Callable[[torch.Tensor, SampleRequest], torch.Tensor] = lambda latents, _request: latents,
+    ) -> None:
+        """`part` is the denoiser. `told` is what the pipeline is told beside what every one is, and `unpacked` makes
+        latents of what it returns."""
+        self._pipeline, self._part, self._why_not = pipeline, part, why_not
+        self._device, self._dtype, self._told, self._unpacked = device, dtype, told, unpacked
+        pipeline.set_progress_bar_config(disable=True)
+
+    @torch.no_grad()
+    def sample(self, request: SampleRequest) -> NDArray[np.uint8]:
+        require_picture(request, self._why_not((3, request.height, request.width)))
+        pipeline = self._pipeline
+        with sampling.computing([getattr(pipeline, self._part)], self._device, self._dtype):
+            made = pipeline(
+                prompt=request.prompt,
+                height=request.height,
+                width=request.width,
+                num_inference_steps=request.inference_steps,
+                guidance_scale=request.guidance_scale,
+                generator=torch.Generator().manual_seed(request.seed),
+                output_type="latent",
+                **self._told(request),
+            ).images
+        pixels = decoded(pipeline.vae, self._unpacked(made.float(), request))
+        return sampling.uint8(pipeline.image_processor.postprocess(pixels, output_type="np"))
 
 
 def scale(model: Model) -> int:

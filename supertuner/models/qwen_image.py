@@ -20,6 +20,7 @@ from supertuner.models.qwen_image_shapes import grid, why_not
 from supertuner.models.qwen_image_tiny import tiny
 from supertuner.models.reading import Config
 from supertuner.models.spec import Expert, Family, Model, Source, Tensors
+from supertuner.models.targets import JOINT_ATTENTION, presets
 
 NAME: Final = "qwen-image"
 TOKENS: Final = 4096
@@ -59,16 +60,8 @@ def scheduler_shift(source: Source, configs: Mapping[str, Config]) -> float:
     return math.exp(low + (high - low) * (TOKENS - few) / (many - few))
 
 
-def media_files(model: Model) -> Sequence[Path]:
-    return reading.files_of(model.source, ("vae",))
-
-
 def text_files(model: Model) -> Sequence[Path]:
     return reading.files_of(model.source, ("text_encoder", "tokenizer"))
-
-
-def denoiser(model: Model, expert: Expert, dtype: torch.dtype) -> nn.Module:
-    return loading.module(model, expert.part, dtype)
 
 
 def denoise(
@@ -94,36 +87,22 @@ def told(
     )[0]
 
 
-_ATTENTION: Final = (
-    "to_q",
-    "to_k",
-    "to_v",
-    "to_out.0",
-    "add_q_proj",
-    "add_k_proj",
-    "add_v_proj",
-    "to_add_out",
-)
 _MLP: Final = ("img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2")
 _REST: Final = ("img_mod.1", "txt_mod.1", "img_in", "txt_in", "linear_1", "linear_2", "norm_out.linear", "proj_out")
 """Layers that modulate norms, embedders, and the last layers."""
 
-TARGETS: Final[Mapping[str, Sequence[str]]] = {
-    "attention": _ATTENTION,
-    "attention_mlp": (*_ATTENTION, *_MLP),
-    "all_linear": (*_ATTENTION, *_MLP, *_REST),
-}
+TARGETS: Final[Mapping[str, Sequence[str]]] = presets(JOINT_ATTENTION, _MLP, _REST)
 
 FAMILY: Final = Family(
     name=NAME,
     prediction="flow",
     read=read,
-    media_files=media_files,
+    media_files=reading.vae_files,
     text_files=text_files,
     media_encoder=media_encoder,
     text_encoder=text_encoder,
     why_not=why_not,
-    denoiser=denoiser,
+    denoiser=loading.denoiser,
     denoise=denoise,
     pad_text=pad_text,
     tokens=tokens,

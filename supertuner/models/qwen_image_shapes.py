@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
+from supertuner.models import pictures
 from supertuner.models.flux_shapes import PATCH
 from supertuner.models.spec import Model
 
 
 def why_not(model: Model, shape: tuple[int, ...]) -> str | None:
-    if len(shape) != 3 or shape[0] != 3:
-        return f"its shape is {shape}, and this model takes pictures of 3 colours"
-    side = pixels_per_latent(model) * PATCH
-    if shape[1] % side or shape[2] % side:
-        return f"it is {shape[2]}×{shape[1]}, and both sides must be multiples of {side}"
-    return None
+    return pictures.why_not(shape, pixels_per_latent(model) * PATCH)
 
 
 def pixels_per_latent(model: Model) -> int:

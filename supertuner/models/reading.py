@@ -6,6 +6,7 @@ A name on the hub is pinned to a commit when its index is read: whatever is read
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any, Final, TypeAlias
 
 from supertuner.core.errors import ModelError
 from supertuner.models import hub
-from supertuner.models.spec import Source
+from supertuner.models.spec import Model, Source
 from supertuner.models.table import PIPELINES
 
 Config: TypeAlias = Mapping[str, Any]
@@ -81,6 +82,19 @@ def files_of(source: Source, parts: Sequence[str]) -> tuple[Path, ...]:
         if "tokenizer" not in part:
             files += weights_of(source, folder, part)
     return tuple(files)
+
+
+def vae_files(model: Model) -> tuple[Path, ...]:
+    """The files that decide what the VAE computes."""
+    return files_of(model.source, ("vae",))
+
+
+def largest_shift(source: Source, configs: Mapping[str, Config], max_shift: float) -> float:
+    """The scheduler's shift. With dynamic shifting it grows with the picture; this is that of the largest, 1024×1024,
+    the exponential of `max_shift` where the config names no other."""
+    if configs["scheduler"].get("use_dynamic_shifting"):
+        return math.exp(positive(source, configs, "scheduler", ("max_shift",), max_shift))
+    return positive(source, configs, "scheduler", ("shift",), 1.0)
 
 
 def weights_of(source: Source, folder: Path, part: str) -> tuple[Path, ...]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -12,11 +11,11 @@ from torch import nn
 
 from supertuner.core.types import MediaKind
 from supertuner.models import loading, pictures, reading
-from supertuner.models.reading import Config
 from supertuner.models.sd35_encoders import text_encoder
 from supertuner.models.sd35_sampler import PARTS, patch, sampler, why_not
 from supertuner.models.sd35_tiny import tiny
 from supertuner.models.spec import Expert, Family, Model, Source, Tensors
+from supertuner.models.targets import JOINT_ATTENTION, presets
 
 NAME: Final = "sd3.5"
 
@@ -29,28 +28,13 @@ def read(source: Source) -> Model:
         title=f"Stable Diffusion {'3.5' if configs['transformer'].get('qk_norm') else '3'}",
         experts=(Expert("model", "transformer"),),
         kinds=frozenset({MediaKind.IMAGE}),
-        shift=_shift(source, configs),
+        shift=reading.largest_shift(source, configs, 1.16),
         configs=configs,
     )
 
 
-def _shift(source: Source, configs: Mapping[str, Config]) -> float:
-    """With dynamic shifting the scheduler's shift grows with the picture; this is that of the largest, 1024×1024."""
-    if configs["scheduler"].get("use_dynamic_shifting"):
-        return math.exp(reading.positive(source, configs, "scheduler", ("max_shift",), 1.16))
-    return reading.positive(source, configs, "scheduler", ("shift",), 1.0)
-
-
-def media_files(model: Model) -> Sequence[Path]:
-    return reading.files_of(model.source, ("vae",))
-
-
 def text_files(model: Model) -> Sequence[Path]:
     return reading.files_of(model.source, tuple(part for part in PARTS if part.startswith(("text", "token"))))
-
-
-def denoiser(model: Model, expert: Expert, dtype: torch.dtype) -> nn.Module:
-    return loading.module(model, expert.part, dtype)
 
 
 def denoise(
@@ -78,16 +62,6 @@ def tokens(model: Model, shape: tuple[int, ...]) -> int:
     return (height // patch(model)) * (width // patch(model))
 
 
-_ATTENTION: Final = (
-    "to_q",
-    "to_k",
-    "to_v",
-    "to_out.0",
-    "add_q_proj",
-    "add_k_proj",
-    "add_v_proj",
-    "to_add_out",
-)
 _MLP: Final = ("net.0.proj", "net.2")
 _REST: Final = ("context_embedder", "linear_1", "linear_2", "linear", "proj_out")
 """Embedders, the layers that modulate norms, and the last layer."""
@@ -96,21 +70,17 @@ FAMILY: Final = Family(
     name=NAME,
     prediction="flow",
     read=read,
-    media_files=media_files,
+    media_files=reading.vae_files,
     text_files=text_files,
     media_encoder=pictures.media_encoder,
     text_encoder=text_encoder,
     why_not=why_not,
-    denoiser=denoiser,
+    denoiser=loading.denoiser,
     denoise=denoise,
     pad_text=pad_text,
     tokens=tokens,
     sampler=sampler,
-    targets={
-        "attention": _ATTENTION,
-        "attention_mlp": (*_ATTENTION, *_MLP),
-        "all_linear": (*_ATTENTION, *_MLP, *_REST),
-    },
+    targets=presets(JOINT_ATTENTION, _MLP, _REST),
     export_prefix={"transformer": "transformer"},
     tiny=tiny,
 )

@@ -21,6 +21,7 @@ from supertuner.models.sdxl_sampler import PARTS, sampler, why_not
 from supertuner.models.sdxl_tiny import tiny
 from supertuner.models.snr import alphas_cumprod_of
 from supertuner.models.spec import Expert, Family, Model, Prediction, Source, Tensors
+from supertuner.models.targets import SELF_ATTENTION, presets
 
 NAME: Final = "sdxl"
 PREDICTIONS: Final[dict[str, Prediction]] = {"epsilon": "epsilon", "v_prediction": "v"}
@@ -66,16 +67,8 @@ def _table(source: Source, index: Config, config: Config) -> tuple[float, ...]:
     return tuple(table.tolist())
 
 
-def media_files(model: Model) -> Sequence[Path]:
-    return reading.files_of(model.source, ("vae",))
-
-
 def text_files(model: Model) -> Sequence[Path]:
     return reading.files_of(model.source, ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"))
-
-
-def denoiser(model: Model, expert: Expert, dtype: torch.dtype) -> nn.Module:
-    return loading.module(model, expert.part, dtype)
 
 
 def denoise(
@@ -108,7 +101,6 @@ def tokens(model: Model, shape: tuple[int, ...]) -> int:
     return -(-height // 2) * -(-width // 2)
 
 
-_ATTENTION: Final = ("to_q", "to_k", "to_v", "to_out.0")
 _MLP: Final = ("ff.net.0.proj", "ff.net.2")
 _REST: Final = ("proj_in", "proj_out", "linear_1", "linear_2", "time_emb_proj")
 _CONVOLUTIONS: Final = ("conv_in", "conv1", "conv2", "conv_shortcut", "conv", "conv_out")
@@ -117,21 +109,19 @@ FAMILY: Final = Family(
     name=NAME,
     prediction="epsilon",
     read=read,
-    media_files=media_files,
+    media_files=reading.vae_files,
     text_files=text_files,
     media_encoder=pictures.media_encoder,
     text_encoder=text_encoder,
     why_not=why_not,
-    denoiser=denoiser,
+    denoiser=loading.denoiser,
     denoise=denoise,
     pad_text=pad_text,
     tokens=tokens,
     sampler=sampler,
     targets={
-        "attention": _ATTENTION,
-        "attention_mlp": (*_ATTENTION, *_MLP),
-        "all_linear": (*_ATTENTION, *_MLP, *_REST),
-        "all_layers": (*_ATTENTION, *_MLP, *_REST, *_CONVOLUTIONS),
+        **presets(SELF_ATTENTION, _MLP, _REST),
+        "all_layers": (*SELF_ATTENTION, *_MLP, *_REST, *_CONVOLUTIONS),
     },
     export_prefix={"unet": "unet"},
     tiny=tiny,

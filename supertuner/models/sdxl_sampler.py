@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Final
 
 import diffusers
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
 from supertuner.models import pictures, sampling
+from supertuner.models.pictures import PictureSampler
 from supertuner.models.sdxl_encoders import empty_is_zero
 from supertuner.models.spec import Model, SampleRequest
 
@@ -31,39 +31,16 @@ def why_not(model: Model, shape: tuple[int, ...]) -> str | None:
     return pictures.why_not(shape, pictures.scale(model))
 
 
-class SdxlSampler:
-    """A sample is told that it is a whole picture of its own size: nothing cut off, nothing made smaller."""
-
-    def __init__(self, model: Model, pipeline: Any, device: torch.device, dtype: torch.dtype) -> None:
-        self._model = model
-        self._pipeline = pipeline
-        self._device = device
-        self._dtype = dtype
-
-    @torch.no_grad()
-    def sample(self, request: SampleRequest) -> NDArray[np.uint8]:
-        pictures.require_picture(request, why_not(self._model, (3, request.height, request.width)))
-        with sampling.computing([self._pipeline.unet], self._device, self._dtype):
-            latents = self._pipeline(
-                prompt=request.prompt,
-                negative_prompt=request.negative_prompt or None,  # none at all can be zeros, an empty one cannot
-                height=request.height,
-                width=request.width,
-                num_inference_steps=request.inference_steps,
-                guidance_scale=request.guidance_scale,
-                generator=torch.Generator().manual_seed(request.seed),
-                output_type="latent",
-            ).images
-        pixels = pictures.decoded(self._pipeline.vae, latents)
-        return sampling.uint8(self._pipeline.image_processor.postprocess(pixels, output_type="np"))
-
-
-def sampler(model: Model, modules: Mapping[str, nn.Module], device: torch.device, dtype: torch.dtype) -> SdxlSampler:
+def sampler(model: Model, modules: Mapping[str, nn.Module], device: torch.device, dtype: torch.dtype) -> PictureSampler:
     """The pipeline around `modules`; what is not among them is loaded."""
     pipeline = diffusers.StableDiffusionXLPipeline(
         **sampling.parts(model, modules, PARTS, device, dtype),
         force_zeros_for_empty_prompt=empty_is_zero(model),
         add_watermarker=False,
     )
-    pipeline.set_progress_bar_config(disable=True)
-    return SdxlSampler(model, pipeline, device, dtype)
+    return PictureSampler(pipeline, "unet", partial(why_not, model), device, dtype, told=_told)
+
+
+def _told(request: SampleRequest) -> dict[str, Any]:
+    """No negative prompt at all can be zeros, an empty one cannot. Unsaid, a sample is a whole picture of its size."""
+    return {"negative_prompt": request.negative_prompt or None}

@@ -14,6 +14,7 @@ from supertuner.core.types import MediaKind
 from supertuner.models import loading, reading
 from supertuner.models.reading import Config
 from supertuner.models.spec import Expert, Family, Model, Source, Tensors
+from supertuner.models.targets import SELF_ATTENTION, presets
 from supertuner.models.wan22_encoders import TEXT_LENGTH, media_encoder, text_encoder
 from supertuner.models.wan22_sampler import sampler
 from supertuner.models.wan22_shapes import tokens, why_not
@@ -72,16 +73,8 @@ def _unsupported(index: Config, configs: Mapping[str, Config]) -> str | None:
     return None
 
 
-def media_files(model: Model) -> Sequence[Path]:
-    return reading.files_of(model.source, ("vae",))
-
-
 def text_files(model: Model) -> Sequence[Path]:
     return reading.files_of(model.source, ("text_encoder", "tokenizer"))
-
-
-def denoiser(model: Model, expert: Expert, dtype: torch.dtype) -> nn.Module:
-    return loading.module(model, expert.part, dtype)
 
 
 def denoise(
@@ -109,7 +102,6 @@ def pad_text(model: Model, captions: Sequence[Tensors]) -> Tensors:
     return {"embeds": padded}
 
 
-_ATTENTION: Final = ("to_q", "to_k", "to_v", "to_out.0")
 _MLP: Final = ("ffn.net.0.proj", "ffn.net.2")
 _REST: Final = ("linear_1", "linear_2", "time_proj", "proj_out")
 """Embedders of time and text, and the last layer."""
@@ -118,21 +110,17 @@ FAMILY: Final = Family(
     name=NAME,
     prediction="flow",
     read=read,
-    media_files=media_files,
+    media_files=reading.vae_files,
     text_files=text_files,
     media_encoder=media_encoder,
     text_encoder=text_encoder,
     why_not=why_not,
-    denoiser=denoiser,
+    denoiser=loading.denoiser,
     denoise=denoise,
     pad_text=pad_text,
     tokens=tokens,
     sampler=sampler,
-    targets={
-        "attention": _ATTENTION,
-        "attention_mlp": (*_ATTENTION, *_MLP),
-        "all_linear": (*_ATTENTION, *_MLP, *_REST),
-    },
+    targets=presets(SELF_ATTENTION, _MLP, _REST),
     # Each expert's adapter is a file of its own, and diffusers wants the same prefix in both (load_into_transformer_2).
     export_prefix={"transformer": "transformer", "transformer_2": "transformer"},
     tiny=tiny,
