@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import mmap
+import os
+from pathlib import Path
 
-from supertuner.core.errors import BrokenMedia
+from supertuner.core.errors import BrokenMedia, SourceError
 from supertuner.core.types import MediaKind
 from supertuner.data.decode import broken_means
 from supertuner.data.probe import probe
+from supertuner.data.sources.walk import walk
+
+
+def pictures_in(place: str, given: Path) -> tuple[str, dict[str, str]]:
+    """The folder that the setting `place` names, and its pictures: by the name of their sample, their own."""
+    folder = os.path.realpath(given)
+    if not os.path.isdir(folder):
+        raise SourceError(f"{place}: {given} is not a folder")
+    return folder, {key: name for key, name, _, _ in walk(folder, MediaKind.IMAGE, ".txt").media}
 
 
 def size_of(name: str, file: str) -> tuple[int, int]:

@@ -8,7 +8,6 @@ share batches.
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,15 +18,13 @@ from numpy.typing import NDArray
 
 from supertuner.config.data import Dataset
 from supertuner.core.errors import BrokenMedia, SourceError
-from supertuner.core.types import MediaKind
 from supertuner.data.batching.resize import Filter, crop_box, resized
-from supertuner.data.beside import size_of
+from supertuner.data.beside import pictures_in, size_of
 from supertuner.data.decode import broken_means
 from supertuner.data.ordering.buckets import Bucket
 from supertuner.data.ordering.members import Members
 from supertuner.data.samples import Samples
 from supertuner.data.sources.listing import first_names
-from supertuner.data.sources.walk import walk
 
 if TYPE_CHECKING:
     import torch
@@ -81,10 +78,7 @@ def originals_of(settings: Dataset, samples: Samples, members: Members) -> Origi
     if settings.conditioning_dir is None:
         return None
     place = f"datasets[{settings.id}].conditioning_dir"
-    folder = os.path.realpath(settings.conditioning_dir)
-    if not os.path.isdir(folder):
-        raise SourceError(f"{place}: {settings.conditioning_dir} is not a folder")
-    names = {key: name for key, name, _, _ in walk(folder, MediaKind.IMAGE, ".txt").media}
+    folder, names = pictures_in(place, settings.conditioning_dir)
     keys = [samples.key(number) for number in range(len(samples))]
     without = [key for key in keys if key not in names]
     if without:

@@ -15,15 +15,13 @@ from typing import TYPE_CHECKING
 
 from supertuner.core.errors import BrokenMedia, SourceError
 from supertuner.core.events import Sink, Warned
-from supertuner.core.types import MediaKind
 from supertuner.data.batching.render import change_of
 from supertuner.data.batching.resize import crop_box, resized
-from supertuner.data.beside import size_of
+from supertuner.data.beside import pictures_in, size_of
 from supertuner.data.corpus import Part
 from supertuner.data.decode import broken_means
 from supertuner.data.ordering.buckets import Bucket
 from supertuner.data.sources.listing import first_names
-from supertuner.data.sources.walk import walk
 
 if TYPE_CHECKING:
     import torch
@@ -68,10 +66,7 @@ def masks_of(part: Part, sink: Sink) -> Masks | None:
     if settings.mask_dir is None:
         return None
     place = f"datasets[{settings.id}].mask_dir"
-    folder = os.path.realpath(settings.mask_dir)
-    if not os.path.isdir(folder):
-        raise SourceError(f"{place}: {settings.mask_dir} is not a folder")
-    names = {key: name for key, name, _, _ in walk(folder, MediaKind.IMAGE, ".txt").media}
+    folder, names = pictures_in(place, settings.mask_dir)
     keys = [part.samples.key(number) for number in range(len(part.samples))]
     without = [key for key in keys if key not in names]
     if keys and len(without) == len(keys):
