@@ -18,19 +18,18 @@ from supertuner.core.events import Decided, Noted, Progress, Sink
 from supertuner.core.host import Host
 from supertuner.data.corpus import Corpus
 from supertuner.data.opened import open_corpus, portion
-from supertuner.models import adapter_given, adapters, loading, weighting
-from supertuner.models.attention import require_backend, require_choice, use_backend
-from supertuner.models.compiled import compile_blocks, try_compiler
+from supertuner.models import adapter_given, adapters, loading
+from supertuner.models.attention import require_backend, require_choice
+from supertuner.models.compiled import try_compiler
 from supertuner.models.fingerprint import fingerprint
-from supertuner.models.objective import Law, Objective, auto_shift
-from supertuner.models.quantise import probe, quantise
+from supertuner.models.objective import Law, auto_shift
+from supertuner.models.quantise import probe
 from supertuner.models.spec import Expert, Family, Model
 from supertuner.optim import table as optimizers
-from supertuner.optim.ema import Ema
 from supertuner.optim.schedule import Course, course_of, ramp_text
 from supertuner.step.batch import StepBatch
 from supertuner.step.precision import Precision
-from supertuner.step.window import Rules, Trainee, prepare
+from supertuner.step.trainee import experts_of, rules_of, store_base, trained_of, trainee_of, weight_format
 from supertuner.train import adapter_start, checkpoint
 from supertuner.train.caching.encoded import open_encoded
 from supertuner.train.caching.encoders import Encoding, Identities
@@ -114,16 +113,10 @@ def open_run(
             family=family,
             model=model,
             course=course,
-            rules=Rules(
-                denoise=partial(family.denoise, model),
-                objective=objective_of(config, family, model, sink),
-                precision=precision,
-                max_grad_norm=config.train.max_grad_norm,
-                placing_state=partial(memory.placing, "state"),
-            ),
+            rules=rules_of(config, family, model, precision, sink, partial(memory.placing, "state")),
             maker=maker,
             held_out=held_out,
-            trainees=tuple(_trainee(config, expert, trained[expert.name], precision) for expert in experts),
+            trainees=tuple(trainee_of(config, expert, trained[expert.name], precision) for expert in experts),
             trained=trained,
             losses=opened.enter_context(LossLog(folder / LOSSES)),
             validations=opened.enter_context(LossLog(folder / HELD_OUT)),
@@ -158,16 +151,6 @@ def device_of(setting: str) -> torch.device:
     return device
 
 
-def experts_of(config: RunConfig, model: Model) -> tuple[Expert, ...]:
-    """The experts that are trained."""
-    wanted = config.model.experts
-    found = tuple(expert for expert in model.experts if wanted in ("all", expert.name))
-    if not found:
-        there = ", ".join(expert.name for expert in model.experts)
-        raise TrainError(f'model.experts is "{wanted}", and {model.title} has {there}; use "all"')
-    return found
-
-
 def _require_machinery(config: RunConfig, experts: tuple[Expert, ...], precision: Precision) -> None:
     """What can be refused without the model is refused before anything is staged and encoded."""
     for expert in experts:
@@ -177,15 +160,6 @@ def _require_machinery(config: RunConfig, experts: tuple[Expert, ...], precision
         probe(config.model.base_weights, precision.device, precision.dtype)
     if config.model.compile:
         try_compiler(precision.device)
-
-
-def objective_of(config: RunConfig, family: Family, model: Model, sink: Sink) -> Objective:
-    """What the model learns, on the table that it was trained on if it has one."""
-    table = None if model.alphas_cumprod is None else torch.tensor(model.alphas_cumprod, dtype=torch.float32)
-    objective = weighting.counted(config.objective, model.prediction or family.prediction, table)
-    for decision in weighting.told(config.objective, objective):
-        sink.emit(decision)
-    return objective
 
 
 def law_of(config: RunConfig, family: Family, model: Model, shape: tuple[int, ...]) -> Law:
@@ -316,45 +290,14 @@ def _trained(
 ) -> adapters.Trained:
     """An expert's module on its device, with what is trained of it."""
     settings = adapters.for_expert(config.adapter, expert.name)
-    dtype = torch.float32 if settings.type == "full" else precision.dtype
     remedy = 'set model.base_weights: "int8", or train one of model.experts at a time'
     with fitting(f"{expert.part} does", partial(memory.remedy, remedy)), memory.placing("weights"):
-        module = family.denoiser(model, expert, dtype).to(precision.device)
+        module = family.denoiser(model, expert, weight_format(config, precision)).to(precision.device)
         files = adapter_start.given(config.adapter, family.name, expert.name, alone=len(model.experts) == 1)
         if settings.frozen is not None:
             sink.emit(Noted("adapter.frozen", adapter_given.freeze(module, files["frozen"], settings.frozen)))
-        if config.model.base_weights != "as_computed":
-            sink.emit(quantise(module, config.model.base_weights, precision.device))
-    use_backend(module, config.model.attention)
-    targets = adapters.targets_of(settings, family.targets)
-    with memory.placing("state"):
-        trained = adapters.attach(module, settings, targets, seed=config.run.seed, name=expert.name)
+        store_base(config, module, precision, sink)
+    trained = trained_of(config, family, expert, module, precision, sink, partial(memory.placing, "state"))
     if settings.start_from is not None and settings.type != "full":
         sink.emit(Noted("adapter.start_from", adapter_given.start(trained, files["start_from"], settings.start_from)))
-    prepare(module, config.train.gradient_checkpointing)
-    if config.model.compile:
-        sink.emit(compile_blocks(module, precision.device))
-    count = sum(parameter.numel() for parameter in trained.parameters.values())
-    sink.emit(Decided(f"trained.{expert.name}", count, f"parameters of {settings.type} on {expert.part}"))
-    if trained.remark is not None:
-        sink.emit(Noted(f"trained.{expert.name}", trained.remark))
     return trained
-
-
-def _trainee(config: RunConfig, expert: Expert, trained: adapters.Trained, precision: Precision) -> Trainee:
-    parameters = dict(trained.parameters)
-    decay = config.train.ema_decay
-    untrained = None
-    if any(dataset.prior for dataset in config.datasets):
-        # As adapters begin, so was the model: the values of now are what keeps the prior, after a resume too.
-        now = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-        untrained = partial(adapters.applied, trained, now)
-    return Trainee(
-        expert=expert,
-        module=trained.module,
-        parameters=parameters,
-        optimizer=optimizers.build(config.optimizer, parameters, expert.name, seed=config.run.seed),
-        ema=None if decay is None else Ema(parameters, decay),
-        scaler=precision.scaler(),
-        untrained=untrained,
-    )

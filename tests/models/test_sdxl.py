@@ -18,7 +18,8 @@ from supertuner.models.objective import add_noise, target
 from supertuner.models.sdxl_tiny import TinySdxl, write
 from supertuner.models.spec import Model, Source
 from supertuner.models.table import family
-from supertuner.train.setup import law_of, objective_of
+from supertuner.step.trainee import objective_of
+from supertuner.train.setup import law_of
 from tests.models.test_family_contract import CPU
 from tests.models.test_like_the_pipeline import Captured
 
