@@ -18,7 +18,7 @@ from supertuner.models import adapters_lycoris
 from supertuner.models.adapter_layers import some
 from supertuner.models.adapters import Trained, load_state, state
 from supertuner.models.keys_schemes import ALPHA
-from supertuner.models.merging import merged_bias, merged_weight
+from supertuner.models.merging import changes_bias, merged_bias, merged_weight
 from supertuner.models.spec import Tensors
 
 OURS: Final = {
@@ -39,10 +39,18 @@ def start(trained: Trained, layers: Mapping[str, Tensors], path: Path) -> str:
             "they are, or put the file below as adapter.frozen"
         )
     values = state(trained)
+    left = {layer: set(tensors) - {ALPHA} for layer, tensors in layers.items()}
     for name in values:
         layer, called = _own_name(name, trained)
         if layer in layers:
             values[name] = _value(trained, layer, called, layers[layer], values[name], path)
+            left[layer].discard(called)
+    over = [f"{layer}: {', '.join(sorted(names))}" for layer, names in left.items() if names]
+    if over:
+        raise ModelError(
+            f"{path} does not fit the adapter, which has no place for {some(over, 3)}; set adapter.type, dora and "
+            "modules as it was trained, or put the file below as adapter.frozen"
+        )
     load_state(trained, values)
     return f"{len(layers)} of {len(trained.layers)} layers begin with the values of {path}"
 
@@ -53,12 +61,15 @@ def freeze(module: nn.Module, layers: Mapping[str, Tensors], path: Path) -> str:
     unknown = [layer for layer in layers if getattr(known.get(layer), "weight", None) is None]
     if unknown:
         raise ModelError(f"{path} has {len(unknown)} layers that the model has not ({some(unknown, 3)})")
+    bare = [key for key, own in layers.items() if changes_bias(own) and getattr(known[key], "bias", None) is None]
+    if bare:
+        raise ModelError(f"{path} changes the bias of {len(bare)} layers that have none ({some(bare, 3)})")
     with torch.no_grad():
         for key, tensors in layers.items():
             layer: Any = known[key]
             given = {name: tensor.to(layer.weight.device) for name, tensor in tensors.items()}
             layer.weight.copy_(merged_weight(layer.weight, given, key))
-            if layer.bias is not None:
+            if changes_bias(given):
                 layer.bias.copy_(merged_bias(layer.bias, given, key))
     return f"{path} is frozen below what is trained, on {len(layers)} layers"
 

@@ -22,7 +22,7 @@ from typing import Final, NamedTuple, TypeAlias
 from supertuner.core.errors import ModelError
 from supertuner.models.keys import Name, Reading, fused_into, write
 from supertuner.models.keys_modules import members
-from supertuner.models.keys_schemes import ALPHA, DORA, LORA_A, LORA_B, LORA_BIAS, Scheme
+from supertuner.models.keys_schemes import ALPHA, DORA, LORA_A, LORA_B, LORA_BIAS, LOW, Scheme
 
 Shape: TypeAlias = tuple[int, ...]
 DIFFUSERS_METADATA: Final = "lora_adapter_metadata"
@@ -31,6 +31,9 @@ OUTDATED: Final = (DIFFUSERS_METADATA, "modelspec.hash_sha256", "sshs_model_hash
 """Metadata that is no longer true of a converted file."""
 _MLP_RATIO: Final = 4
 """Of Flux: rows of `proj_mlp` per row of `to_q`, in the layer that holds both."""
+_PLAIN_PATTERN: Final = re.compile(r"\^?(?:[A-Za-z0-9_.]|\\[._-]|-|\.\*|\\d\+|\[0-9\]\+)+\$?")
+_MOST_REPEATS: Final = 3
+"""Of `.*` and the like in a pattern: a stranger's file must not keep us searching."""
 
 
 class Block(NamedTuple):
@@ -120,7 +123,7 @@ def scale_of(
     rank = _rank(layer, shapes)
     if ALPHA in layer.keys:
         return alphas[layer.keys[ALPHA]] / rank
-    return _metadata_scale(layer.module, rank, metadata)
+    return _metadata_scale(layer, rank, metadata)
 
 
 def _rank(layer: Layer, shapes: Mapping[str, Shape]) -> int:
@@ -239,31 +242,47 @@ def _magnitudes(layer: Layer, shape: Shape, shapes: Mapping[str, Shape], scheme:
     return column if scheme.keeps_alpha else row
 
 
-def _metadata_scale(module: str, rank: int, metadata: Mapping[str, str]) -> float:
+def _metadata_scale(layer: Layer, rank: int, metadata: Mapping[str, str]) -> float:
+    facts = _metadata_facts(layer, metadata)
+    if facts is None:
+        return 1.0
+    alpha = _pattern(facts.get("alpha_pattern"), layer.module, facts.get("lora_alpha", rank))
+    if not isinstance(alpha, int | float) or not math.isfinite(alpha):
+        raise ModelError(f"its metadata says an alpha of {alpha!r} for {layer.module}, which is no number")
+    return alpha / (math.sqrt(rank) if facts.get("use_rslora") is True else rank)
+
+
+def _metadata_facts(layer: Layer, metadata: Mapping[str, str]) -> dict[str, object] | None:
+    """What diffusers notes of the part of the pipeline that the layer is in; None: nothing at all.
+
+    The second expert's own facts count before the first's: a file of it alone says `transformer.` too.
+    """
     text = metadata.get(DIFFUSERS_METADATA)
     if text is None:
-        return 1.0
+        return None
     try:
         said = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(
             f"its metadata {DIFFUSERS_METADATA} is not JSON ({error}); what its alpha is cannot be known"
         ) from error
     if not isinstance(said, dict):
         raise ModelError(f"its metadata {DIFFUSERS_METADATA} is not an object; what its alpha is cannot be known")
-    facts = {
-        key.split(".", 1)[1] if key.startswith(("transformer.", "transformer_2.", "unet.")) else key: value
-        for key, value in said.items()
-    }
-    alpha = _pattern(facts.get("alpha_pattern"), module, facts.get("lora_alpha", rank))
-    if not isinstance(alpha, int | float) or not math.isfinite(alpha):
-        raise ModelError(f"its metadata says an alpha of {alpha!r} for {module}, which is no number")
-    return alpha / (math.sqrt(rank) if facts.get("use_rslora") is True else rank)
+    for part in (*(("transformer_2.",) if layer.expert == LOW else ()), "transformer.", "unet.", ""):
+        facts = {key.removeprefix(part): value for key, value in said.items() if key.startswith(part)}
+        if facts:
+            return facts
+    return {}
 
 
 def _pattern(patterns: object, module: str, otherwise: object) -> object:
-    """As peft looks it up: the name itself, or an ending of it."""
+    """As peft looks it up: a pattern that fits the whole name or an ending of it, the first that does."""
     for one, value in patterns.items() if isinstance(patterns, dict) else ():
-        if isinstance(one, str) and re.search(rf"(^|\.){re.escape(one)}$", module):
+        if not _PLAIN_PATTERN.fullmatch(one) or len(re.findall(r"[*+]", one)) > _MOST_REPEATS:
+            raise ModelError(
+                f"its metadata says the alpha of {one!r}, a pattern that is not taken from a file; what its alpha is "
+                "cannot be known"
+            )
+        if re.match(rf"(.*\.)?({one})$", module):
             return value
     return otherwise

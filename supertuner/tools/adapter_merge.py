@@ -70,6 +70,8 @@ def _by_part(files: Sequence[AdapterFile], base: Path) -> dict[str, AdapterFile]
 
 
 def _merged_part(file: AdapterFile, part: Path, making: Path, strength: float) -> int:
+    from supertuner.models.merging import changes_bias
+
     target = making / part.name
     target.mkdir()
     plain = making / f".{part.name}.adapter"
@@ -77,6 +79,7 @@ def _merged_part(file: AdapterFile, part: Path, making: Path, strength: float) -
     convert(of_expert(file, expert), PLAIN, plain)
     adapter = open_adapter(plain, file.reading.families[0])
     wanted = {layer.module: layer.keys for layer in layers_of(adapter.reading)}
+    biased = [module for module, keys in wanted.items() if changes_bias(_called(keys))]
     changed: set[str] = set()
     for entry in sorted(part.iterdir()):
         if entry.suffix == ".safetensors":
@@ -84,19 +87,24 @@ def _merged_part(file: AdapterFile, part: Path, making: Path, strength: float) -
         else:
             shutil.copy2(entry, target / entry.name)
     plain.unlink()
-    missing = sorted(set(wanted) - changed)
+    missing = sorted(module for module in wanted if not {f"{module}.weight", f"{module}.bias"} & changed)
     if missing:
         raise ModelError(
             f"{file.path}: {len(missing)} of {len(wanted)} layers are not in {part} ({', '.join(missing[:3])} …); it "
             "is an adapter of another model"
         )
-    return len(changed)
+    bare = sorted(module for module in biased if f"{module}.bias" not in changed)
+    if bare:
+        raise ModelError(
+            f"{file.path} changes the bias of {len(bare)} layers that have none in {part} ({', '.join(bare[:3])} …)"
+        )
+    return len(wanted)
 
 
 def _merged_file(
     adapter: AdapterFile, wanted: Mapping[str, Mapping[str, str]], source: Path, target: Path, strength: float
 ) -> set[str]:
-    """A file of weights anew, in the same order and with the same header."""
+    """A file of weights anew, in the same order and with the same header; the names of those that were changed."""
     from supertuner.train.tensor_file import Malformed, read_header
 
     changed: set[str] = set()
@@ -112,7 +120,7 @@ def _merged_file(
             if module in wanted and which in ("weight", "bias"):
                 content = given.read(entry.end - entry.begin)
                 made.write(_changed(content, entry, _tensors_of(adapter, wanted[module]), strength))
-                changed.add(module)
+                changed.add(entry.name)
             else:
                 for chunk in _chunks(given, entry.end - entry.begin):
                     made.write(chunk)
@@ -134,8 +142,13 @@ def _changed(content: bytes, entry: Entry, tensors_of_layer: Mapping[str, Tensor
 
 
 def _tensors_of(adapter: AdapterFile, keys: Mapping[str, str]) -> dict[str, Tensor]:
-    called = {key: spelled(tensor, PLAIN.spelling) for tensor, key in keys.items()}
+    called = {key: name for name, key in _called(keys).items()}
     return {called[key]: tensor for key, tensor in tensors(adapter, list(keys.values()))}
+
+
+def _called(keys: Mapping[str, str]) -> dict[str, str]:
+    """What LyCORIS calls each tensor → its key."""
+    return {spelled(tensor, PLAIN.spelling): key for tensor, key in keys.items()}
 
 
 def _chunks(given: BinaryIO, nbytes: int) -> Iterator[bytes]:

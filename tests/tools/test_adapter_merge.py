@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import WanPipeline
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from supertuner.config.model import AdapterSettings
 from supertuner.core.errors import ModelError
@@ -103,6 +103,22 @@ def test_what_cannot_be_merged_is_refused_and_leaves_nothing(base: Path, tmp_pat
     save_file({key.format("A"): drawn(2, 9), key.format("B"): drawn(24, 2)}, tmp_path / "z_low_noise.safetensors")
     with pytest.raises(ModelError, match="does not fit"):
         merge([with_expert(open_adapter(tmp_path / "z_low_noise.safetensors"), None)], base, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_change_of_a_bias_counts_and_is_refused_where_there_is_none(base: Path, tmp_path: Path) -> None:
+    key, name = "transformer.{}.diff_b", "diffusion_pytorch_model.safetensors"
+    save_file({key.format("blocks.0.attn1.to_q"): torch.ones(24)}, tmp_path / "a_low_noise.safetensors")
+    merge([with_expert(open_adapter(tmp_path / "a_low_noise.safetensors"), None)], base, tmp_path / "merged")
+    before, after = (load_file(folder / "transformer_2" / name) for folder in (base, tmp_path / "merged"))
+    changed = [one for one in before if not torch.equal(before[one], after[one])]
+    assert changed == ["blocks.0.attn1.to_q.bias"]
+    save_file(
+        {f"transformer.blocks.0.attn1.norm_q.{one}_norm": torch.ones(24) for one in "wb"},
+        tmp_path / "b_low_noise.safetensors",
+    )
+    with pytest.raises(ModelError, match="changes the bias of 1 layers that have none"):
+        merge([with_expert(open_adapter(tmp_path / "b_low_noise.safetensors"), None)], base, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

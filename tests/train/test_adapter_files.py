@@ -11,6 +11,7 @@ import pytest
 import torch
 from diffusers import FluxPipeline, WanPipeline
 from diffusers.loaders.lora_conversion_utils import _convert_kohya_flux_lora_to_diffusers
+from peft.utils.other import get_pattern_key
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -215,6 +216,63 @@ def test_an_alpha_that_only_diffusers_metadata_says_counts(tmp_path: Path) -> No
         assert "lora_adapter_metadata" not in opened.metadata(), "it would count twice"
     key = "transformer.blocks.0.attn1.to_q.lora_B.weight"
     assert torch.equal(load_file(tmp_path / "c.safetensors")[key], 2 * given[key])
+
+
+def test_each_expert_has_the_alpha_that_diffusers_metadata_says_of_its_part(tmp_path: Path) -> None:
+    said = {"transformer.lora_alpha": 8, "transformer_2.lora_alpha": 2, "text_encoder.lora_alpha": 5}
+    metadata = {"lora_adapter_metadata": json.dumps(said)}
+    save_file(wan_lora(SCHEMES["diffusers-pair"], None), tmp_path / "a.safetensors", metadata)
+    convert(open_adapter(tmp_path / "a.safetensors"), SCHEMES["lycoris-stages"], tmp_path / "b.safetensors")
+    made = load_file(tmp_path / "b.safetensors")
+    alphas = {key.split("_blocks")[0]: float(made[key]) for key in made if key.endswith(".alpha")}
+    assert alphas == {"lycoris_transformer_1": 8.0, "lycoris_transformer_2": 2.0}
+    of_one = {"lora_adapter_metadata": json.dumps({"transformer.lora_alpha": 3})}
+    save_file(wan_lora(SCHEMES["diffusers"], None), tmp_path / "c_low_noise.safetensors", of_one)
+    opened = with_expert(open_adapter(tmp_path / "c_low_noise.safetensors"), None)
+    convert(opened, SCHEMES["kohya"], tmp_path / "d.safetensors")
+    assert {float(one) for key, one in load_file(tmp_path / "d.safetensors").items() if "alpha" in key} == {3.0}
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "^blocks\\.1\\.ffn\\.net\\.0\\.proj",
+        "net.0.proj",
+        "blocks.1.ffn.*",
+        r"blocks\.\d+\.ffn.*",
+        "blocks.1",
+        "proj",
+        "roj",
+        "^net.0.proj",
+    ],
+)
+def test_patterns_of_diffusers_metadata_mean_what_they_mean_to_peft(pattern: str, tmp_path: Path) -> None:
+    said = {"transformer.lora_alpha": 8, "transformer.alpha_pattern": {pattern: 2}}
+    save_file(
+        wan_lora(SCHEMES["diffusers"], None),
+        tmp_path / "a.safetensors",
+        {"lora_adapter_metadata": json.dumps(said)},
+    )
+    convert(open_adapter(tmp_path / "a.safetensors"), SCHEMES["kohya"], tmp_path / "b.safetensors")
+    made = load_file(tmp_path / "b.safetensors")
+    for layer, key in {
+        "blocks.0.attn1.to_q": "lora_unet_blocks_0_self_attn_q",
+        "blocks.1.ffn.net.0.proj": "lora_unet_blocks_1_ffn_0",
+    }.items():
+        peft_s = {pattern: 2}.get(get_pattern_key([pattern], layer), 8)
+        assert float(made[f"{key}.alpha"]) == peft_s, layer
+
+
+@pytest.mark.parametrize("pattern", ["(a+)+$", "(.*a){9}", ".*.*.*.*q", "blocks[", "a|b", ""])
+def test_a_pattern_that_could_keep_us_searching_is_refused(pattern: str, tmp_path: Path) -> None:
+    said = {"transformer.alpha_pattern": {pattern: 2}}
+    save_file(
+        wan_lora(SCHEMES["diffusers"], None),
+        tmp_path / "a.safetensors",
+        {"lora_adapter_metadata": json.dumps(said)},
+    )
+    with pytest.raises(ModelError, match="a pattern that is not taken from a file"):
+        convert(open_adapter(tmp_path / "a.safetensors"), SCHEMES["kohya"], tmp_path / "b.safetensors")
 
 
 def test_dora_s_magnitudes_are_a_row_for_peft_and_a_column_for_others(tmp_path: Path) -> None:

@@ -181,6 +181,69 @@ def test_another_rank_kind_or_set_of_layers_is_refused_and_changes_nothing(tmp_p
         freeze(flux(), layers, path)
 
 
+@pytest.mark.parametrize(
+    ("key", "tensor"),
+    [
+        ("lora_magnitude_vector", torch.ones(24)),
+        ("lora_B.bias", torch.ones(24)),
+        ("diff", torch.ones(24, 24)),
+        ("lora_mid.weight", torch.ones(4, 4)),
+        ("scalar", torch.tensor(2.0)),
+    ],
+)
+def test_a_tensor_that_the_adapter_has_no_place_for_is_refused(key: str, tensor: torch.Tensor, tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    written(KINDS["lora"], path)
+    save_file({**load_file(path), f"transformer.blocks.0.attn1.to_q.{key}": tensor}, path)
+    trained = fresh(KINDS["lora"])
+    before = state(trained)
+    with pytest.raises(ModelError, match=r"has no place for blocks\.0\.attn1\.to_q: "):
+        start(trained, tensors_of(path, "wan2.2", "high_noise", alone=False), path)
+    assert all(torch.equal(before[name], parameter) for name, parameter in trained.parameters.items())
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [{"scalar": torch.tensor(2.0)}, {"diff": torch.ones(24, 24)}, {"lokr_w1": torch.ones(2, 2)}],
+    ids=lambda tensors: next(iter(tensors)),
+)
+def test_what_is_not_known_to_go_with_a_lora_is_not_frozen_without_it(
+    tensors: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    path = tmp_path / "a.safetensors"
+    written(KINDS["lora"], path)
+    more = {f"transformer.blocks.0.attn1.to_q.{key}": tensor for key, tensor in tensors.items()}
+    save_file({**load_file(path), **more}, path)
+    with pytest.raises(ModelError, match=rf"{next(iter(tensors))}|diff.*beside .* cannot be merged"):
+        freeze(wan(), tensors_of(path, "wan2.2", "high_noise", alone=False), path)
+
+
+def test_the_bias_of_a_frozen_lora_counts_with_its_scale_or_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    key = "lora_unet_blocks_0_self_attn_q"
+    lora = {f"{key}.lora_down.weight": drawn(4, 24), f"{key}.lora_up.weight": drawn(24, 4)}
+    save_file({**lora, f"{key}.lora_up.bias": drawn(24), f"{key}.alpha": torch.tensor(2.0)}, path)
+    module = wan()
+    before = module.blocks[0].attn1.to_q.bias.clone()
+    freeze(module, tensors_of(path, "wan2.2", "high_noise", alone=False), path)
+    assert torch.allclose(module.blocks[0].attn1.to_q.bias, before + 0.5 * drawn(24))
+    module.blocks[0].attn1.to_q.bias = None
+    with pytest.raises(ModelError, match=r"changes the bias of 1 layers that have none \(blocks\.0\.attn1\.to_q\)"):
+        freeze(module, tensors_of(path, "wan2.2", "high_noise", alone=False), path)
+
+
+def test_a_frozen_change_of_a_norm_counts(tmp_path: Path) -> None:
+    path, key = tmp_path / "a.safetensors", "lycoris_blocks_0_attn1_norm_q"
+    save_file({f"{key}.w_norm": drawn(24)}, path)
+    module = wan()
+    before = module.blocks[0].attn1.norm_q.weight.clone()
+    freeze(module, tensors_of(path, "wan2.2", "high_noise", alone=False), path)
+    assert torch.allclose(module.blocks[0].attn1.norm_q.weight, before + drawn(24))
+    save_file({f"{key}.w_norm": drawn(24), f"{key}.b_norm": drawn(24)}, path)
+    with pytest.raises(ModelError, match="changes the bias of 1 layers"):
+        freeze(module, tensors_of(path, "wan2.2", "high_noise", alone=False), path)
+
+
 def test_each_expert_is_given_its_own_files(tmp_path: Path) -> None:
     paths = {name: tmp_path / f"run_{name}.safetensors" for name in ("high_noise", "low_noise")}
     for name, path in paths.items():
