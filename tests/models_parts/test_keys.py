@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 
 import pytest
 
 from supertuner.core.errors import ModelError
-from supertuner.models.keys import Name, read, understood, write
+from supertuner.models.keys import Name, read, split_tensor, understood, write
 from supertuner.models.keys_modules import LAYOUTS, family_of_layers, members
 from supertuner.models.keys_schemes import (
     COMFYUI,
@@ -19,9 +20,10 @@ from supertuner.models.keys_schemes import (
     Naming,
     Scheme,
     comfyui_reads,
+    spelled,
 )
 from supertuner.models.table import MODELS
-from tests.models_parts.architectures import FAMILIES, layers
+from tests.models_parts.architectures import FAMILIES, VARIANTS, layers, variant_layers
 
 OF_FAMILY = pytest.mark.parametrize("family", FAMILIES)
 
@@ -116,6 +118,43 @@ def test_every_tensor_in_every_spelling_is_read_as_what_was_written(family: str,
                 found = read(keys, family)
                 assert list(found.names.values()) == wanted
                 assert [write(name, found.scheme, family) for name in found.names.values()] == keys
+
+
+@OF_FAMILY
+def test_a_tensor_of_any_layer_is_told_from_the_layer_s_name_in_every_style(family: str) -> None:
+    """With the test of every layer above, this is every tensor of every layer in every scheme: what a key means is
+    what stands before the tensor's name, and the tensor. Parts before the last three are never looked at, and of the
+    numbers of blocks one is as good as another."""
+    before = {
+        write(name, Scheme(style, naming, "kohya"), family).removesuffix(".alpha")
+        for style in STYLES
+        for naming in NAMINGS
+        for name in names_of(family, Scheme(style, naming, "kohya"), ("alpha",))
+    }
+    assert len(before) > 10 * len(layers(family))
+    ends = {".".join(["x", *one.split(".")[-3:]]) if one.count(".") > 2 else one for one in before}
+    ends = {re.sub(r"(?<=[._$])\d{2,}(?=[._$])", "39", one) for one in ends}
+    for end in ends:
+        for spelling in SPELLINGS:
+            for tensor in TENSORS:
+                found = split_tensor(f"{end}.{spelled(tensor, spelling)}")
+                assert found is not None and found[:2] == (end, tensor) and spelling in found[2]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("naming", NAMINGS)
+def test_the_other_published_sizes_of_a_family_have_layers_that_are_in_the_table(name: str, naming: Naming) -> None:
+    family, scheme = VARIANTS[name][0], Scheme("lora_unet", naming, "kohya")
+    rows = LAYOUTS[family].modules
+    assert len(variant_layers(name)) > 300
+    wanted = [
+        Name(None, layer, tensor)
+        for layer in variant_layers(name)
+        for tensor in ("lora_A", "lora_B", "alpha")
+        if naming == "diffusers" or rows[_row_of(layer, family)] is not None
+    ]
+    keys = {write(one, scheme, family): one for one in wanted}
+    assert read(keys, family).names == keys and len(keys) == len(wanted)
 
 
 @OF_FAMILY
