@@ -7,7 +7,7 @@ The second bound keeps early averages near the weights instead of near the rando
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import nn
@@ -22,15 +22,19 @@ class Ema:
         assert 0 < decay < 1, f"decay {decay}"
         self.decay = decay
         self.updates = 0
-        self._live = list(parameters.values())
+        self._live = dict(parameters)
         self.averages = {name: p.detach().to(torch.float32, copy=True) for name, p in parameters.items()}
 
-    @torch.no_grad()
     def update(self) -> None:
         """Take in the weights as they are now."""
-        live = [p.detach().float() for p in self._live]
-        torch._foreach_lerp_(list(self.averages.values()), live, 1 - self.rate())
+        self.take_in(self._live)
         self.updates += 1
+
+    @torch.no_grad()
+    def take_in(self, names: Collection[str]) -> None:
+        """The part of an update that is of these weights; whoever takes them in piece by piece counts the update."""
+        live = [self._live[name].detach().float() for name in names]
+        torch._foreach_lerp_([self.averages[name] for name in names], live, 1 - self.rate())
 
     def rate(self) -> float:
         """The decay of the next update."""

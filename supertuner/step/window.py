@@ -9,10 +9,10 @@ a `fetch` of its own, the same function runs on fake tensors.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import nn
@@ -46,6 +46,19 @@ class Rules:
     """What an optimizer keeps is made inside: it may live elsewhere than activations do."""
 
 
+class Keeper(Protocol):
+    """Who moves what is trained between memories, where a plan has it moved. It changes no value."""
+
+    def settle(self) -> None:
+        """All gradients of a window are made: from here on weights and gradients are where they are looked at."""
+
+    def pieces(self) -> Iterator[Collection[str]]:
+        """The parameters piece by piece; while one is stepped, it and the state of it are in place."""
+
+    def finish(self) -> None:
+        """The window is over, whether or not it changed a weight."""
+
+
 @dataclass(eq=False, slots=True)
 class Trainee:
     """An expert in training, with everything that a window changes."""
@@ -59,6 +72,8 @@ class Trainee:
     scaler: LossScaler | None = None
     untrained: Callable[[], AbstractContextManager[None]] | None = None
     """Inside, the module computes as it did before anything was trained; for samples that keep the prior."""
+    keeper: Keeper | None = None
+    """None: everything that is trained stays where it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +119,11 @@ def train_window(
     `seed` is for dropout: with it, the window draws what it draws whatever was drawn before.
     """
     scale = 1.0 if trainee.scaler is None else trainee.scaler.scale
+    keeper = trainee.keeper
     with _seeded(seed, rules.precision.device):
         losses, positions = _backward(trainee, batches, samples, scale, rules)
+    if keeper is not None:
+        keeper.settle()
     if reduce is not None:
         reduce(trainee.parameters.values())
     gradients = [p.grad for p in trainee.parameters.values() if p.grad is not None]
@@ -116,12 +134,12 @@ def train_window(
         _clip(gradients, norm, rules.max_grad_norm)
         trainee.optimizer.set_rate(rate)
         with rules.placing_state():
-            trainee.optimizer.step()
-        if trainee.ema is not None:
-            trainee.ema.update()
+            _update(trainee)
     if trainee.scaler is not None and (result.finite or result.overflowed):
         trainee.scaler.update(result.overflowed)
     trainee.optimizer.zero_grad(set_to_none=True)
+    if keeper is not None:
+        keeper.finish()
     return result
 
 
@@ -195,20 +213,42 @@ def _backward(
     return torch.cat(found) if found else torch.zeros(0, device=rules.precision.device), tuple(positions)
 
 
+def _update(trainee: Trainee) -> None:
+    """One step of the optimizer, and the average after it."""
+    for names in (trainee.parameters,) if trainee.keeper is None else trainee.keeper.pieces():
+        trainee.optimizer.step()
+        if trainee.ema is not None:
+            trainee.ema.take_in(names)
+    if trainee.ema is not None:
+        trainee.ema.updates += 1
+
+
 def _unscaled_norm(gradients: list[torch.Tensor], scale: float, device: torch.device) -> torch.Tensor:
     """Divide the gradients by the loss scale, in place; their norm. Scales are powers of two: dividing is exact."""
     if not gradients:
         return torch.zeros((), device=device)
-    if scale != 1.0:
-        torch._foreach_mul_(gradients, 1.0 / scale)
-    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+    norms = []
+    for own in _by_device(gradients):
+        if scale != 1.0:
+            torch._foreach_mul_(own, 1.0 / scale)
+        norms.append(torch.stack(torch._foreach_norm(own)).to(device))
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.cat(norms) if len(norms) > 1 else norms[0])
     return norm
 
 
 def _clip(gradients: list[torch.Tensor], norm: torch.Tensor, largest: float | None) -> None:
     """Shorten the gradient to `largest` where it is longer: decided on the device, as a factor of at most one."""
-    if largest is not None and gradients:
-        torch._foreach_mul_(gradients, (largest / (norm + 1e-6)).clamp(max=1.0))
+    if largest is not None:
+        for own in _by_device(gradients):
+            torch._foreach_mul_(own, (largest / (norm + 1e-6)).clamp(max=1.0).to(own[0].device))
+
+
+def _by_device(tensors: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
+    """In lists that one operator takes: under a plan, gradients may be in two memories."""
+    found: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault(tensor.device, []).append(tensor)
+    return found.values()
 
 
 def _to_host(figures: torch.Tensor) -> Sequence[float]:

@@ -82,7 +82,7 @@ def little_rules(precision: Name = "fp32", max_grad_norm: float | None = None) -
 def wan_lora(source: Source, precision: Name, *, checkpointing: bool = False, dropout: float = 0.0) -> Trainee:
     """The low-noise expert of a tiny Wan2.2 pipeline with a LoRA; its lora_B are not zero, so that all of it learns."""
     model = wan22.read(source)
-    module = wan22.denoiser(model, model.experts[-1], Precision(precision, CPU).dtype)
+    module = wan22.FAMILY.denoiser(model, model.experts[-1], Precision(precision, CPU).dtype)
     settings = AdapterSettings(rank=4, dropout=dropout)
     trained = attach(module, settings, ("to_q", "to_k", "to_v", "to_out.0"), seed=1, name="low_noise")
     for place, parameter in enumerate(trained.parameters.values()):

@@ -70,7 +70,7 @@ KINDS: dict[str, dict[str, object]] = {
 def with_prior(source: Source, kind: str = "lora") -> tuple[Trainee, Mapping[str, torch.Tensor]]:
     """A Wan expert with a trained adapter that knows how it began."""
     model = wan22.read(source)
-    module = wan22.denoiser(model, model.experts[-1], torch.float32)
+    module = wan22.FAMILY.denoiser(model, model.experts[-1], torch.float32)
     settings = AdapterSettings.model_validate({"rank": 2} | KINDS[kind])
     trained = attach(module, settings, ("to_q", "to_v"), seed=1, name=EXPERT.name)
     begun = {name: parameter.detach().clone() for name, parameter in trained.parameters.items()}
