@@ -50,11 +50,11 @@ def filled(module: nn.Module, mode: FakeTensorMode, device: torch.device) -> nn.
 
 
 def _fake(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> torch.Tensor:
-    if is_traceable_wrapper_subclass(tensor):  # 8-bit weights: several plain tensors in one
-        names, context = tensor.__tensor_flatten__()
-        inner = {name: _fake(getattr(tensor, name), mode, device) for name in names}
-        kind: Any = type(tensor)
-        made: torch.Tensor = kind.__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
+    wrapper: Any = tensor
+    if is_traceable_wrapper_subclass(wrapper):  # 8-bit weights: several plain tensors in one
+        names, context = wrapper.__tensor_flatten__()
+        inner = {name: _fake(getattr(wrapper, name), mode, device) for name in names}
+        made: torch.Tensor = type(wrapper).__tensor_unflatten__(inner, context, wrapper.shape, wrapper.stride())
         return made
     if tensor.device.type != "meta":
         tensor = tensor.to("meta")

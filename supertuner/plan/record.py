@@ -93,6 +93,8 @@ class Trace:
     """Where it was born, or whose weight, gradient or state it is."""
     stretches: tuple[Stretch, ...]
     end: int
+    inputs: NDArray[np.int32]
+    """Pairs of a tensor and a block that it was given to in the forward pass."""
     micro_batches: int = 1
     notes: tuple[str, ...] = ()
     """What the trace does not know or left out."""

@@ -6,15 +6,17 @@ fake tensors (memory that a kernel takes while it runs, sums made in place), `De
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
 import torch
 from torch import nn
+from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
@@ -25,6 +27,15 @@ from supertuner.plan.table import Work
 aten = torch.ops.aten
 Operator: TypeAlias = Any
 """torch's OpOverload."""
+
+FLOPS: Final[Mapping[Operator, Callable[..., int]]] = {
+    **flop_registry,
+    # torch counts attention on GPUs only; on the CPU it is the same product.
+    aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[aten._scaled_dot_product_flash_attention],
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        aten._scaled_dot_product_flash_attention_backward
+    ],
+}
 
 
 class Device(Protocol):
@@ -59,11 +70,11 @@ class Plain:
         return ()
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Between `with` and its end, everything that is computed is recorded."""
 
     def __init__(self, device: Device) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.device = device
         self.clock = 0
         self.blocks = [BEFORE, AFTER]
@@ -87,6 +98,7 @@ class Recorder(TorchDispatchMode):
         self._backward = False
         self._stretches: list[Stretch] = []
         self._open: _Open | None = None
+        self._alone: tuple[int, int, int] | None = None
         self.backward_began: list[int] = []
         """For each micro-batch, when its backward pass began."""
         self.inputs: list[tuple[int, int]] = []
@@ -160,8 +172,8 @@ class Recorder(TorchDispatchMode):
             begin, _, _ = self._ranges[-1]
             self._ranges[-1] = (begin, torch.autograd._get_sequence_nr(), place)  # type: ignore[attr-defined]
 
-    def _where(self, operator: Operator) -> tuple[int, Pass]:
-        node = torch._C._current_autograd_node()
+    def _where(self) -> tuple[int, Pass]:
+        node: Any = torch._C._current_autograd_node()
         if node is not None and not self._backward:
             self._backward = True
             self.backward_began.append(self.clock)
@@ -170,9 +182,7 @@ class Recorder(TorchDispatchMode):
             return place, self._pass
         if self._inside:
             return self._inside[-1], Pass.RECOMPUTE
-        if node is None:  # the engine itself, adding up gradients that meet
-            return (self._open.place if self._open else self._places[AFTER]), Pass.BACKWARD
-        return self._behind(node), Pass.BACKWARD
+        return (self._behind(node) if node is not None else self._places[AFTER]), Pass.BACKWARD
 
     def _behind(self, node: Any) -> int:
         """The block whose forward pass made this node of the graph."""
@@ -197,12 +207,12 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is aten._local_scalar_dense.default:
             return _scalar(args[0])  # a value that nobody has: the step goes on as with an ordinary one
-        place, during = self._where(func)
+        place, during = self._where()
         if self._open is None or (self._open.place, self._open.during) != (place, during):
             self._close()
             self._open = _Open(place, during, self.clock)
         given = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if func is aten.add.Tensor and self._engine_adds(given):
+        if func is aten.add.Tensor and during is Pass.BACKWARD and self._engine_adds(given, kwargs):
             self._work(func, args, kwargs, given, [given[0]])
             return given[0]
         taken = [self._take(nbytes, place) for nbytes in self.device.workspace(func, args, kwargs)]
@@ -219,17 +229,38 @@ class Recorder(TorchDispatchMode):
             self._work(func, args, kwargs, given, made, result)
         return result
 
-    def _engine_adds(self, given: Sequence[torch.Tensor]) -> bool:
-        """Whether autograd's engine adds up two gradients. It does so in place where nobody else holds the first; not
-        with fake tensors, because they are a subclass."""
-        return (
-            self._backward
-            and not self._inside
-            and len(given) == 2
-            and torch._C._current_autograd_node() is None
-            and given[0].shape == given[1].shape
-            and given[0].dtype == given[1].dtype
+    def _engine_adds(self, given: Sequence[torch.Tensor], kwargs: Mapping[str, Any]) -> bool:
+        """Whether this is autograd's engine adding up two gradients, of which nobody else holds the first. It does so
+        in place; but not with fake tensors, because they are a subclass. Who holds a tensor can be counted, and what
+        is counted in this case was seen once, in `learn`."""
+        first = given[0]
+        held = (
+            first._use_count(),  # type: ignore[attr-defined]
+            torch._C._storage_Use_Count(first.untyped_storage()._cdata),
+            sys.getrefcount(first),
         )
+        if self._alone is None:
+            self._alone = held
+        plain = len(given) == 2 and not kwargs and first.shape == given[1].shape and first.dtype == given[1].dtype
+        return held == self._alone and plain and is_non_overlapping_and_dense_or_false(first)
+
+    def learn(self) -> None:
+        """See how often a gradient is held that nobody but the engine has; leaves no record."""
+        given = torch.empty(1, requires_grad=True)
+        with self:
+            between = given * 2
+            torch.autograd.backward(between.sin() + between.cos())
+        assert self._alone is not None, "the engine added up no gradients"
+        del between, given
+        self._forget()
+
+    def _forget(self) -> None:
+        self._open, self._backward, self.clock = None, False, 0
+        self._stretches, self.backward_began = [], []
+        for column in (self.nbytes, self.birth, self.death, self.kind, self.block, self.during):
+            column.clear()
+        self._ids.clear()
+        self._watched.clear()
 
     def _work(
         self,
@@ -241,7 +272,7 @@ class Recorder(TorchDispatchMode):
         result: Any = None,
     ) -> None:
         assert self._open is not None
-        formula = flop_registry.get(func._overloadpacket)
+        formula = FLOPS.get(func._overloadpacket)
         flops = 0 if formula is None else formula(*args, **kwargs, out_val=result)
         elements = 0 if formula is not None else max((one.numel() for one in (*made, *given)), default=0)
         nbytes = 0
@@ -300,8 +331,10 @@ class Recorder(TorchDispatchMode):
         during = np.array(self.during, dtype=np.uint8)
         kind[_used_later(kind, birth, death, during, self.backward_began, self._stretches)] = Kind.ACTIVATION
         birth[kind == Kind.STATE] = 0
-        order = [0, *range(2, len(self.blocks)), 1]
+        order = self._order()
         renumbered = np.argsort(order)
+        given = np.array(sorted(set(self.inputs)), dtype=np.int64).reshape(-1, 2)
+        given[:, 1] = renumbered[given[:, 1]]
         return Trace(
             phase=phase,
             device=self.device.name,
@@ -316,9 +349,15 @@ class Recorder(TorchDispatchMode):
                 Stretch(int(renumbered[s.block]), s.during, s.begin, s.end, s.work, s.touched) for s in self._stretches
             ),
             end=end,
+            inputs=given.astype(np.int32),
             micro_batches=micro_batches,
             notes=tuple(notes),
         )
+
+    def _order(self) -> list[int]:
+        """The blocks as the forward pass first came to them."""
+        first = {one.block: number for number, one in reversed(list(enumerate(self._stretches)))}
+        return [0, *sorted(range(2, len(self.blocks)), key=lambda place: first.get(place, len(first) + place)), 1]
 
 
 class _Open:

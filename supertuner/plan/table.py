@@ -44,7 +44,7 @@ class Block:
     saved_bytes: int
     """Activations that the forward pass leaves for the backward pass, if nothing is recomputed."""
     input_bytes: int
-    """Of these, what recomputing the block would start from and must stay."""
+    """What recomputing the block would start from and must stay then; among what is saved, or instead of it."""
     forward: Work
     backward: Work
     """Without recomputation."""

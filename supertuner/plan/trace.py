@@ -85,6 +85,7 @@ def trace_training(
     with mode:
         trainee = trainee_of(config, expert, replace(trained, parameters=parameters), precision)
         rules = rules_of(config, family, model, precision, Unheard())
+        recorder.learn()
         recorder.watch(module, blocks_of(module))
         batch = _batch(shape)
         for tensor in batch.tensors():

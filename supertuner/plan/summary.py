@@ -1,0 +1,100 @@
+"""A traced step as the table that plans are made from: block by block, what is kept, how much is worked. Pure."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from supertuner.plan.record import AFTER, BEFORE, Kind, Pass, Trace
+from supertuner.plan.table import Block, StepTable, Work
+
+
+def table_of(trace: Trace, *, micro_batches: int = 1, idle_bytes: int = 0) -> StepTable:
+    """The step of a trace in which nothing is recomputed, for windows of so many micro-batches."""
+    assert not any(one.during is Pass.RECOMPUTE for one in trace.stretches), "a table is of a step that keeps all"
+    holder = _holders(trace)
+    taken = trace.taken()
+
+    def held(kind: Kind) -> NDArray[np.int64]:
+        return _by_block(trace, taken, holder, trace.kind == kind)
+
+    saved = held(Kind.ACTIVATION)
+    inputs = _by_block(trace, taken, holder, holder != trace.block)
+    columns = {kind: held(kind) for kind in (Kind.FROZEN, Kind.TRAINED, Kind.GRADIENT, Kind.STATE)}
+    temporaries = trace.live_of(Kind.TEMPORARY)
+    blocks = tuple(
+        Block(
+            name=name,
+            frozen_bytes=int(columns[Kind.FROZEN][number]),
+            trained_bytes=int(columns[Kind.TRAINED][number]),
+            gradient_bytes=int(columns[Kind.GRADIENT][number]),
+            state_bytes=int(columns[Kind.STATE][number]),
+            saved_bytes=int(saved[number]),
+            input_bytes=int(inputs[number]),
+            forward=_worked(trace, Pass.FORWARD, number),
+            backward=_worked(trace, Pass.BACKWARD, number),
+            forward_peak_bytes=_most(trace, temporaries, Pass.FORWARD, number),
+            backward_peak_bytes=_beyond_saved(trace, temporaries, holder, number, int(saved[number])),
+            recomputable=name not in (BEFORE, AFTER),
+        )
+        for number, name in enumerate(trace.blocks)
+    )
+    return StepTable(
+        phase=trace.phase,
+        blocks=blocks,
+        batch_bytes=int(taken[trace.kind == Kind.BATCH].sum()),
+        micro_batches=micro_batches,
+        update=trace.work(Pass.UPDATE),
+        update_peak_bytes=max(
+            (int(temporaries[s.begin : s.end + 1].max()) for s in trace.stretches if s.during is Pass.UPDATE),
+            default=0,
+        ),
+        idle_bytes=idle_bytes,
+    )
+
+
+def _holders(trace: Trace) -> NDArray[np.int64]:
+    """For each tensor the block that it is counted with: what one block alone is given is that block's own, as it is
+    what the block would be recomputed from; what several are given stays with the one that made it."""
+    holder = trace.block.astype(np.int64)
+    takers = np.bincount(trace.inputs[:, 0], minlength=len(holder)) if len(trace.inputs) else np.zeros(len(holder))
+    alone = trace.inputs[takers[trace.inputs[:, 0]] == 1]
+    of_pass = np.isin(trace.kind[alone[:, 0]], (Kind.ACTIVATION, Kind.TEMPORARY))
+    holder[alone[of_pass, 0]] = alone[of_pass, 1]
+    return holder
+
+
+def _by_block(
+    trace: Trace, taken: NDArray[np.int64], holder: NDArray[np.int64], which: NDArray[np.bool_]
+) -> NDArray[np.int64]:
+    found = np.zeros(len(trace.blocks), dtype=np.int64)
+    np.add.at(found, holder[which], taken[which])
+    return found
+
+
+def _worked(trace: Trace, during: Pass, block: int) -> Work:
+    return sum((one.work for one in trace.of(during, block)), Work())
+
+
+def _most(trace: Trace, live: NDArray[np.int64], during: Pass, block: int) -> int:
+    """The most bytes of a kind while operators of the block run, whoever made them."""
+    return max((int(live[one.begin : one.end + 1].max()) for one in trace.of(during, block)), default=0)
+
+
+def _beyond_saved(
+    trace: Trace, temporaries: NDArray[np.int64], holder: NDArray[np.int64], block: int, saved: int
+) -> int:
+    """What the block's backward pass needs at most beyond what its forward pass left: as it goes on, that is freed."""
+    own = np.flatnonzero((holder == block) & (trace.kind == Kind.ACTIVATION))
+    taken = trace.taken()[own]
+    most = 0
+    for one in trace.of(Pass.BACKWARD, block):
+        change = np.zeros(one.end - one.begin + 2, dtype=np.int64)
+        at_begin = (trace.birth[own] <= one.begin) & (trace.death[own] > one.begin)
+        change[0] = taken[at_begin].sum()
+        for moment, sign in ((trace.birth[own], 1), (trace.death[own], -1)):
+            inside = (moment > one.begin) & (moment <= one.end)
+            np.add.at(change, moment[inside] - one.begin, sign * taken[inside])
+        live = np.cumsum(change)[:-1] + temporaries[one.begin : one.end + 1]
+        most = max(most, int(live.max()))
+    return max(most - saved, 0)
