@@ -79,7 +79,7 @@ class Reading:
         """The one that is needed where names differ by family."""
         if len(self.families) != 1:
             raise ModelError(
-                f"these layers are in {' and '.join(self.families)} alike; say which family the adapter is for"
+                f"these layers are in {' and '.join(self.families)} alike; say which family the adapter is for (--family)"
             )
         return self.families[0]
 

@@ -30,9 +30,12 @@ def export(
         scheme, family = SCHEMES["diffusers"], family or file.reading.families[0]
         others = sorted({kind_of(layer) for layer in layers_of(file.reading) if not layer.is_lora})
         if others:
-            raise ModelError(f"{file.path} holds {', '.join(others)}; diffusers loads LoRA, lycoris-lora loads these")
+            raise ModelError(
+                f"{file.path} holds {', '.join(others)}, and diffusers loads LoRA; `supertuner adapter merge` puts it "
+                "into a model's folder, and lycoris-lora loads it as it is"
+            )
     else:
-        family = family or file.reading.family
+        family = family or file.family
         scheme = SCHEMES[COMFYUI[family_of_layers(family)]]
         if has_dora(file.reading):  # ComfyUI finds `dora_scale`, and passes over peft's word for it
             scheme = replace(scheme, spelling="kohya")

@@ -22,6 +22,7 @@ from supertuner.core.durable import sync_folder
 from supertuner.core.errors import ModelError
 from supertuner.models.keys import Name, Reading, read
 from supertuner.models.keys_convert import OUTDATED, Piece, Shape, planned
+from supertuner.models.keys_modules import SAME_LAYERS
 from supertuner.models.keys_schemes import ALPHA, HIGH, LOW, Scheme
 
 if TYPE_CHECKING:
@@ -60,6 +61,14 @@ class AdapterFile:
         return next((expert for end, expert in ENDINGS.items() if self.path.stem.endswith(end)), None)
 
     @property
+    def family(self) -> str:
+        """The one whose layers it has; ModelError where they are several's."""
+        try:
+            return self.reading.family
+        except ModelError as error:
+            raise ModelError(f"{self.path}: {error}") from error
+
+    @property
     def own_metadata(self) -> Mapping[str, object]:
         try:
             found = json.loads(self.metadata.get(OWN, "{}"))
@@ -69,7 +78,10 @@ class AdapterFile:
 
 
 def open_adapter(path: Path, family: str | None = None) -> AdapterFile:
-    """Understand a file by its header. ModelError says what is wrong with it, or that none of its keys is known."""
+    """Understand a file by its header. ModelError says what is wrong with it, or that none of its keys is known.
+
+    Where its layers leave the family open and `family` is not said, the file's own metadata decides.
+    """
     from supertuner.train.tensor_file import METADATA, Malformed, read_header
 
     with _opened(path) as fd:
@@ -80,11 +92,17 @@ def open_adapter(path: Path, family: str | None = None) -> AdapterFile:
     metadata = json.loads(header[8:]).get(METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ModelError(f"{path} is a damaged .safetensors file: its metadata is not an object of texts")
+    keys = [entry.name for entry in entries]
     try:
-        reading = read([entry.name for entry in entries], family)
+        reading = read(keys, family)
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from error
-    return AdapterFile(path, reading, {entry.name: entry for entry in entries}, len(header), metadata)
+    file = AdapterFile(path, reading, {entry.name: entry for entry in entries}, len(header), metadata)
+    said = str(file.own_metadata.get("family"))
+    own = SAME_LAYERS.get(said, said)
+    if family is None and len(reading.families) > 1 and own in reading.families:
+        return replace(file, reading=read(keys, own))
+    return file
 
 
 def with_expert(file: AdapterFile, expert: str | None) -> AdapterFile:
@@ -131,7 +149,7 @@ def load_as(file: AdapterFile, scheme: Scheme, family: str | None = None) -> dic
 
 def _planned(file: AdapterFile, scheme: Scheme, family: str | None) -> list[Piece]:
     if family is None:  # diffusers' names are the same in all families that the file can be of
-        family = file.reading.families[0] if scheme.naming == "diffusers" else file.reading.family
+        family = file.reading.families[0] if scheme.naming == "diffusers" else file.family
     try:
         return planned(file.reading, file.shapes, alpha_values(file), file.metadata, scheme, family)
     except ModelError as error:

@@ -188,7 +188,7 @@ def test_mistakes_are_answered_in_words(file: Path, capsys: pytest.CaptureFixtur
     assert "none of 9 keys" in refused(capsys, "inspect", file, "--family", "flux")
     lokr = file.with_name("l.safetensors")
     save_file({"lycoris_blocks_0_attn1_to_q.lokr_w1": drawn(2, 2)}, lokr)
-    assert "lycoris-lora loads these" in refused(capsys, "export", lokr, "--for", "diffusers")
+    assert "diffusers loads LoRA; `supertuner adapter merge`" in refused(capsys, "export", lokr, "--for", "diffusers")
 
 
 def test_every_scheme_is_listed_with_a_key() -> None:

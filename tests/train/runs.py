@@ -6,6 +6,8 @@ so its children are whole.
 
 from __future__ import annotations
 
+import gc
+import importlib
 import json
 import os
 import signal
@@ -18,6 +20,21 @@ from typing import Any
 from PIL import Image, ImageDraw
 
 ROOT = Path(__file__).resolve().parents[2]
+LATE = (
+    "PIL.PngImagePlugin",
+    "diffusers.guiders",
+    "diffusers.pipelines.flux.pipeline_flux",
+    "diffusers.pipelines.qwenimage.pipeline_qwenimage_edit",
+    "diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3",
+    "diffusers.pipelines.stable_diffusion_xl.pipeline_stable_diffusion_xl",
+    "diffusers.pipelines.wan.pipeline_wan",
+    "supertuner.config.load",
+    "supertuner.sinks.live",
+    "supertuner.sinks.run_folder",
+    "supertuner.tools.training",
+    "tensorboard.summary.writer.event_file_writer",
+)
+"""What runs import only when they come to it; imported once here, it is there in all of them."""
 COLOURS = ("red", "green", "blue", "white", "orange", "purple", "yellow", "cyan")
 
 
@@ -86,7 +103,11 @@ class Parent:
 
     def start(self, config: Path, *arguments: str) -> int:
         """Begin `supertuner train CONFIG arguments…`; its process id."""
-        return int(self._ask(json.dumps(["train", str(config), *arguments])))
+        return self.begin("train", str(config), *arguments)
+
+    def begin(self, *arguments: str, cwd: Path = ROOT) -> int:
+        """Begin any `supertuner arguments…` in a folder; its process id."""
+        return int(self._ask(json.dumps(["run", str(cwd), *arguments])))
 
     def wait(self, pid: int) -> int:
         """The exit code of a run; negative if a signal ended it."""
@@ -141,25 +162,33 @@ def _serve() -> None:
     import torch
     import transformers  # noqa: F401
 
-    import supertuner.models.wan22
     import supertuner.tools.curve
     import supertuner.train.export
     import supertuner.train.loop
     import supertuner.train.setup  # noqa: F401
+    from supertuner.models.table import MODELS, family
 
+    for name in MODELS:
+        family(name)
+    for module in LATE:
+        importlib.import_module(module)
     torch.set_num_threads(1)
+    # A run collects garbage whenever it drops a model. What is here is not garbage, and half a run's time would go into
+    # looking through it, and into copying the pages that the looking writes to.
+    gc.collect()
+    gc.freeze()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     answers.write("ready\n")
     for line in sys.stdin:
         verb, first, *rest = json.loads(line)
-        if verb == "train":
-            answers.write(f"{_fork([first, *rest])}\n")
+        if verb == "run":
+            answers.write(f"{_fork(first, rest)}\n")
         else:
             answers.write(f"{os.waitstatus_to_exitcode(os.waitpid(int(first), 0)[1])}\n")
 
 
-def _fork(arguments: list[str]) -> int:
+def _fork(folder: str, arguments: list[str]) -> int:
     pid = os.fork()
     if pid:
         return pid
@@ -168,7 +197,8 @@ def _fork(arguments: list[str]) -> int:
     try:
         from supertuner.cli import main
 
-        sys.argv = ["supertuner", "train", *arguments]
+        os.chdir(folder)
+        sys.argv = ["supertuner", *arguments]
         main()
         code = 0
     except SystemExit as ending:

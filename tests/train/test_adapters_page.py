@@ -1,0 +1,141 @@
+"""docs/adapters.md as a new user follows it: its commands and its Python run as printed, and what it promises holds."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.train.runs import ROOT, Parent, artefacts
+
+PAGE = (ROOT / "docs/adapters.md").read_text()
+STOPPED = "Ctrl-C"
+"""In the comment of a command that the page has the reader stop."""
+
+
+def walk() -> str:
+    """The section that is walked."""
+    return PAGE.split("\n## The whole way, on one page\n")[1].split("\n## ")[0]
+
+
+def commands() -> list[tuple[list[str], str]]:
+    """Every command in the order of the page: its words, and its comment."""
+    found = []
+    for block in re.findall(r"```bash\n(.*?)```", walk(), re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            if words:
+                found.append((words, line.partition("#")[2]))
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(parent: Parent, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where everything on the page was done, each command after the other."""
+    made = tmp_path_factory.mktemp("page")
+    shutil.copytree(ROOT / "config", made / "config", ignore=shutil.ignore_patterns("cache"))
+    assert any(STOPPED in comment for _, comment in commands())
+    for words, comment in commands():
+        assert words[0] == "supertuner", words
+        pid = parent.begin(*words[1:], cwd=made)
+        stopped = STOPPED in comment
+        if stopped:
+            _interrupt(pid, made / "runs/first/losses.jsonl")
+        assert parent.wait(pid) == (128 + signal.SIGINT if stopped else 0), (words, parent.said())
+    yield made
+
+
+def _interrupt(pid: int, losses: Path) -> None:
+    """Ctrl-C when some steps are done."""
+    deadline = time.monotonic() + 60
+    while not (losses.is_file() and losses.read_bytes().count(b"\n") >= 7):
+        assert time.monotonic() < deadline, "nothing was trained"
+        time.sleep(0.005)
+    os.kill(pid, signal.SIGINT)
+
+
+def same(one: Path, other: Path) -> bool:
+    given, found = load_file(one), load_file(other)
+    return given.keys() == found.keys() and all(torch.equal(given[key], found[key]) for key in given)
+
+
+def test_a_run_that_was_stopped_and_went_on_ends_like_one_that_was_not(parent: Parent, folder: Path) -> None:
+    again = parent.begin("train", "config/wan22_automagic.yaml", "--set", "run.output_dir=twin", cwd=folder)
+    assert parent.wait(again) == 0, parent.said()
+    whole, resumed = artefacts(folder / "twin/first"), artefacts(folder / "runs/first")
+    kept = {name for name in resumed if name in whole}
+    assert {name.partition("/")[0] for name in kept} == {
+        *("losses.jsonl", "validation.jsonl", "exports", "checkpoints", "samples")
+    }
+    assert [name for name in sorted(kept) if whole[name] != resumed[name]] == []
+
+
+def test_what_comes_back_from_comfyui_is_what_went_there(folder: Path) -> None:
+    assert same(folder / "runs/back_high_noise.safetensors", folder / "runs/first/exports/first_high_noise.safetensors")
+    assert same(folder / "runs/back_low_noise.safetensors", folder / "runs/kron/exports/kron_low_noise.safetensors")
+
+
+def test_the_python_of_the_page_loads_both_experts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    (code,) = re.findall(r"```python\n(.*?)```", walk(), re.DOTALL)
+    known: dict[str, object] = {}
+    exec(compile(code, "docs/adapters.md", "exec"), known)
+    pipe = known["pipe"]
+    for part, expert in (("transformer", "high_noise"), ("transformer_2", "low_noise")):
+        module = getattr(pipe, part)
+        given = load_file(folder / f"runs/first/exports/first_{expert}.safetensors")
+        loaded = dict(module.named_parameters())
+        for key, tensor in given.items():
+            name = key.removeprefix("transformer.").replace(".weight", ".first.weight")
+            assert torch.equal(loaded[name], tensor), key
+
+
+def test_both_experts_of_the_merged_model_differ_from_the_base_and_it_trains(parent: Parent, folder: Path) -> None:
+    for part in ("transformer", "transformer_2"):
+        base, merged = (
+            load_file(next((folder / where / part).glob("*.safetensors")))
+            for where in ("runs/kron/tiny-wan2.2", "runs/merged")
+        )
+        changed = {name for name in base if not torch.equal(base[name], merged[name])}
+        assert changed and all(".attn" in name for name in changed)
+    sets = ("--set", "run.name=on-merged", "--set", "model.path=runs/merged", "--set", "train.max_steps=1")
+    pid = parent.begin("train", "config/wan22_automagic.yaml", *sets, cwd=folder)
+    assert parent.wait(pid) == 0, parent.said()
+
+
+def test_runs_on_files_say_so(folder: Path) -> None:
+    for run, said in (
+        ("second", "16 of 16 layers begin with the values of"),
+        ("above", "is frozen below what is trained"),
+    ):
+        events = (folder / "runs" / run / "events.jsonl").read_text()
+        assert events.count(said) == 2, run
+    assert not same(
+        folder / "runs/second/exports/second_high_noise.safetensors",
+        folder / "runs/first/exports/first_high_noise.safetensors",
+    )
+
+
+REAL = ("captioned_images", "qwen_image_pictures", "sd35_pictures", "sdxl_pictures")
+SMALL = (
+    *("model.path=tiny", "model.variant=null", "model.base_weights=as_computed", "train.max_steps=1"),
+    *("datasets[0].instance_data_dir=config/example_images", "datasets[0].resolution=64", "datasets[0].bucket_step=16"),
+    *("cache_config.cache_dir=cache", "validation.width=64", "validation.height=64", "validation.inference_steps=2"),
+)
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_the_configurations_for_real_models_train_the_tiny_one(parent: Parent, folder: Path, name: str) -> None:
+    assert name in walk()
+    sets = [word for one in SMALL for word in ("--set", one)]
+    pid = parent.begin("train", f"config/{name}.yaml", *sets, cwd=folder)
+    assert parent.wait(pid) == 0, parent.said()
