@@ -5,7 +5,8 @@ memory, which never moves; managed memory, moved by faults, prefetches, advice a
 memory on ATS machines, which follows the GPU's access counters and does not come back; discards; faults of the driver.
 Time is modelled (`seconds`), from the machine's figures and from `Parameters`, of which the cost of a batch of faults,
 the bytes of a counted access, duplex traffic and whether hits refresh eviction order are unconfirmed. Nothing is
-measured. One GPU; one host node; streams, kernels, peers and HMM are not modelled. See docs/model.md.
+measured. One GPU; one host node; one stream of work and any number of copies beside it; kernels, peers and HMM are not
+modelled. See docs/model.md.
 """
 
 from __future__ import annotations
@@ -77,6 +78,17 @@ class Superchip:
         """The GPU is busy with something else; prefetches that are under way go on."""
         with self._lock:
             self.clock.spend(seconds)
+
+    def stream(self, nbytes: int, to_gpu: bool, after: float = 0.0) -> float:
+        """A copy between device memory and pinned host memory, on a stream of its own and not begun before `after`: the
+        modelled second in which it will have arrived. Copies take the link in the order in which they are asked for."""
+        with self._lock:
+            return self.clock.cross(nbytes if to_gpu else 0, 0 if to_gpu else nbytes, after)
+
+    def wait(self, until: float) -> None:
+        """The GPU's own stream waits for an event of another."""
+        with self._lock:
+            self.clock.wait(until)
 
     def inject(self, fault: Fault) -> None:
         """A further fault; its `first` call counts from now."""

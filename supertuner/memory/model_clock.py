@@ -46,6 +46,11 @@ class Clock:
         """Modelled seconds since the machine was made; None once a cost came in whose figure is not known."""
         return None if self.unknown else self._now
 
+    @property
+    def now(self) -> float:
+        """Where the clock stands; costs whose figure is not known are not in it (`unknown`)."""
+        return self._now
+
     def spend(self, seconds: float) -> None:
         """Time passes for another reason, such as computation; the link works on meanwhile."""
         self._now += seconds
@@ -65,19 +70,21 @@ class Clock:
             self.traffic.fault_batches += batches
             self._now += batches * self._parameters.fault_batch_s
 
-    def cross(self, up: int, down: int) -> float:
-        """Begin to send bytes to the GPU and to the host as soon as the link is free; when they will have arrived."""
+    def cross(self, up: int, down: int, after: float = 0.0) -> float:
+        """Begin to send bytes to the GPU and to the host as soon as the link is free, and not before `after`; when they
+        will have arrived."""
         self.traffic.to_device_bytes += up
         self.traffic.to_host_bytes += down
         up_s = self._cost(up, "to_device_bytes_s")
         down_s = self._cost(down, "to_host_bytes_s")
+        begin = max(self._now, after)
         if self._parameters.duplex:
-            self._up_until = max(self._now, self._up_until) + up_s if up else self._up_until
-            self._down_until = max(self._now, self._down_until) + down_s if down else self._down_until
+            self._up_until = max(begin, self._up_until) + up_s if up else self._up_until
+            self._down_until = max(begin, self._down_until) + down_s if down else self._down_until
             return max(self._now, self._up_until if up else 0.0, self._down_until if down else 0.0)
         if not up and not down:
             return self._now
-        self._up_until = self._down_until = max(self._now, self._up_until) + up_s + down_s
+        self._up_until = self._down_until = max(begin, self._up_until) + up_s + down_s
         return self._up_until
 
     def use_gpu_memory(self, nbytes: int, write: bool) -> None:

@@ -1,0 +1,99 @@
+"""What planning works with: a step's figures in seconds and bytes, block by block, and one way of running it.
+
+A `Choice` is a plan without its reasons and figures. All of this is pure and small, because a search tries thousands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from supertuner.plan.decision import Fate, Plan, Residence, Stepping
+from supertuner.plan.rates import Rates
+from supertuner.plan.table import StepTable
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    streamed: tuple[bool, ...]
+    """Of each block, whether its weights are at home in host memory."""
+    fates: tuple[Fate, ...]
+    ahead: int
+    stepping: Stepping
+    idle_at_home: bool
+
+    @classmethod
+    def nothing(cls, blocks: int) -> Choice:
+        """Everything stays in GPU memory."""
+        return cls((False,) * blocks, (Fate.KEEP,) * blocks, 1, Stepping.GPU, False)
+
+    @classmethod
+    def of(cls, plan: Plan) -> Choice:
+        return cls(
+            tuple(block.weights is Residence.STREAMED for block in plan.blocks),
+            tuple(block.activations for block in plan.blocks),
+            plan.ahead,
+            plan.stepping,
+            plan.idle_at_home,
+        )
+
+    def settled(self) -> Choice:
+        """The same, but activations that are fetched again the moment they were sent are kept instead.
+
+        Block b is used b-th in the forward pass and (2n - 1 - b)-th in all: within `ahead` uses it would come back.
+        """
+        last = len(self.fates) - 1
+        fates = tuple(
+            Fate.KEEP if fate is Fate.SEND and 2 * (last - block) + 1 <= self.ahead else fate
+            for block, fate in enumerate(self.fates)
+        )
+        return Choice(self.streamed, fates, self.ahead, self.stepping, self.idle_at_home)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A table with its times on one machine: lists by block."""
+
+    table: StepTable
+    rates: Rates
+    forward_s: Sequence[float]
+    backward_s: Sequence[float]
+    weights: Sequence[int]
+    trained: Sequence[int]
+    gradients: Sequence[int]
+    state: Sequence[int]
+    saved: Sequence[int]
+    inputs: Sequence[int]
+    update_s: float
+
+    @classmethod
+    def of(cls, table: StepTable, rates: Rates) -> Step:
+        blocks = table.blocks
+        assert blocks, f"{table.phase} has no blocks"
+        return cls(
+            table=table,
+            rates=rates,
+            forward_s=[rates.seconds(block.forward) for block in blocks],
+            backward_s=[rates.seconds(block.backward) for block in blocks],
+            weights=[block.frozen_bytes + block.trained_bytes for block in blocks],
+            trained=[block.trained_bytes for block in blocks],
+            gradients=[block.gradient_bytes for block in blocks],
+            state=[block.state_bytes for block in blocks],
+            saved=[block.saved_bytes for block in blocks],
+            inputs=[block.input_bytes for block in blocks],
+            update_s=rates.seconds(table.update),
+        )
+
+    @property
+    def micro_s(self) -> float:
+        """Forward and backward of one micro-batch, nothing recomputed."""
+        return sum(self.forward_s) + sum(self.backward_s)
+
+    def update_share(self, block: int) -> float:
+        """Of the optimizer's work, what is done for this block."""
+        whole = sum(self.trained)
+        return self.trained[block] / whole if whole else 1.0 / len(self.trained)
+
+    def host_step_bytes(self, block: int) -> int:
+        """Of host memory, what the CPU reads and writes to step a block: parameters and state both, gradients once."""
+        return 2 * (self.trained[block] + self.state[block]) + self.gradients[block]

@@ -1,0 +1,238 @@
+"""A step of a choice, use by use, on a clock: what is fetched, sent, waited for and computed, and when it is over.
+
+The rules are one set for every choice, plans and baselines alike. At the start of a use, what it and the next `ahead`
+uses need is asked for, unless it is there or on its way; the use waits for its own weights and activations. What a
+block sends home leaves behind its forward pass. Bytes on their way out still take their place on the GPU: a use that
+finds no room waits for the oldest. Copies take the link in the order in which they are asked for. The update begins
+when every gradient is there, and no forward pass begins before the update is over: only what it sends home may still be
+on its way. Given a clock of the software superchip or a quick one, the same code runs.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from supertuner.plan.choice import Choice, Step
+from supertuner.plan.decision import Fate, Stepping
+from supertuner.plan.needs import Needs
+
+PLAYED: Final = 3
+"""Micro-batches of a window that are played; further ones take as long as the last of these."""
+
+
+class Chip(Protocol):
+    """What a step asks of a machine."""
+
+    @property
+    def now(self) -> float: ...
+    def compute(self, seconds: float) -> None: ...
+    def stream(self, nbytes: int, to_gpu: bool, after: float = 0.0) -> float: ...
+    def wait(self, until: float) -> None: ...
+    def hold(self, nbytes: int) -> None:
+        """So much of the GPU's memory is in use now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """One window in a run of many."""
+
+    seconds: float
+    computing_s: float
+    """Of these, the GPU computed."""
+    update_s: float
+    """Of these, from the last gradient to the next forward pass."""
+
+    @property
+    def waiting_s(self) -> float:
+        return self.seconds - self.computing_s
+
+
+def play(step: Step, choice: Choice, needs: Needs, gpu_bytes: int, chip: Chip) -> Played:
+    """A window as it is when others came before it: what the one before still sends home is in its way."""
+    player = _Player(step, choice, needs, gpu_bytes, chip)
+    if player.trails:
+        player.window()
+    return player.window()
+
+
+class _Player:
+    def __init__(self, step: Step, choice: Choice, needs: Needs, gpu_bytes: int, chip: Chip) -> None:
+        self._step, self._choice, self._needs, self._gpu_bytes, self._chip = step, choice, needs, gpu_bytes, chip
+        self._leaving: deque[tuple[float, int]] = deque()
+        """On their way home: when they will have left, and how many bytes."""
+        self._slots: dict[int, float] = {}
+        """Blocks whose weights are in a slot, or will be then."""
+        self._gone: dict[int, float] = {}
+        """Blocks whose activations are with the host, or will be then."""
+        self._back: dict[int, float] = {}
+        self._host_until = 0.0
+        self._computed = 0.0
+
+    @property
+    def trails(self) -> bool:
+        return any(self._needs.pieces)
+
+    def window(self) -> Played:
+        begin, before = self._chip.now, self._computed
+        table, count = self._step.table, len(self._step.weights)
+        played = min(table.micro_batches, PLAYED)
+        passes = [*((b, False) for b in range(count)), *((b, True) for b in reversed(range(count)))]
+        uses, ends, last = passes * played, [begin], self._computed
+        for number in range(len(uses)):
+            if number and number % len(passes) == 0:
+                ends.append(self._chip.now)
+                last = self._computed
+            self._use(uses, number, first=number < len(passes))
+        ends.append(self._chip.now)
+        rest = table.micro_batches - played
+        extra, extra_computed = rest * (ends[-1] - ends[-2]), rest * (self._computed - last)
+        self._slots.clear()
+        begin_update = self._chip.now
+        self._update()
+        seconds = self._chip.now - begin + extra
+        return Played(seconds, self._computed - before + extra_computed, self._chip.now - begin_update)
+
+    # ── forward and backward ─────────────────────────────────────────────────────────────────────────────────────
+
+    def _use(self, uses: list[tuple[int, bool]], number: int, first: bool) -> None:
+        step, choice, chip = self._step, self._choice, self._chip
+        block, backward = uses[number]
+        need = self._needs.backward[block] if backward else self._needs.forward[block]
+        self._make_room(need)
+        for other, back in uses[number : number + choice.ahead + 1]:
+            if choice.streamed[other] and other not in self._slots:
+                self._slots[other] = chip.stream(step.weights[other], True)
+            if back and choice.fates[other] is Fate.SEND and other in self._gone and other not in self._back:
+                self._back[other] = chip.stream(step.saved[other], True, self._gone[other])
+        chip.wait(self._slots.get(block, 0.0))
+        if backward:
+            chip.wait(self._back.pop(block, 0.0))
+            self._gone.pop(block, None)
+            again = step.forward_s[block] if choice.fates[block] is Fate.RECOMPUTE else 0.0
+            self._compute(again + step.backward_s[block])
+        else:
+            self._compute(step.forward_s[block])
+        if block not in {other for other, _ in uses[number + 1 : number + choice.ahead + 1]}:
+            self._slots.pop(block, None)
+        self._send_home(block, backward, first)
+
+    def _send_home(self, block: int, backward: bool, first: bool) -> None:
+        step, choice = self._step, self._choice
+        if not backward and choice.fates[block] is Fate.SEND:
+            self._gone[block] = self._leave(step.saved[block])
+        if backward and choice.stepping is Stepping.HOST and step.gradients[block]:
+            arrived = self._leave(step.gradients[block])
+            if not first:  # the host adds it to what it has: two reads and a write
+                self._on_host(arrived, 3 * step.gradients[block])
+            self._host_until = max(self._host_until, arrived)
+
+    def _leave(self, nbytes: int) -> float:
+        gone = self._chip.stream(nbytes, False)
+        self._leaving.append((gone, nbytes))
+        return gone
+
+    def _make_room(self, need: int) -> None:
+        leaving, chip = self._leaving, self._chip
+        flying = sum(nbytes for _, nbytes in leaving)
+        while leaving and (leaving[0][0] <= chip.now or need + flying > self._gpu_bytes):
+            until, nbytes = leaving.popleft()
+            chip.wait(until)
+            flying -= nbytes
+        chip.hold(need + flying)
+
+    def _compute(self, seconds: float) -> None:
+        self._computed += seconds
+        self._chip.compute(seconds)
+
+    # ── the update ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _update(self) -> None:
+        if self._choice.stepping is Stepping.HOST:
+            self._update_on_host()
+        elif self.trails:
+            self._make_room(self._needs.update)
+            self._update_by_pieces()
+        else:
+            self._make_room(self._needs.update)
+            self._compute(self._step.update_s)
+
+    def _on_host(self, after: float, nbytes: int) -> float:
+        rate = self._step.rates.host_bytes_s
+        assert rate is not None, "a step on a host whose memory's speed is not known"
+        self._host_until = max(self._host_until, after) + nbytes / rate
+        return self._host_until
+
+    def _update_on_host(self) -> None:
+        """Block by block; weights that live on the GPU go there as they are ready, and reading them is the host's work
+        too."""
+        step, arrived = self._step, self._chip.now
+        for block, trained in enumerate(step.trained):
+            if not trained:
+                continue
+            resident = not self._choice.streamed[block]
+            ready = self._on_host(self._chip.now, step.host_step_bytes(block) + (trained if resident else 0))
+            arrived = max(arrived, self._chip.stream(trained, True, ready) if resident else ready)
+        self._chip.wait(arrived)
+
+    def _update_by_pieces(self) -> None:
+        """Pieces come as far ahead as there is room, and go home only when room is needed, or at the end.
+
+        A block's gradient makes room when its piece has been stepped.
+        """
+        step, pieces = self._step, self._needs.pieces
+        order = [b for b in range(len(pieces)) if pieces[b] or step.trained[b]]
+        room = _Room(self._gpu_bytes - self._needs.update, self._leaving)
+        stepped: deque[int] = deque()
+        arrivals: dict[int, float] = {}
+        coming = 0
+        for block in order:
+            while coming < len(order):
+                after = room.when(pieces[order[coming]])
+                while after is None and stepped:
+                    self._leave(stepped.popleft())
+                    after = room.when(pieces[order[coming]])
+                if after is None:
+                    break
+                room.take(pieces[order[coming]], after)
+                arrivals[order[coming]] = self._chip.stream(pieces[order[coming]], True, after)
+                coming += 1
+            self._chip.wait(arrivals[block])
+            self._chip.hold(room.held(self._chip.now) + self._gpu_bytes - room.total)
+            self._compute(step.update_s * step.update_share(block))
+            room.total += step.gradients[block]
+            stepped.append(pieces[block])
+        while stepped:
+            self._leave(stepped.popleft())
+
+
+class _Room:
+    """Places on the GPU during the update: what is free now, and what leaves later."""
+
+    def __init__(self, total: int, leaving: deque[tuple[float, int]]) -> None:
+        self.total = total
+        """For pieces, whether they come, stay or leave; grows as gradients go."""
+        self._taken = sum(nbytes for _, nbytes in leaving)
+        self._begun = [(0.0, self._taken)]
+        self._leaving = leaving
+
+    def take(self, nbytes: int, after: float) -> None:
+        self._taken += nbytes
+        self._begun.append((after, nbytes))
+
+    def held(self, now: float) -> int:
+        """What pieces hold now: those that left make room for those that come after."""
+        begun = sum(nbytes for after, nbytes in self._begun if after <= now)
+        return begun - sum(nbytes for until, nbytes in self._leaving if until <= now)
+
+    def when(self, nbytes: int) -> float | None:
+        """From when on there is room for so much; None: not before something else is told to leave."""
+        free = self.total - self._taken
+        if free >= nbytes:
+            return 0.0
+        for until, gone in self._leaving:
+            free += gone
+            if free >= nbytes:
+                return until
+        return None

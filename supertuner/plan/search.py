@@ -1,0 +1,264 @@
+"""The search for a choice that fits and is quick: exact where there are few, structured and improved elsewhere. Pure.
+
+Small steps: every choice is judged. Others: so many blocks streamed, so many recomputed, evenly spread among those that
+are alike; of the rest as many kept as there is room for, the last ones, which are needed first; the others sent. Those
+numbers are searched for every place of the optimizer and distance ahead; then single blocks are changed as long as that
+helps. No choice can be better than the bound, so a search that comes near it ends. Deterministic: it counts its trials
+and looks at no clock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import Final
+
+from supertuner.plan.choice import Choice, Step
+from supertuner.plan.decision import Fate, Stepping
+from supertuner.plan.needs import needs
+from supertuner.plan.quick import Verdict, judge
+from supertuner.plan.rates import Limits
+
+FEW: Final = 3000
+"""Choices that are all judged."""
+ENOUGH: Final = 1.002
+"""Times the bound: not worth searching further."""
+TRIALS: Final = 700
+"""Choices that are judged at most; each takes a millisecond or two."""
+TRAFFIC_COUNTS: Final = 1e-3
+"""Of two choices that take as long, the one that moves less: a second of link is worth this many of the step."""
+AHEAD: Final = (1, 2, 3, 0)
+NEGLIGIBLE: Final = 0.01
+"""Share of the GPU's memory below which nobody sends an optimizer's state away."""
+
+
+def search(step: Step, limits: Limits, bound_s: float) -> Verdict | None:
+    """The best choice that was found; None if none fits."""
+    count = len(step.weights)
+    for choice in (Choice.nothing(count), replace(Choice.nothing(count), idle_at_home=True)):
+        verdict = judge(step, choice, limits)
+        if verdict.played is not None and (not choice.idle_at_home or step.rates.has_link):
+            return verdict
+    if _size(step) <= FEW:
+        return _best(step, (judge(step, choice, limits) for choice in _every(step)))
+    return _Search(step, limits, bound_s).run()
+
+
+def worth(step: Step, verdict: Verdict) -> float:
+    """What is made small: time, and a little for what is moved."""
+    if verdict.played is None:
+        return math.inf
+    return verdict.seconds + TRAFFIC_COUNTS * link_seconds(step, verdict.choice)
+
+
+def link_seconds(step: Step, choice: Choice) -> float:
+    """How long the link is busy in a window, both ways."""
+    rates, micro = step.rates, step.table.micro_batches
+    if not rates.has_link:
+        return 0.0
+    assert rates.to_device_bytes_s is not None and rates.to_host_bytes_s is not None
+    sent = sum(s for s, fate in zip(step.saved, choice.fates, strict=True) if fate is Fate.SEND)
+    streamed = sum(w for w, away in zip(step.weights, choice.streamed, strict=True) if away)
+    up, down = micro * (sent + 2 * streamed), micro * sent
+    trained = sum(t for t, away in zip(step.trained, choice.streamed, strict=True) if away)
+    if choice.stepping is Stepping.HOST:
+        up, down = up + sum(step.trained) - trained, down + micro * sum(step.gradients)
+    else:
+        state = sum(step.state) if choice.stepping is Stepping.STREAMED else 0
+        up, down = up + state + trained, down + state + trained
+    return up / rates.to_device_bytes_s + down / rates.to_host_bytes_s
+
+
+def steppings(step: Step, limits: Limits) -> list[Stepping]:
+    """Where the optimizer may step. What keeps megabytes stays on the GPU."""
+    found = [Stepping.GPU]
+    if step.rates.has_link and sum(step.state) + sum(step.gradients) > NEGLIGIBLE * limits.gpu_bytes:
+        found.append(Stepping.STREAMED)
+        if step.rates.host_bytes_s is not None:
+            found.append(Stepping.HOST)
+    return found
+
+
+def spread(members: Sequence[int]) -> list[int]:
+    """The same in an order in which every beginning is spread evenly over all: halves, quarters, eighths."""
+    bits = max(1, (len(members) - 1).bit_length())
+    order = sorted(range(1 << bits), key=lambda number: int(f"{number:0{bits}b}"[::-1], 2))
+    return [members[number] for number in order if number < len(members)]
+
+
+def _fates(step: Step, block: int) -> tuple[Fate, ...]:
+    fates = [Fate.KEEP]
+    if step.saved[block]:
+        fates += [Fate.SEND] if step.rates.has_link else []
+        fates += [Fate.RECOMPUTE] if step.table.blocks[block].recomputable else []
+    return tuple(fates)
+
+
+def _residences(step: Step, block: int) -> tuple[bool, ...]:
+    return (False, True) if step.rates.has_link and step.weights[block] else (False,)
+
+
+def _size(step: Step) -> int:
+    blocks = math.prod(len(_fates(step, b)) * len(_residences(step, b)) for b in range(len(step.weights)))
+    return blocks * len(AHEAD) * len(Stepping)
+
+
+def _every(step: Step) -> Iterator[Choice]:
+    count = len(step.weights)
+    places = [stepping for stepping in Stepping if stepping is Stepping.GPU or step.rates.has_link]
+    if step.rates.host_bytes_s is None:
+        places = [stepping for stepping in places if stepping is not Stepping.HOST]
+    fates = product(*(_fates(step, b) for b in range(count)))
+    for fate in fates:
+        for streamed in product(*(_residences(step, b) for b in range(count))):
+            for ahead, stepping in product(AHEAD, places):
+                yield Choice(streamed, fate, ahead, stepping, step.rates.has_link)
+
+
+def _best(step: Step, verdicts: Iterator[Verdict]) -> Verdict | None:
+    best = min(verdicts, key=lambda verdict: worth(step, verdict), default=None)
+    return None if best is None or best.played is None else best
+
+
+class _Search:
+    def __init__(self, step: Step, limits: Limits, bound_s: float) -> None:
+        self._step, self._limits, self._bound_s = step, limits, bound_s
+        self._left = TRIALS
+        self._best: Verdict | None = None
+        self._away = _ranked(
+            step, lambda b: float(step.weights[b]), [b for b in range(len(step.weights)) if any(_residences(step, b))]
+        )
+        again = [b for b in range(len(step.weights)) if Fate.RECOMPUTE in _fates(step, b)]
+        self._again = _ranked(step, lambda b: (step.saved[b] - step.inputs[b]) / max(step.forward_s[b], 1e-12), again)
+        """Blocks in the order in which recomputing them frees most for its time."""
+
+    def run(self) -> Verdict | None:
+        for ahead in AHEAD:
+            if ahead == 0 and self._best is not None:
+                break
+            for stepping in steppings(self._step, self._limits):
+                self._numbers(ahead, stepping)
+                if self._done:
+                    return self._best
+        self._singles()
+        return self._best
+
+    @property
+    def _done(self) -> bool:
+        near = self._best is not None and self._best.seconds <= ENOUGH * self._bound_s
+        return near or self._left <= 0
+
+    def _worth(self, choice: Choice | None) -> float:
+        if choice is None or self._hopeless(choice):
+            return math.inf
+        self._left -= 1
+        verdict = judge(self._step, choice, self._limits)
+        value = worth(self._step, verdict)
+        if value < (math.inf if self._best is None else worth(self._step, self._best)):
+            self._best = verdict
+        return value
+
+    def _hopeless(self, choice: Choice) -> bool:
+        """Its work alone, or its traffic alone, takes longer than the best: no need to play it."""
+        if self._best is None:
+            return False
+        step = self._step
+        again = sum(f for f, fate in zip(step.forward_s, choice.fates, strict=True) if fate is Fate.RECOMPUTE)
+        work = step.table.micro_batches * (step.micro_s + again)
+        traffic = 0.0 if step.rates.duplex else link_seconds(step, choice)
+        return max(work, traffic) > self._best.seconds
+
+    def _numbers(self, ahead: int, stepping: Stepping) -> None:
+        """How many blocks are streamed and how many recomputed: a coarse grid, then closer steps around the best."""
+        most = (len(self._away), len(self._again))
+        tried: dict[tuple[int, int], float] = {}
+
+        def value(at: tuple[int, int]) -> float:
+            if at not in tried:
+                tried[at] = self._worth(self._made(*at, ahead, stepping))
+            return tried[at]
+
+        stride = [max(1, math.ceil(limit / 4)) for limit in most]
+        grid = [sorted({*range(0, limit + 1, by), limit}) for limit, by in zip(most, stride, strict=True)]
+        for at in product(*grid):
+            value(at)
+            if self._done:
+                return
+        at = min(tried, key=lambda key: (tried[key], key))
+        while not self._done:
+            near = [
+                (at[0] + i * stride[0], at[1] + j * stride[1])
+                for i, j in product((-1, 0, 1), repeat=2)
+                if 0 <= at[0] + i * stride[0] <= most[0] and 0 <= at[1] + j * stride[1] <= most[1]
+            ]
+            better = min(near, key=lambda key: (value(key), key))
+            if tried[better] >= tried[at]:
+                if stride == [1, 1]:
+                    return
+                stride = [max(1, by // 2) for by in stride]
+            else:
+                at = better
+
+    def _made(self, away: int, again: int, ahead: int, stepping: Stepping) -> Choice | None:
+        """So many streamed and recomputed; of the others the last are kept, as many as fit. None: nothing fits."""
+        count = len(self._step.weights)
+        streamed, recomputed = set(self._away[:away]), set(self._again[:again])
+        others = [b for b in reversed(range(count)) if b not in recomputed]
+
+        def choice(kept: int) -> Choice:
+            keep = set(others[:kept])
+            fates = tuple(
+                Fate.RECOMPUTE if b in recomputed else Fate.KEEP if b in keep or not self._sends(b) else Fate.SEND
+                for b in range(count)
+            )
+            return Choice(tuple(b in streamed for b in range(count)), fates, ahead, stepping, self._step.rates.has_link)
+
+        if not self._fits_gpu(choice(0)):
+            return None
+        low, high = 0, len(others)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self._fits_gpu(choice(middle)):
+                low = middle
+            else:
+                high = middle - 1
+        made = choice(low)
+        return made if needs(self._step, made.settled()).fit(self._limits, self._step.rates.one_pool) else None
+
+    def _sends(self, block: int) -> bool:
+        return Fate.SEND in _fates(self._step, block)
+
+    def _fits_gpu(self, choice: Choice) -> bool:
+        return needs(self._step, choice.settled()).gpu <= self._limits.gpu_bytes
+
+    def _singles(self) -> None:
+        """Change one block at a time, or the distance, as long as it helps."""
+        best = self._best
+        while best is not None and not self._done:
+            for other in _neighbours(self._step, best.choice):
+                self._worth(other)
+                if self._done or self._best is not best:
+                    break
+            if self._best is best:
+                return
+            best = self._best
+
+
+def _neighbours(step: Step, choice: Choice) -> Iterator[Choice]:
+    for b in range(len(step.weights)):
+        for fate in _fates(step, b):
+            if fate is not choice.fates[b]:
+                yield replace(choice, fates=(*choice.fates[:b], fate, *choice.fates[b + 1 :]))
+        for away in _residences(step, b):
+            if away is not choice.streamed[b]:
+                yield replace(choice, streamed=(*choice.streamed[:b], away, *choice.streamed[b + 1 :]))
+
+
+def _ranked(step: Step, merit: Callable[[int], float], blocks: Sequence[int]) -> list[int]:
+    """Best first; blocks that are alike in an evenly spread order."""
+    alike: dict[float, list[int]] = {}
+    for block in blocks:
+        alike.setdefault(float(f"{merit(block):.3g}"), []).append(block)
+    return [block for value in sorted(alike, reverse=True) for block in spread(alike[value])]
