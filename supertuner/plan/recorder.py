@@ -52,6 +52,9 @@ class Device(Protocol):
     def behaving(self) -> AbstractContextManager[None]:
         """Inside, fake tensors on the CPU go the ways that they would go on this device."""
 
+    def standing(self) -> Sequence[int]:
+        """Bytes of what its libraries take for themselves when they are first used, and keep."""
+
     def workspace(self, operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[int]:
         """Bytes of what an operator takes when it begins and gives back when it ends."""
 
@@ -65,6 +68,9 @@ class Plain:
 
     def behaving(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def standing(self) -> Sequence[int]:
+        return ()
 
     def workspace(self, operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[int]:
         return ()
@@ -118,6 +124,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._owners[id(tensor)] = place
             kind = Kind.TRAINED if tensor.requires_grad else Kind.FROZEN
             self.known(tensor, kind, place)
+        for nbytes in self.device.standing():
+            self._take(nbytes, 0, at=0)
 
     def place_of(self, name: str) -> int:
         """The block that a parameter of this name is in."""
