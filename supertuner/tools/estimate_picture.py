@@ -29,13 +29,13 @@ LEFT, RIGHT, TOP, BOTTOM = 92, 232, 96, 60
 STEP_HEIGHT, WHAT_IF_HEIGHT = 640, 520
 COLOURS: Mapping[str, str] = {
     "frozen weights": "#4a6d8c",
-    "idle weights": "#a9bccb",
+    "idle experts": "#a9bccb",
     "trained weights": "#2f9c95",
     "gradients": "#d98c3f",
     "optimizer state": "#8a5fb0",
     "batch": "#6b7280",
     "activations": "#e3c565",
-    "temporary": "#c8553d",
+    "temporaries": "#c8553d",
 }
 """In the order in which they are stacked."""
 OTHER = "#9aa0a6"

@@ -1,0 +1,285 @@
+"""Single changes that would make a run fit, or make it faster, and what each would cost: from one table. Pure.
+
+Changes of where things live and of what is done again are worked out block by block. Changes of sizes (batch, frames,
+number formats) are scaled from the trace of the settings as they are, and say so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from supertuner.config.tree import RunConfig
+from supertuner.core.types import MediaKind, bytes_text
+from supertuner.memory.machines import MACHINES, Machine
+from supertuner.plan.choice import Choice, Step
+from supertuner.plan.decision import Fate, Plan
+from supertuner.plan.forecast import Change, Room
+from supertuner.plan.needs import needs
+from supertuner.plan.rates import Rates
+from supertuner.plan.table import Block, StepTable, Work
+
+STATE_8BIT = 0.25
+"""Of AdamW's fp32 moments: one byte for each of four, blocks' scales left out."""
+MOST_SHOWN = 8
+NOT_MUCH_SLOWER = 1.2
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """A run as its settings say, at the step that needs the most."""
+
+    config: RunConfig
+    room: Room
+    rates: Rates | None
+    """None: a figure of the machine that times are made from is not known."""
+    table: StepTable
+    """Of the step in which nothing is recomputed."""
+    choice: Choice
+    """How the settings run it."""
+    peak_bytes: int
+    """Of the training phase, as traced."""
+    other_bytes: int
+    """The fullest of the other phases."""
+    host_bytes: int
+    """What the run has in host memory already."""
+    plan: Plan | None = None
+
+
+_ANY_RATES = Rates(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, one_pool=False)
+"""Memory does not depend on speed."""
+
+
+def _needed(table: StepTable, choice: Choice) -> int:
+    return needs(Step.of(table, _ANY_RATES), choice).gpu
+
+
+def as_configured(table: StepTable, checkpointing: bool) -> Choice:
+    """How a run without a plan runs a step: everything on the GPU; activations kept, or recomputed everywhere."""
+    nothing = Choice.nothing(len(table.blocks))
+    if not checkpointing:
+        return nothing
+    return replace(nothing, fates=tuple(Fate.RECOMPUTE if b.recomputable else Fate.KEEP for b in table.blocks))
+
+
+def plain_seconds(table: StepTable, choice: Choice, rates: Rates) -> float:
+    """Of a window in which nothing crosses the link."""
+    step = Step.of(table, rates)
+    again = sum(s for s, fate in zip(step.forward_s, choice.fates, strict=True) if fate is Fate.RECOMPUTE)
+    return table.micro_batches * (step.micro_s + again) + step.update_s
+
+
+def changes(now: Situation) -> tuple[Change, ...]:
+    """The best first; those that need no less than now are left out."""
+    found = [*_placements(now), *_sizes(now), *_machines(now)]
+    helpful = [one for one in found if one.gpu_bytes is None or one.gpu_bytes < now.peak_bytes or one.fits]
+    return tuple(sorted(helpful, key=_rank)[:MOST_SHOWN])
+
+
+def _rank(change: Change) -> tuple[bool, bool, bool, float, int]:
+    """What fits; of that, what changes time and memory alone; of that, the quickest; of that, the smallest."""
+    time = 0.0 if change.time is None else round(change.time, 3)
+    return not change.fits, not change.same_result, change.time is None, time, change.gpu_bytes or 0
+
+
+# ── where things live, and what is done again ────────────────────────────────────────────────────────────────────────
+
+
+def _placements(now: Situation) -> Iterator[Change]:
+    config, table = now.config, now.table
+    if not config.train.gradient_checkpointing:
+        choice = as_configured(table, checkpointing=True)
+        yield _changed(now, "train.gradient_checkpointing=true", table, choice, "each block's forward pass twice")
+    if table.idle_bytes:
+        alone = replace(table, idle_bytes=0)
+        yield _changed(now, "model.experts=high_noise", alone, now.choice, "one expert at a time: two runs")
+    if now.plan is not None and now.plan.fits and now.plan.modelled is not None:
+        modelled = now.plan.modelled
+        time = None if now.rates is None else modelled.seconds / plain_seconds(table, now.choice, now.rates)
+        price = f"{bytes_text(modelled.host_peak_bytes)} of host memory"
+        host = now.host_bytes + modelled.host_peak_bytes
+        yield Change("a plan (plan.mode)", modelled.gpu_peak_bytes, host, True, time, price)
+    if not config.memory.overflow.enabled and not now.room.one_pool and now.room.gpu_bytes is not None:
+        yield from _overflow(now, now.room.gpu_bytes)
+
+
+def _overflow(now: Situation, limit: int) -> Iterator[Change]:
+    """What does not fit lies in managed memory. Every byte of it crosses the link at least once each way in a step."""
+    over = now.peak_bytes - limit
+    if over <= 0:
+        return
+    host = now.host_bytes + over
+    fits = now.room.host_bytes is not None and host <= now.room.host_bytes
+    time = None
+    if now.rates is not None and now.rates.to_device_bytes_s and now.rates.to_host_bytes_s:
+        crossing = over / now.rates.to_device_bytes_s + over / now.rates.to_host_bytes_s
+        plain = plain_seconds(now.table, now.choice, now.rates)
+        time = 1 + now.table.micro_batches * crossing / plain
+    yield Change("memory.overflow.enabled=true", limit, host, fits, time, "at least that: pages are fetched on demand")
+
+
+# ── sizes ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _sizes(now: Situation) -> Iterator[Change]:
+    config, table = now.config, now.table
+    kind = config.adapter.type
+    if kind not in ("full", "diff") and not config.adapter.dora and config.model.base_weights == "as_computed":
+        eight = replace(
+            table,
+            blocks=tuple(replace(block, frozen_bytes=block.frozen_bytes // 2) for block in table.blocks),
+            idle_bytes=table.idle_bytes // 2,
+        )
+        price = "weights of 8 bits, unpacked at every use: slower, and a little coarser"
+        yield _changed(
+            now, "model.base_weights=int8", eight, now.choice, price, exact=False, timed=False, same_result=False
+        )
+    if config.optimizer.name == "adamw":
+        less = replace(table, blocks=tuple(_with_state(block, STATE_8BIT) for block in table.blocks))
+        price = "moments of 8 bits: other steps than AdamW's"
+        yield _changed(now, "optimizer.name=adamw8bit", less, now.choice, price, exact=False, same_result=False)
+    batch = config.train.batch_size
+    if batch > 1:
+        alone = scaled(table, 1 / batch)
+        several = replace(alone, micro_batches=table.micro_batches * batch)
+        sets = (
+            f"train.batch_size=1 train.gradient_accumulation_steps={config.train.gradient_accumulation_steps * batch}"
+        )
+        yield _changed(now, sets, several, now.choice, "the same window in smaller pieces", exact=False)
+    yield from _smaller(now)
+    if kind == "full":
+        yield _adapter_instead(now)
+
+
+def _smaller(now: Situation) -> Iterator[Change]:
+    """Of the dataset with the largest samples: as many frames, or as large a side, as fits. Half, if nothing does."""
+    for place, dataset in enumerate(now.config.datasets):
+        if dataset.held_out or now.room.gpu_bytes is None:
+            continue
+        if dataset.dataset_type is MediaKind.VIDEO and max(dataset.frames) > 1:
+            most = max(dataset.frames)
+            choices = [count for count in range(most - 4, 0, -4) if count % 4 == 1] or [1]
+            shares = [((count - 1) // 4 + 1) / ((most - 1) // 4 + 1) for count in choices]
+            name, price = f"datasets[{place}].frames", "shorter clips"
+        else:
+            most = max(dataset.resolution)
+            step = max(64, dataset.bucket_step)
+            choices = list(range(most - step, step - 1, -step))
+            shares = [(side / most) ** 2 for side in choices]
+            name, price = f"datasets[{place}].resolution", "smaller pictures"
+        if choices:
+            yield _largest_that_fits(now, name, price, choices, shares)
+
+
+def _largest_that_fits(
+    now: Situation, name: str, price: str, choices: Sequence[int], shares: Sequence[float]
+) -> Change:
+    """In proportion to the tokens of a sample: so are activations. Attention is more than in proportion, so that the
+    time is at most what is said."""
+    tried = [
+        _changed(now, f"{name}={value}", scaled(now.table, share), now.choice, price, exact=False, same_result=False)
+        for value, share in zip(choices, shares, strict=True)
+    ]
+    half = min(range(len(shares)), key=lambda place: abs(shares[place] - 0.5))
+    found = next((change for change in tried if change.fits), tried[half])
+    return replace(found, price=f"{price}; at most that time")
+
+
+def _adapter_instead(now: Situation) -> Change:
+    """The trained weights as frozen ones in 16 bits; the adapter itself is small beside them and left out."""
+    blocks = tuple(
+        replace(
+            block,
+            frozen_bytes=block.frozen_bytes + block.trained_bytes // 2,
+            trained_bytes=0,
+            gradient_bytes=0,
+            state_bytes=0,
+        )
+        for block in now.table.blocks
+    )
+    table = replace(now.table, blocks=blocks, idle_bytes=0, update_peak_bytes=0)
+    price = "an adapter, not the weights"
+    return _changed(now, "adapter.type=lora", table, now.choice, price, exact=False, timed=False, same_result=False)
+
+
+def scaled(table: StepTable, share: float) -> StepTable:
+    """The step of a batch with so many times the tokens."""
+    return replace(
+        table,
+        blocks=tuple(_scaled(block, share) for block in table.blocks),
+        batch_bytes=round(table.batch_bytes * share),
+    )
+
+
+def _scaled(block: Block, share: float) -> Block:
+    return replace(
+        block,
+        saved_bytes=round(block.saved_bytes * share),
+        input_bytes=round(block.input_bytes * share),
+        forward_peak_bytes=round(block.forward_peak_bytes * share),
+        backward_peak_bytes=round(block.backward_peak_bytes * share),
+        forward=_less(block.forward, share),
+        backward=_less(block.backward, share),
+    )
+
+
+def _less(work: Work, share: float) -> Work:
+    return Work(work.matmul_flops * share, work.other_flops * share, work.gpu_bytes * share, work.operators)
+
+
+def _with_state(block: Block, share: float) -> Block:
+    return replace(block, state_bytes=round(block.state_bytes * share))
+
+
+# ── other machines ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _machines(now: Situation) -> Iterator[Change]:
+    """The smallest known machine that takes the run as it is; rather one that is not much slower."""
+    need = max(now.peak_bytes, now.other_bytes)
+    if now.room.gpu_bytes is None or need <= now.room.gpu_bytes:
+        return
+    fitting = [machine for machine in MACHINES.values() if _holds(machine, need, now.host_bytes)]
+    times = {machine.key: _time_on(now, machine) for machine in fitting}
+    quick = [machine for machine in fitting if (time := times[machine.key]) is not None and time <= NOT_MUCH_SLOWER]
+    if chosen := quick or fitting:
+        smallest = min(chosen, key=lambda machine: machine.gpu_bytes.value or 0)
+        time = times[smallest.key]
+        yield Change(f"--machine {smallest.key}", need, now.host_bytes, True, time, f"a {smallest.title}")
+
+
+def _time_on(now: Situation, machine: Machine) -> float | None:
+    rates = Rates.of(machine, now.config.train.mixed_precision)
+    if now.rates is None or rates.unknown:
+        return None
+    return plain_seconds(now.table, now.choice, rates) / plain_seconds(now.table, now.choice, now.rates)
+
+
+def _holds(machine: Machine, gpu_bytes: int, host_bytes: int) -> bool:
+    has = machine.gpu_bytes.value
+    if has is None:
+        return False
+    return gpu_bytes + (host_bytes if machine.one_pool else 0) <= has
+
+
+def _changed(
+    now: Situation,
+    what: str,
+    table: StepTable,
+    choice: Choice,
+    price: str,
+    *,
+    exact: bool = True,
+    timed: bool = True,
+    same_result: bool = True,
+) -> Change:
+    """The table's difference, on top of what was traced."""
+    peak = now.peak_bytes + _needed(table, choice) - _needed(now.table, now.choice)
+    worst = max(peak, now.other_bytes)
+    room = now.room
+    has = room.gpu_bytes
+    pool = worst + (now.host_bytes if room.one_pool else 0)
+    time = None
+    if timed and now.rates is not None:
+        time = plain_seconds(table, choice, now.rates) / plain_seconds(now.table, now.choice, now.rates)
+    return Change(what, worst, now.host_bytes, has is not None and pool <= has, time, price, exact, same_result)
