@@ -23,6 +23,8 @@ STATE_8BIT = 0.25
 """Of AdamW's fp32 moments: one byte for each of four, blocks' scales left out."""
 MOST_SHOWN = 8
 NOT_MUCH_SLOWER = 1.2
+FORECAST_ONLY = ("mi300a",)
+"""Machines that have no driver here: nobody is sent to them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +259,7 @@ def _time_on(now: Situation, machine: Machine) -> float | None:
 
 def _holds(machine: Machine, gpu_bytes: int, host_bytes: int) -> bool:
     has = machine.gpu_bytes.value
-    if has is None:
+    if has is None or machine.key in FORECAST_ONLY:
         return False
     return gpu_bytes + (host_bytes if machine.one_pool else 0) <= has
 
