@@ -1,30 +1,50 @@
 """Modules without weights, as loading would make them: every layer, shape and number format, and no memory.
 
-A module is made on torch's meta device by its config alone; `filled` then gives it fake tensors, on which its own code
-runs operator by operator and computes nothing.
+A module is made on torch's meta device by its config alone; `filled` gives it fake tensors, on which its own code runs
+operator by operator and computes nothing. Adapters are put on before that: peft takes no fake parameters.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any, Final
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from supertuner.models import loading
-from supertuner.models.spec import Model
+
+def stand_in(skeleton: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
+    """What loading would give: in eval mode, no gradient required, in fp32 what its class keeps so. It is on the meta
+    device, or, where fake tensors are in use, on the CPU with fake ones."""
+    mode = detect_fake_mode()
+    with unset_fake_temporarily():
+        module = skeleton()
+        kept = tuple(getattr(module, "_keep_in_fp32_modules", None) or ())
+        for name, tensor in module.named_parameters():
+            if tensor.is_floating_point():
+                tensor.data = tensor.data.to(torch.float32 if set(kept) & set(name.split(".")) else dtype)
+    module = module.eval().requires_grad_(False)
+    return module if mode is None else filled(module, mode, torch.device("cpu"))
 
 
-def hollow(model: Model, part: str, dtype: torch.dtype) -> nn.Module:
-    """A part on the meta device, in eval mode, no gradient required; what its class keeps in fp32 is in fp32."""
-    module = loading.skeleton(model, part)
-    kept = tuple(getattr(module, "_keep_in_fp32_modules", None) or ())
-    for name, tensor in module.named_parameters():
-        if tensor.is_floating_point():
-            tensor.data = tensor.data.to(torch.float32 if set(kept) & set(name.split(".")) else dtype)
-    return module.eval().requires_grad_(False)
+class Wordless:
+    """A tokenizer that knows no words: of any text it makes as many tokens as it may, or `LONG` where nobody says how
+    many that are. For its callers tokens are numbers whose values nobody looks at."""
+
+    LONG: Final = 2048
+    CLIP: Final = 77
+    model_max_length: Final = CLIP
+
+    def __call__(self, text: str | Sequence[str], max_length: int | None = None, **_how: Any) -> SimpleNamespace:
+        length = max_length or self.LONG
+        if isinstance(text, str):
+            return SimpleNamespace(input_ids=range(length))
+        ids = torch.ones(len(text), length, dtype=torch.long)
+        return SimpleNamespace(input_ids=ids, attention_mask=torch.ones_like(ids))
 
 
 def filled(module: nn.Module, mode: FakeTensorMode, device: torch.device) -> nn.Module:

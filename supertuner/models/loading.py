@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from supertuner.core.errors import ModelError
+from supertuner.models import hollow
 from supertuner.models.quiet import quietly
 from supertuner.models.reading import folder_of, weights_of
 from supertuner.models.spec import Expert, Model
@@ -32,6 +33,8 @@ def module(model: Model, part: str, dtype: torch.dtype) -> nn.Module:
 
     Modules that the class itself keeps in fp32 (norms, time embeddings) stay so whatever `dtype` is.
     """
+    if model.source.hollow:
+        return hollow.stand_in(lambda: skeleton(model, part), dtype)
     kind = _class_of(model, part)
     folder = folder_of(model.source, (part,))
     single = model.source.single_files.get(part)
@@ -55,7 +58,7 @@ def skeleton(model: Model, part: str) -> nn.Module:
     kind = _class_of(model, part)
     with quietly(), torch.device("meta"):
         try:
-            made = kind.from_config(dict(model.configs[part]))
+            made = _from_config(kind, dict(model.configs[part]))
         except (ValueError, TypeError, AttributeError, RuntimeError, KeyError) as error:
             raise ModelError(
                 f"{model.source.path}: the config of {part} describes no {kind.__name__}: {_first_line(error)}"
@@ -66,6 +69,8 @@ def skeleton(model: Model, part: str) -> nn.Module:
 
 def plain(model: Model, part: str) -> Any:
     """A part without weights: a tokenizer or a scheduler."""
+    if model.source.hollow:
+        return hollow.Wordless()
     kind = _class_of(model, part)
     folder = folder_of(model.source, (part,))
     with quietly():
@@ -94,6 +99,13 @@ def _class_of(model: Model, part: str) -> Any:
     if found is None:
         raise ModelError(f"{model.source.path}: its {part} is a {name}, which the installed {library} does not have")
     return found
+
+
+def _from_config(kind: Any, config: dict[str, Any]) -> Any:
+    """Each library has its own way."""
+    if kind.__module__.startswith("diffusers."):
+        return kind.from_config(config)
+    return kind(kind.config_class.from_dict(config))
 
 
 def _from_folder(kind: Any, model: Model, folder: Path, part: str, dtype: torch.dtype) -> nn.Module:

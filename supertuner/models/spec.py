@@ -39,6 +39,8 @@ class Source:
     offline: bool = False
     single_files: Mapping[str, Path] = field(default_factory=dict)
     """Part → a .safetensors file that its weights come from instead."""
+    hollow: bool = False
+    """Its parts are made from their configs alone, without weights and files: for a forecast."""
 
 
 @dataclass(frozen=True, slots=True)

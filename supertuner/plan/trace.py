@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from supertuner.config.tree import RunConfig
 from supertuner.core.events import Event
 from supertuner.models.blocks import blocks_of
-from supertuner.models.hollow import filled, hollow
+from supertuner.models.hollow import filled
 from supertuner.models.spec import Expert, Family, Model
 from supertuner.plan.record import Kind, Trace
 from supertuner.plan.recorder import Device, Plain, Recorder
@@ -68,12 +68,12 @@ def trace_training(
     device: Device | None = None,
 ) -> Trace:
     """One optimizer step of an expert. `checkpointing`: instead of what the configuration says."""
-    config = _traced(config, checkpointing)
+    config, model = _traced(config, checkpointing), hollowed(model)
     device = device or Plain()
     precision = Precision(config.train.mixed_precision, CPU)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with torch.device("meta"):
-        module = hollow(model, expert.part, weight_format(config, precision))
+        module = family.denoiser(model, expert, weight_format(config, precision))
         store_base(config, module, precision, Unheard())
         trained = trained_of(config, family, expert, module, precision, Unheard())
     names = {id(parameter): name for name, parameter in trained.parameters.items()}
@@ -109,6 +109,11 @@ def trace_training(
             )
         _state(recorder, trainee)
     return recorder.trace(f"train {expert.name}", micro_batches=micro_batches)
+
+
+def hollowed(model: Model) -> Model:
+    """The model, none of whose parts needs a weight."""
+    return replace(model, source=replace(model.source, hollow=True))
 
 
 def _traced(config: RunConfig, checkpointing: bool | None) -> RunConfig:
