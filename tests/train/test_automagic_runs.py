@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from supertuner.train.loss_log import read as read_losses
 from tests.train.runs import ROOT, Parent, artefacts, config
-from tests.train.test_runs import del_intermediate, interrupted, trained
+from tests.train.test_runs import del_intermediate, trained, whole_and_again
 
 SEED = {
     "name": "automagic",
@@ -31,8 +31,7 @@ def rates(run: Path) -> list[dict[str, Any]]:
 
 
 def test_a_run_stopped_and_resumed_ends_with_the_same_bits(parent: Parent, tmp_path: Path) -> None:
-    whole = trained(parent, tmp_path, "whole", optimizer=SEED, **PLAIN)
-    again = interrupted(parent, tmp_path, "again", optimizer=SEED, **PLAIN)
+    whole, again = whole_and_again(parent, tmp_path, optimizer=SEED, **PLAIN)
     expected, found = artefacts(whole), artefacts(again)
     del_intermediate(expected), del_intermediate(found)
     assert sorted(found) == sorted(expected)

@@ -11,7 +11,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from tests.train.runs import Parent, artefacts, config, pictures
-from tests.train.test_runs import SHORT, del_intermediate, interrupted, trained
+from tests.train.test_runs import SHORT, del_intermediate, trained, whole_and_again
 
 
 def pairs(folder: Path, **of_all: Any) -> dict[str, Any]:
@@ -54,8 +54,7 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_a_run_stopped_and_resumed_ends_with_the_same_bits(parent: Parent, tmp_path: Path, way: str) -> None:
     changed = {**SHORT, "validation": {"at_start": False, "every_steps": 6}, **pairs(tmp_path, **WAYS[way])}
-    whole = trained(parent, tmp_path, "whole", **changed)
-    again = interrupted(parent, tmp_path, "again", **changed)
+    whole, again = whole_and_again(parent, tmp_path, **changed)
     expected, found = artefacts(whole), artefacts(again)
     del_intermediate(expected), del_intermediate(found)
     assert sorted(found) == sorted(expected)

@@ -26,6 +26,14 @@ def trained(parent: Parent, folder: Path, name: str, **changed: object) -> Path:
     return folder / name / "run"
 
 
+def whole_and_again(parent: Parent, folder: Path, **changed: object) -> tuple[Path, Path]:
+    """The folders of a run that was trained to its end, and of one beside it that was stopped and started again."""
+    whole = parent.start(config(folder, "whole", **changed))
+    again = interrupted(parent, folder, "again", **changed)
+    assert parent.wait(whole) == 0, parent.said()
+    return folder / "whole" / "run", again
+
+
 def interrupted(parent: Parent, folder: Path, name: str, **changed: object) -> Path:
     """The same run, stopped by SIGTERM in the middle and started again."""
     file = config(folder, name, **changed)
@@ -80,8 +88,7 @@ def changes(way: str) -> dict[str, dict[str, object]]:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_run_stopped_by_a_signal_and_resumed_ends_with_the_same_bits(parent, tmp_path, way):
-    whole = trained(parent, tmp_path, "whole", **changes(way))
-    again = interrupted(parent, tmp_path, "again", **changes(way))
+    whole, again = whole_and_again(parent, tmp_path, **changes(way))
     expected, found = artefacts(whole), artefacts(again)
     del_intermediate(expected), del_intermediate(found)
     assert sorted(found) == sorted(expected)
@@ -96,16 +103,16 @@ def del_intermediate(files: dict[str, bytes]) -> None:
 
 
 def test_a_validation_asked_for_in_the_middle_changes_no_bit_of_the_result(parent, tmp_path):
-    whole = trained(parent, tmp_path, "whole")
-    file = config(tmp_path, "asked")
-    pid = parent.start(file)
+    whole = parent.start(config(tmp_path, "whole"))
+    pid = parent.start(config(tmp_path, "asked"))
     run = tmp_path / "asked" / "run"
     wait_for(lambda: len(read_losses(run / "losses.jsonl")) >= 3)
     os.kill(pid, signal.SIGUSR1)
     assert parent.wait(pid) == 0, parent.said()
+    assert parent.wait(whole) == 0, parent.said()
     asked = {name for name in artefacts(run) if name.startswith("samples/asked/")}
     assert asked, "the validation that was asked for was made"
-    expected, found = artefacts(whole), artefacts(run)
+    expected, found = artefacts(tmp_path / "whole" / "run"), artefacts(run)
     assert {name: found[name] for name in found if name not in asked} == expected
 
 
