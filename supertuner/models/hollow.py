@@ -32,15 +32,17 @@ def stand_in(skeleton: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module
 
 
 class Wordless:
-    """A tokenizer that knows no words: of any text it makes as many tokens as it may, or `LONG` where nobody says how
-    many that are. For its callers tokens are numbers whose values nobody looks at."""
+    """A tokenizer that knows no words: of any text it makes as many tokens as it may, or `tokens` where nobody says how
+    many that are. Nobody can look at their values."""
 
-    LONG: Final = 2048
-    CLIP: Final = 77
-    model_max_length: Final = CLIP
+    model_max_length: Final = 77
+    """CLIP's; the others are told how many."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
 
     def __call__(self, text: str | Sequence[str], max_length: int | None = None, **_how: Any) -> SimpleNamespace:
-        length = max_length or self.LONG
+        length = max_length or self.tokens
         if isinstance(text, str):
             return SimpleNamespace(input_ids=range(length))
         ids = torch.ones(len(text), length, dtype=torch.long)

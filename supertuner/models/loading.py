@@ -70,7 +70,7 @@ def skeleton(model: Model, part: str) -> nn.Module:
 def plain(model: Model, part: str) -> Any:
     """A part without weights: a tokenizer or a scheduler."""
     if model.source.hollow:
-        return hollow.Wordless()
+        return hollow.Wordless(model.source.hollow_tokens)
     kind = _class_of(model, part)
     folder = folder_of(model.source, (part,))
     with quietly():

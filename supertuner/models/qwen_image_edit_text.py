@@ -23,6 +23,9 @@ from supertuner.models.spec import Model, Tensors
 PLACE: Final = "<|image_pad|>"
 """Stands in a prompt where the picture is; there are as many as the encoder makes tokens of it."""
 
+TOKEN_SIDE: Final = 28
+"""Pixels on a side of what becomes one token of the encoder: two by two patches of 14."""
+
 
 class Reader:
     """Tokens of prompts, and patches of their pictures; called as the pipeline calls its processor."""
@@ -40,7 +43,7 @@ class Reader:
 
 
 class QwenEditTextEncoder:
-    def __init__(self, reader: Reader, encoder: Any, device: torch.device) -> None:
+    def __init__(self, reader: Any, encoder: Any, device: torch.device) -> None:
         self._reader = reader
         self._encoder = encoder.to(device)
         self._device = device
@@ -79,5 +82,25 @@ def reader(model: Model) -> Reader:
     return Reader(loading.plain(model, "tokenizer"), pictures)
 
 
+class HollowEditTextEncoder(QwenEditTextEncoder):
+    """Of a hollow model: as many tokens as caption and picture would be. What the encoder's eyes compute before them
+    depends on values, and is left out."""
+
+    def _one(self, caption: str, picture_CHW: torch.Tensor) -> torch.Tensor:
+        seen = round(picture_CHW.shape[1] / TOKEN_SIDE) * round(picture_CHW.shape[2] / TOKEN_SIDE)
+        tokens = self._reader([EDIT.around(caption)], max_length=self._reader.tokens + seen)
+        hidden = self._encoder(
+            input_ids=tokens.input_ids.to(self._device),
+            attention_mask=tokens.attention_mask.to(self._device),
+            output_hidden_states=True,
+            logits_to_keep=1,
+        ).hidden_states[-1]
+        assert isinstance(hidden, torch.Tensor)
+        return hidden[0, EDIT.dropped :].cpu().clone()
+
+
 def text_encoder(model: Model, device: torch.device, dtype: torch.dtype) -> QwenEditTextEncoder:
+    if model.source.hollow:
+        tokenizer = loading.plain(model, "tokenizer")
+        return HollowEditTextEncoder(tokenizer, loading.module(model, "text_encoder", dtype), device)
     return QwenEditTextEncoder(reader(model), loading.module(model, "text_encoder", dtype), device)

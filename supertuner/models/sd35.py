@@ -83,4 +83,5 @@ FAMILY: Final = Family(
     targets=presets(JOINT_ATTENTION, _MLP, _REST),
     export_prefix={"transformer": "transformer"},
     tiny=tiny,
+    guides_together=True,
 )

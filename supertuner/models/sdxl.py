@@ -125,4 +125,5 @@ FAMILY: Final = Family(
     },
     export_prefix={"unet": "unet"},
     tiny=tiny,
+    guides_together=True,
 )

@@ -41,6 +41,8 @@ class Source:
     """Part → a .safetensors file that its weights come from instead."""
     hollow: bool = False
     """Its parts are made from their configs alone, without weights and files: for a forecast."""
+    hollow_tokens: int = 2048
+    """Hollow: as many tokens is a caption taken for where the model reads it whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,3 +167,5 @@ class Family:
     """Part → prefix of its adapter's keys in an exported file that diffusers loads."""
     tiny: Callable[[Path, int], None]
     """Write a tiny random pipeline of the family into a new folder, from a seed."""
+    guides_together: bool = False
+    """Its sampler predicts with and without the prompt in one batch; otherwise in one pass after the other."""

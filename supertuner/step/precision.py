@@ -20,6 +20,11 @@ Name: TypeAlias = Literal["bf16", "fp16", "fp32"]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
+def stored_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Latents of runs in 16 bits are kept in bf16: fp16 has no room for large ones."""
+    return torch.float32 if dtype == torch.float32 else torch.bfloat16
+
+
 @dataclass(frozen=True, slots=True)
 class Precision:
     name: Name

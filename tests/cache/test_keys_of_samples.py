@@ -22,7 +22,7 @@ from supertuner.data.batching.chance import Chance
 from supertuner.data.batching.possible import DROPPED, possible_captions, taken
 from supertuner.data.corpus import Corpus, corpus_of
 from supertuner.data.staging.stage import Stager
-from supertuner.train.caching.encoders import stored_dtype
+from supertuner.step.precision import stored_dtype
 from supertuner.train.caching.media import draw_keys
 from tests.cache.encoding import pictures, sounds, videos
 from tests.data.media_files import write

@@ -25,6 +25,7 @@ from supertuner.data.corpus import Corpus
 from supertuner.data.ordering.order import Draws
 from supertuner.data.ordering.windows import MicroBatch
 from supertuner.models.spec import Family, MediaEncoder, Model, PictureTextEncoder, TextEncoder
+from supertuner.step.precision import stored_dtype
 from supertuner.train.caching.told import Told
 from supertuner.train.full import fitting
 
@@ -32,11 +33,6 @@ T = TypeVar("T")
 
 AHEAD = 4
 """Samples decoded ahead of the one that is being encoded, for each thread that decodes."""
-
-
-def stored_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Latents of runs in 16 bits are kept in bf16: fp16 has no room for large ones."""
-    return torch.float32 if dtype == torch.float32 else torch.bfloat16
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,8 @@ from supertuner.config.tree import RunConfig
 from supertuner.core.errors import ModelError
 from supertuner.data.corpus import Corpus
 from supertuner.models.spec import Family, Model
-from supertuner.train.caching.encoders import Encoders, Identities, LazyDecoders, media_maker, stored_dtype, text_maker
+from supertuner.step.precision import stored_dtype
+from supertuner.train.caching.encoders import Encoders, Identities, LazyDecoders, media_maker, text_maker
 from supertuner.train.caching.media import NO_KEY, MediaPlan, job_sizes, media_plan
 from supertuner.train.caching.text import TextPlan, text_plan
 from supertuner.train.caching.treatment import How, Treatment, treatment
