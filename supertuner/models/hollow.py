@@ -68,6 +68,8 @@ def filled(module: nn.Module, mode: FakeTensorMode, device: torch.device) -> nn.
         for name, value in vars(part).items():  # tables that a class keeps as plain attributes
             if isinstance(value, torch.Tensor):
                 vars(part)[name] = fake(value)
+    # Fake tensors are where they are; torch's own `to` would swap each for another, which it refuses now and then.
+    vars(module)["to"] = lambda *_where, **_how: module
     return module
 
 

@@ -41,7 +41,7 @@ class Source:
     """Part → a .safetensors file that its weights come from instead."""
     hollow: bool = False
     """Its parts are made from their configs alone, without weights and files: for a forecast."""
-    hollow_tokens: int = 2048
+    hollow_tokens: int = 576
     """Hollow: as many tokens is a caption taken for where the model reads it whole."""
 
 

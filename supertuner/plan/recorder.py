@@ -368,6 +368,21 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return [0, *sorted(range(2, len(self.blocks)), key=lambda place: first.get(place, len(first) + place)), 1]
 
 
+class Answering(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Where code asks for the value of a fake tensor, it is told an ordinary one: 1, or `truth`."""
+
+    def __init__(self, truth: bool = True) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._truth = truth
+
+    def __torch_dispatch__(
+        self, func: Operator, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is aten._local_scalar_dense.default:
+            return _scalar(args[0], self._truth)
+        return func(*args, **(kwargs or {}))
+
+
 class _Open:
     """A stretch that goes on."""
 
@@ -399,9 +414,9 @@ def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield from plain_tensors(getattr(tensor, name))
 
 
-def _scalar(tensor: torch.Tensor) -> Any:
+def _scalar(tensor: torch.Tensor, truth: bool = True) -> Any:
     """A value that nobody has, as an ordinary one."""
-    return True if tensor.dtype is torch.bool else 1.0 if tensor.is_floating_point() else 1
+    return truth if tensor.dtype is torch.bool else 1.0 if tensor.is_floating_point() else 1
 
 
 def _used_later(

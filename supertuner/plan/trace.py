@@ -7,8 +7,7 @@ unknown: what is asked of one (a norm, an optimizer's own estimate) is answered 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -20,34 +19,11 @@ from supertuner.models.hollow import filled
 from supertuner.models.spec import Expert, Family, Model
 from supertuner.plan.record import Kind, Trace
 from supertuner.plan.recorder import Device, Plain, Recorder
+from supertuner.plan.shapes import CPU, BatchShape, Field, hollowed
 from supertuner.step.batch import StepBatch
 from supertuner.step.precision import Precision
 from supertuner.step.trainee import rules_of, store_base, trained_of, trainee_of, weight_format
 from supertuner.step.window import Trainee, train_window
-
-CPU = torch.device("cpu")
-"""Where fake tensors are: torch without CUDA runs no operators on fake CUDA tensors. `Device` says what differs."""
-
-
-@dataclass(frozen=True, slots=True)
-class Field:
-    """One tensor of a batch, without its first dimension."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype = torch.float32
-
-
-@dataclass(frozen=True, slots=True)
-class BatchShape:
-    """What goes into one forward pass."""
-
-    samples: int
-    latents: tuple[int, ...]
-    """Of one sample."""
-    text: Mapping[str, Field]
-    conditions: Mapping[str, Field] = field(default_factory=dict)
-    counts: Mapping[str, Field] = field(default_factory=dict)
-    """As in `StepBatch`."""
 
 
 class Unheard:
@@ -111,11 +87,6 @@ def trace_training(
     return recorder.trace(f"train {expert.name}", micro_batches=micro_batches)
 
 
-def hollowed(model: Model) -> Model:
-    """The model, none of whose parts needs a weight."""
-    return replace(model, source=replace(model.source, hollow=True))
-
-
 def _traced(config: RunConfig, checkpointing: bool | None) -> RunConfig:
     """The configuration without what changes no memory of the step and cannot run on fake tensors."""
     train = config.train
@@ -130,10 +101,10 @@ def _batch(shape: BatchShape) -> StepBatch:
     def made(one: Field) -> torch.Tensor:
         return torch.empty(shape.samples, *one.shape, dtype=one.dtype)
 
-    latents = torch.empty(shape.samples, *shape.latents)
+    latents = torch.empty(shape.samples, *shape.latents, dtype=shape.latents_dtype)
     return StepBatch(
         latents=latents,
-        noise=torch.empty_like(latents),
+        noise=torch.empty(latents.shape),
         levels=torch.empty(shape.samples),
         text={name: made(one) for name, one in shape.text.items()},
         conditions={name: made(one) for name, one in shape.conditions.items()},
