@@ -423,9 +423,9 @@ def _used_later(
     kind: Any, birth: Any, death: Any, during: Any, began: Sequence[int], stretches: Sequence[Stretch]
 ) -> Any:
     """Which tensors are activations: of the forward pass, alive when the backward pass begins; made again, and alive
-    when the stretch that made them again ends."""
+    when the stretch that made them again ends. What was there before the step (libraries' workspaces) is none."""
     found = np.zeros(len(kind), dtype=bool)
-    plain = kind == Kind.TEMPORARY
+    plain = (kind == Kind.TEMPORARY) & (birth > 0)
     for at in began:
         found |= plain & (during == Pass.FORWARD) & (birth <= at) & (death > at)
     for one in stretches:
