@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
 
+from supertuner.config.model import AdapterSettings
 from supertuner.core.errors import ModelError
 from supertuner.models import adapters_lycoris
-from supertuner.models.adapter_layers import some
-from supertuner.models.adapters import Trained, load_state, state
+from supertuner.models.adapter_layers import layers_of, some
+from supertuner.models.adapters import Trained, attach, load_state, state
 from supertuner.models.keys_schemes import ALPHA
 from supertuner.models.merging import changes_bias, merged_bias, merged_weight
 from supertuner.models.spec import Tensors
@@ -29,16 +30,55 @@ OURS: Final = {
 """What peft calls a tensor → what LyCORIS does."""
 
 
+class Given(NamedTuple):
+    """A file that was read for one expert."""
+
+    path: Path
+    layers: Mapping[str, Tensors]
+    digest: str
+    """What its tensors are known by, whatever they are called in it."""
+
+
 def start(trained: Trained, layers: Mapping[str, Tensors], path: Path) -> str:
     """Give the new adapter the values of the file; how many layers, for the log. It must be of the same kind and size;
     alpha may differ, and what the adapter adds stays the same."""
+    load_state(trained, _values(trained, layers, path, state(trained)))
+    return f"{len(layers)} of {len(trained.layers)} layers begin with the values of {path}"
+
+
+def try_start(module: nn.Module, settings: AdapterSettings, targets: Sequence[str], name: str, given: Given) -> None:
+    """Refuse what `start` would, on a module without weights. It is changed, and of no use afterwards."""
+    if settings.type == "diff":  # attaching copies weights, and there are none
+        layers = layers_of(module, settings, targets, name)
+        own = {key: one for layer in layers for key, one in module.get_submodule(layer).named_parameters(layer)}
+        trained = Trained(name, "diff", module, own, layers)
+    else:
+        trained = attach(module, settings, targets, seed=0, name=name)
+    _values(trained, _without_numbers(given.layers), given.path, trained.parameters)
+
+
+def try_freeze(module: nn.Module, given: Given) -> None:
+    """Refuse what `freeze` would, on a module without weights."""
+    freeze(module, _without_numbers(given.layers), given.path)
+
+
+def _without_numbers(layers: Mapping[str, Tensors]) -> dict[str, Tensors]:
+    """The tensors' shapes; alpha is kept, because what is computed depends on it."""
+    return {
+        layer: {name: one if name == ALPHA else one.to("meta") for name, one in tensors.items()}
+        for layer, tensors in layers.items()
+    }
+
+
+def _values(trained: Trained, layers: Mapping[str, Tensors], path: Path, now: Mapping[str, torch.Tensor]) -> Tensors:
+    """What the trained parameters begin with: by the file, else as they are now."""
     unknown = [layer for layer in layers if layer not in trained.layers]
     if unknown:
         raise ModelError(
             f"{path} has {len(unknown)} layers that are not trained ({some(unknown, 3)}); say adapter.targets so that "
             "they are, or put the file below as adapter.frozen"
         )
-    values = state(trained)
+    values = {**now}
     left = {layer: set(tensors) - {ALPHA} for layer, tensors in layers.items()}
     for name in values:
         layer, called = _own_name(name, trained)
@@ -51,8 +91,7 @@ def start(trained: Trained, layers: Mapping[str, Tensors], path: Path) -> str:
             f"{path} does not fit the adapter, which has no place for {some(over, 3)}; set adapter.type, dora and "
             "modules as it was trained, or put the file below as adapter.frozen"
         )
-    load_state(trained, values)
-    return f"{len(layers)} of {len(trained.layers)} layers begin with the values of {path}"
+    return values
 
 
 def freeze(module: nn.Module, layers: Mapping[str, Tensors], path: Path) -> str:
@@ -60,17 +99,25 @@ def freeze(module: nn.Module, layers: Mapping[str, Tensors], path: Path) -> str:
     known = dict(module.named_modules())
     unknown = [layer for layer in layers if getattr(known.get(layer), "weight", None) is None]
     if unknown:
-        raise ModelError(f"{path} has {len(unknown)} layers that the model has not ({some(unknown, 3)})")
+        raise ModelError(
+            f"{path} has {len(unknown)} layers that the model has not ({some(unknown, 3)}); it is of another model"
+        )
     bare = [key for key, own in layers.items() if changes_bias(own) and getattr(known[key], "bias", None) is None]
     if bare:
-        raise ModelError(f"{path} changes the bias of {len(bare)} layers that have none ({some(bare, 3)})")
+        raise ModelError(
+            f"{path} changes the bias of {len(bare)} layers that have none ({some(bare, 3)}); it is of another model"
+        )
     with torch.no_grad():
         for key, tensors in layers.items():
             layer: Any = known[key]
-            given = {name: tensor.to(layer.weight.device) for name, tensor in tensors.items()}
-            layer.weight.copy_(merged_weight(layer.weight, given, key))
-            if changes_bias(given):
-                layer.bias.copy_(merged_bias(layer.bias, given, key))
+            device = layer.weight.device
+            given = {name: one if name == ALPHA else one.to(device) for name, one in tensors.items()}
+            try:
+                layer.weight.copy_(merged_weight(layer.weight, given, key))
+                if changes_bias(given):
+                    layer.bias.copy_(merged_bias(layer.bias, given, key))
+            except ModelError as error:
+                raise ModelError(f"{path}: {error}; the file is damaged, or of another model") from error
     return f"{path} is frozen below what is trained, on {len(layers)} layers"
 
 

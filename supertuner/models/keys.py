@@ -79,7 +79,8 @@ class Reading:
         """The one that is needed where names differ by family."""
         if len(self.families) != 1:
             raise ModelError(
-                f"these layers are in {' and '.join(self.families)} alike; say which family the adapter is for (--family)"
+                f"these layers are in {' and '.join(self.families)} alike; say which family the adapter is for "
+                "(--family)"
             )
         return self.families[0]
 

@@ -108,7 +108,8 @@ def _change(tensors: Tensors, layer: str) -> torch.Tensor | None:
         else:
             return None
     except (RuntimeError, KeyError, IndexError, ValueError) as error:
-        raise ModelError(f"{layer}: the adapter does not fit together: {error}") from error
+        reason = f"it has no {error.args[0]}" if isinstance(error, KeyError) else error
+        raise ModelError(f"{layer}: the adapter does not fit together: {reason}") from error
     _check_all_count(tensors, own, layer)
     return change * _scale(given, rank, layer)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import xxhash
 from numpy.typing import NDArray
 
 from supertuner.core.events import Sink
@@ -42,6 +43,17 @@ class Counting:
             found["mask"] = at_places(torch.stack(drawn), shape)
         if any(self.prior[one] for one in datasets):
             found["prior"] = torch.tensor([self.prior[one] for one in datasets])
+        return found
+
+    def digests(self) -> dict[str, str]:
+        """What decides how samples count and lies in files that may change: setting → what they are known by."""
+        found = {}
+        for part, weights, masks in zip(self.corpus.parts, self.weights, self.masks, strict=True):
+            place = f"datasets[{part.settings.id}]"
+            if part.settings.loss_weights_file is not None and weights is not None:
+                found[f"{place}.loss_weights_file"] = xxhash.xxh3_128_hexdigest(weights.tobytes())
+            if masks is not None:
+                found[f"{place}.mask_dir"] = masks.digest
         return found
 
     def _weight(self, dataset: int, sample: int) -> float:

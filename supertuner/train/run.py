@@ -57,6 +57,8 @@ class Run:
     samples_plan: SamplePlan
     memory: MemoryEngine
     """Hints, batches in unified memory, overflow, telemetry."""
+    given: Mapping[str, str]
+    """Expert and setting of each file that an adapter begins with or is trained on top of → what it is known by."""
     # ------------------------------------------------------------------
     step: int = 0
     """Optimizer steps done."""

@@ -41,6 +41,8 @@ def save(run: Run) -> Path:
         "nonfinite": run.nonfinite,
         "versions": versions(),
         "data": {**data_of(run)},
+        "counting": {**_counting_of(run)},
+        "given": {**run.given},
         "revision": run.model.source.revision,
         "experts": experts,
         "losses": list(run.losses.position()),
@@ -66,6 +68,7 @@ def restore(run: Run, loaded: Loaded) -> None:
             "raise train.max_steps or train.num_epochs"
         )
     _tell_versions(run, loaded)
+    _require_same_files(run, loaded)
     for trainee in run.trainees:
         _restore_expert(run, trainee, loaded, experts)
     run.step, run.nonfinite = step, nonfinite
@@ -119,6 +122,36 @@ def _tell_changed_data(run: Run, loaded: Loaded) -> None:
     if isinstance(saved, dict) and saved != now:
         names = ", ".join(sorted(name for name in now if saved.get(name) != now[name]))
         text = f"was saved with other files in {names}: from here on the order of samples is another one"
+        run.sink.emit(Warned(str(loaded.path), text))
+    saved, counted = loaded.state.get("counting"), _counting_of(run)
+    if isinstance(saved, dict) and saved != counted:
+        names = ", ".join(sorted(name for name in counted if saved.get(name) != counted[name]))
+        text = f"was saved with other files behind {names}: from here on samples count by those of now"
+        run.sink.emit(Warned(str(loaded.path), text))
+
+
+def _counting_of(run: Run) -> dict[str, str]:
+    return {} if run.maker.counting is None else run.maker.counting.digests()
+
+
+def _require_same_files(run: Run, loaded: Loaded) -> None:
+    """An adapter that learnt on top of another one means nothing on top of a third."""
+    saved = loaded.state.get("given")
+    if not isinstance(saved, dict) or saved == run.given:
+        return
+    own = loaded.path.parent.parent == run.folder.resolve()
+    for name in sorted(saved.keys() | run.given.keys()):
+        if saved.get(name) == run.given.get(name):
+            continue
+        expert, _, setting = name.partition(": ")
+        decides = setting.endswith(".frozen") or any(dataset.prior for dataset in run.config.datasets)
+        if own and decides:
+            raise CheckpointError(
+                f"{loaded.path}: {expert} was trained with other tensors in the file of {setting}; put it back as it "
+                "was, or begin another run.name with --resume and this checkpoint if you mean it"
+            )
+        what = "what is trained goes on above it" if decides else "the checkpoint's values count, not the file's"
+        text = f"{expert} was trained with other tensors (or none) in the file of {setting}: {what}"
         run.sink.emit(Warned(str(loaded.path), text))
 
 

@@ -86,8 +86,10 @@ def open_run(
             settings = adapters.for_expert(config.adapter, expert.name)
             targets = adapters.targets_of(settings, family.targets)
             adapters.layers_of(loading.skeleton(model, expert.part), settings, targets, expert.name)
-    for expert in experts:  # files that cannot be used are refused now, not after hours of encoding
-        adapter_start.given(config.adapter, family.name, expert.name, alone=len(model.experts) == 1)
+    given: dict[str, str] = {}
+    for expert in experts:
+        tried = adapter_start.tried(config, family, model, expert)
+        given |= {f"{expert.name}: {place}": digest for place, digest in tried.items()}
     with ExitStack() as opened:
         memory = opened.enter_context(open_memory(config, device, host=outside.host, sink=sink))
         corpus, other = _opened_data(config, opened, outside)
@@ -122,6 +124,7 @@ def open_run(
             validations=opened.enter_context(LossLog(folder / HELD_OUT)),
             samples_plan=samples_plan,
             memory=memory,
+            given=given,
         )
         _begin(run, begin)
         yield run
@@ -289,15 +292,16 @@ def _trained(
     sink: Sink,
 ) -> adapters.Trained:
     """An expert's module on its device, with what is trained of it."""
-    settings = adapters.for_expert(config.adapter, expert.name)
     remedy = 'set model.base_weights: "int8", or train one of model.experts at a time'
     with fitting(f"{expert.part} does", partial(memory.remedy, remedy)), memory.placing("weights"):
         module = family.denoiser(model, expert, weight_format(config, precision)).to(precision.device)
         files = adapter_start.given(config.adapter, family.name, expert.name, alone=len(model.experts) == 1)
-        if settings.frozen is not None:
-            sink.emit(Noted("adapter.frozen", adapter_given.freeze(module, files["frozen"], settings.frozen)))
+        if "frozen" in files:
+            said = adapter_given.freeze(module, files["frozen"].layers, files["frozen"].path)
+            sink.emit(Noted("adapter.frozen", f"{expert.name}: {said}"))
         store_base(config, module, precision, sink)
     trained = trained_of(config, family, expert, module, precision, sink, partial(memory.placing, "state"))
-    if settings.start_from is not None and settings.type != "full":
-        sink.emit(Noted("adapter.start_from", adapter_given.start(trained, files["start_from"], settings.start_from)))
+    if "start_from" in files:
+        said = adapter_given.start(trained, files["start_from"].layers, files["start_from"].path)
+        sink.emit(Noted("adapter.start_from", f"{expert.name}: {said}"))
     return trained

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from tests.train.runs import Parent, artefacts, config
 
@@ -89,6 +92,52 @@ def test_a_run_begins_with_the_files_of_another_and_is_trained_on_top_of_a_third
     assert parent.train(config(tmp_path, "swapped", **{**SHORT, "adapter": swapped})) == 1
     assert "is of low_noise by its metadata or its name, not of high_noise" in " ".join(parent.said().split())
     assert not (tmp_path / "cache-swapped").exists(), "refused before anything is encoded"
+
+
+def test_another_file_below_the_adapter_is_noticed_when_a_run_goes_on(parent: Parent, tmp_path: Path) -> None:
+    file = config(tmp_path, "first", **{**SHORT, "adapter": {"rank": 2}})
+    assert parent.train(file) == 0, parent.said()
+    below, other = (tmp_path / name for name in ("below.safetensors", "other.safetensors"))
+    shutil.copy(tmp_path / "first/run/exports/run_low_noise.safetensors", below)
+    adapter = {"rank": 2, "low_noise": {"frozen": str(below)}}
+    file = config(tmp_path, "above", **{**SHORT, "adapter": adapter})
+    assert parent.train(file) == 0, parent.said()
+    run = tmp_path / "above" / "run"
+    before, older = artefacts(run), str(sorted((run / "checkpoints").iterdir())[0])
+    tensors = load_file(below)
+    save_file({key: tensor * 2 for key, tensor in tensors.items()}, other)
+    os.replace(other, below)
+    assert parent.train(file, "--resume", older) == 1
+    said = " ".join(parent.said().split())
+    assert "low_noise was trained with other tensors in the file of adapter.low_noise.frozen; put it back" in said
+    assert artefacts(run) == before, "a refusal changes nothing"
+    moved = config(tmp_path, "moved", **{**SHORT, "adapter": adapter})
+    assert parent.train(moved, "--resume", older) == 0, parent.said()
+    assert "other tensors (or none) in the file of" in (tmp_path / "moved/run/events.jsonl").read_text()
+    save_file(tensors, below)  # the same tensors in other bytes: no metadata
+    assert parent.train(file, "--resume", older) == 0, parent.said()
+    assert {name: content for name, content in artefacts(run).items() if name in before} == before
+
+
+def test_a_file_that_does_not_fit_ends_the_run_before_anything_is_encoded(parent: Parent, tmp_path: Path) -> None:
+    file = config(tmp_path, "first", **{**SHORT, "adapter": {"rank": 2}})
+    assert parent.train(file) == 0, parent.said()
+    given = str(tmp_path / "first/run/exports/run_low_noise.safetensors")
+    refused = {
+        "rank": ({"rank": 4, "low_noise": {"start_from": given}}, "needs lora_down.weight [4, 24]"),
+        "kind": ({"type": "diff", "low_noise": {"start_from": given}}, "does not fit the adapter"),
+        "half": ({"low_noise": {"frozen": str(tmp_path / "half_low_noise.safetensors")}}, "it has no lora_down.weight"),
+    }
+    tensors = load_file(given)
+    tensors.pop(min(key for key in tensors if "lora_A" in key))
+    save_file(tensors, tmp_path / "half_low_noise.safetensors")
+    for name, (adapter, reason) in refused.items():
+        wrong = config(tmp_path, name, **{**SHORT, "adapter": {"dropout": 0.0, **adapter}})
+        assert parent.train(wrong) == 1, name
+        setting = "frozen" if name == "half" else "start_from"
+        said = " ".join(parent.said().split())
+        assert f"adapter.low_noise.{setting}: " in said and reason in said, said
+        assert not (tmp_path / f"cache-{name}").exists()
 
 
 def test_a_pattern_that_fits_nothing_ends_the_run_before_anything_is_encoded(parent: Parent, tmp_path: Path) -> None:

@@ -244,6 +244,51 @@ def test_a_frozen_change_of_a_norm_counts(tmp_path: Path) -> None:
         freeze(module, tensors_of(path, "wan2.2", "high_noise", alone=False), path)
 
 
+def test_another_familys_file_is_told_from_a_file_with_strange_keys(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    written(KINDS["lora"], path)
+    for family in ("flux", "qwen-image-edit"):
+        with pytest.raises(
+            ModelError, match=rf"a\.safetensors is an adapter of wan2\.2, and model\.family is '{family}'"
+        ):
+            tensors_of(path, family, "model", alone=True)
+    shared = {f"transformer.transformer_blocks.0.attn{n}.to_q.lora_A.weight": torch.ones(4, 8) for n in ("", "2")}
+    save_file(shared, path)
+    with pytest.raises(ModelError, match=r"is an adapter of sd3\.5, and model\.family is 'flux'; name a file"):
+        tensors_of(path, "flux", "model", alone=True)
+    save_file({**shared, "text_encoder.q.lora_A.weight": torch.ones(1)}, path)
+    with pytest.raises(ModelError, match=r"1 of 3 keys matched; .* adapter convert FILE --to bare --partial"):
+        tensors_of(path, "flux", "model", alone=True)
+
+
+def test_values_that_are_no_numbers_are_refused_by_key(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    written(KINDS["lora"], path)
+    tensors = load_file(path)
+    tensors["transformer.blocks.1.attn2.to_k.lora_B.weight"][3, 1] = float("nan")
+    save_file(tensors, path)
+    settings = AdapterSettings.model_validate({"high_noise": {"frozen": path}})
+    refusal = r"^adapter\.high_noise\.frozen: .*a\.safetensors: blocks\.1\.attn2\.to_k\.lora_up\.weight has values that"
+    with pytest.raises(ModelError, match=refusal):
+        given(settings, "wan2.2", "high_noise", alone=False)
+
+
+def test_a_files_digest_is_of_its_tensors_whatever_they_are_called(tmp_path: Path) -> None:
+    path, other = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    written(AdapterSettings(rank=4), path)
+    convert(with_expert(open_adapter(path), "high_noise"), SCHEMES["kohya"], other)
+
+    def digest(file: Path) -> str:
+        settings = AdapterSettings(frozen=file)
+        return given(settings, "wan2.2", "high_noise", alone=False)["frozen"].digest
+
+    assert digest(path) == digest(other)
+    tensors = load_file(path)
+    next(iter(tensors.values()))[0, 0] += 1
+    save_file(tensors, other)
+    assert digest(path) != digest(other)
+
+
 def test_each_expert_is_given_its_own_files(tmp_path: Path) -> None:
     paths = {name: tmp_path / f"run_{name}.safetensors" for name in ("high_noise", "low_noise")}
     for name, path in paths.items():

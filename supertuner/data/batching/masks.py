@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import xxhash
+
 from supertuner.core.errors import BrokenMedia, SourceError
 from supertuner.core.events import Sink, Warned
 from supertuner.data.batching.render import change_of
@@ -39,6 +41,8 @@ class Masks:
     """Sample → name of its mask's file below the folder."""
     floor: float
     """What places count that the mask leaves out."""
+    digest: str
+    """What the masks of all samples are known by: equal digests mean equal files."""
 
     def draw(self, seed: int, part: Part, sample: int, turn: int, bucket: Bucket) -> torch.Tensor:
         """What each place of the sample counts as the batch shows it: fp32 HW from `floor` to 1; without a mask, 1."""
@@ -83,10 +87,14 @@ def masks_of(part: Part, sink: Sink) -> Masks | None:
     if unused:
         shown = first_names(unused, len(unused))
         sink.emit(Warned(place, f"{len(unused)} of {len(names)} masks have no sample and are not used ({shown})"))
+    digest = xxhash.xxh3_128()
     for sample, key in enumerate(keys):
         if key in names:
-            _check(place, os.path.join(folder, names[key]), part, sample)
-    return Masks(folder, names, settings.mask_floor)
+            file = os.path.join(folder, names[key])
+            _check(place, file, part, sample)
+            digest.update(f"{key}\n".encode(errors="surrogateescape"))
+            digest.update(xxhash.xxh3_128_digest(Path(file).read_bytes()))
+    return Masks(folder, names, settings.mask_floor, digest.hexdigest())
 
 
 def _check(place: str, file: str, part: Part, sample: int) -> None:
