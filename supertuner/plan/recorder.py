@@ -105,6 +105,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._stretches: list[Stretch] = []
         self._open: _Open | None = None
         self._alone: tuple[int, int, int] | None = None
+        self._stands: list[int] = []
+        """What the device takes once."""
         self.backward_began: list[int] = []
         """For each micro-batch, when its backward pass began."""
         self.inputs: list[tuple[int, int]] = []
@@ -112,20 +114,21 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # What is known beforehand
 
-    def watch(self, module: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
-        """Follow these blocks of a module, and count its parameters and buffers as they are now."""
+    def watch(self, module: nn.Module, blocks: Mapping[str, nn.Module], prefix: str = "") -> None:
+        """Follow these blocks of a module, and count its parameters and buffers as they are now. A prefix tells the
+        names of several modules apart."""
         for name, block in blocks.items():
-            self._places[name] = len(self.blocks)
-            self.blocks.append(name)
-            block.register_forward_pre_hook(self._enter(self._places[name]), with_kwargs=True)
+            self._places[f"{prefix}{name}"] = len(self.blocks)
+            self.blocks.append(f"{prefix}{name}")
+            block.register_forward_pre_hook(self._enter(len(self.blocks) - 1), with_kwargs=True)
             block.register_forward_hook(self._leave, always_call=True)
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-            place = self.place_of(name)
+            place = self.place_of(f"{prefix}{name}")
             self._owners[id(tensor)] = place
             kind = Kind.TRAINED if tensor.requires_grad else Kind.FROZEN
             self.known(tensor, kind, place)
-        for nbytes in self.device.standing():
-            self._take(nbytes, 0, at=0)
+        if not self._stands:
+            self._stands = [self._take(nbytes, 0, at=0) for nbytes in self.device.standing()]
 
     def place_of(self, name: str) -> int:
         """The block that a parameter of this name is in."""
@@ -326,6 +329,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._open = None
 
     # What came of it
+
+    def worked(self) -> Work:
+        """All work so far."""
+        self._close()
+        return sum((one.work for one in self._stretches), Work())
 
     def trace(self, phase: str, *, micro_batches: int = 1, notes: Sequence[str] = ()) -> Trace:
         """Everything so far. Tensors that are still there outlive the step."""

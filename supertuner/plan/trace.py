@@ -44,32 +44,21 @@ def trace_training(
     device: Device | None = None,
 ) -> Trace:
     """One optimizer step of an expert. `checkpointing`: instead of what the configuration says."""
-    config, model = _traced(config, checkpointing), hollowed(model)
+    config, model = traced_config(config, checkpointing), hollowed(model)
     device = device or Plain()
-    precision = Precision(config.train.mixed_precision, CPU)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with torch.device("meta"):
-        module = family.denoiser(model, expert, weight_format(config, precision))
-        store_base(config, module, precision, Unheard())
-        trained = trained_of(config, family, expert, module, precision, Unheard())
-    names = {id(parameter): name for name, parameter in trained.parameters.items()}
-    old = {name: parameter for name, parameter in module.named_parameters() if id(parameter) in names}
-    filled(module, mode, CPU)
-    new = dict(module.named_parameters())
-    parameters = {names[id(old[name])]: new[name] for name in old}
+    trainee = fake_trainee(config, family, model, expert, mode)
     recorder = Recorder(device)
     with mode:
-        trainee = trainee_of(config, expert, replace(trained, parameters=parameters), precision)
-        rules = rules_of(config, family, model, precision, Unheard())
         recorder.learn()
-        recorder.watch(module, blocks_of(module))
-        batch = _batch(shape)
+        recorder.watch(trainee.module, blocks_of(trainee.module))
+        batch = fake_batch(shape)
         for tensor in batch.tensors():
             recorder.known(tensor, Kind.BATCH)
-        _state(recorder, trainee)
+        told_state(recorder, trainee)
 
         def fetch(figures: torch.Tensor) -> list[float]:
-            for name, parameter in parameters.items():
+            for name, parameter in trainee.parameters.items():
                 if parameter.grad is not None:
                     recorder.known(parameter.grad, Kind.GRADIENT, recorder.place_of(name))
             return [1.0] * len(figures)
@@ -80,14 +69,31 @@ def trace_training(
                 recorder.micro_batches(batch for _ in range(micro_batches)),
                 samples=shape.samples * micro_batches,
                 rate=trainee.optimizer.base_rate,
-                rules=rules,
+                rules=rules_of(config, family, model, Precision(config.train.mixed_precision, CPU), Unheard()),
                 fetch=fetch,
             )
-        _state(recorder, trainee)
+        told_state(recorder, trainee)
     return recorder.trace(f"train {expert.name}", micro_batches=micro_batches)
 
 
-def _traced(config: RunConfig, checkpointing: bool | None) -> RunConfig:
+def fake_trainee(config: RunConfig, family: Family, model: Model, expert: Expert, mode: FakeTensorMode) -> Trainee:
+    """An expert in training, made as a run makes it, of fake tensors."""
+    nowhere = Precision(config.train.mixed_precision, torch.device("meta"))
+    with torch.device("meta"):
+        module = family.denoiser(model, expert, weight_format(config, nowhere))
+        store_base(config, module, nowhere, Unheard())
+        trained = trained_of(config, family, expert, module, nowhere, Unheard())
+    ours = {id(parameter): name for name, parameter in trained.parameters.items()}
+    theirs = {name: ours[id(parameter)] for name, parameter in module.named_parameters() if id(parameter) in ours}
+    filled(module, mode, CPU)
+    now = dict(module.named_parameters())
+    parameters = {own: now[name] for name, own in theirs.items()}
+    with mode:
+        precision = Precision(config.train.mixed_precision, CPU)
+        return trainee_of(config, expert, replace(trained, parameters=parameters), precision)
+
+
+def traced_config(config: RunConfig, checkpointing: bool | None) -> RunConfig:
     """The configuration without what changes no memory of the step and cannot run on fake tensors."""
     train = config.train
     if checkpointing is not None:
@@ -97,7 +103,9 @@ def _traced(config: RunConfig, checkpointing: bool | None) -> RunConfig:
     )
 
 
-def _batch(shape: BatchShape) -> StepBatch:
+def fake_batch(shape: BatchShape) -> StepBatch:
+    """A batch of nothing."""
+
     def made(one: Field) -> torch.Tensor:
         return torch.empty(shape.samples, *one.shape, dtype=one.dtype)
 
@@ -112,14 +120,14 @@ def _batch(shape: BatchShape) -> StepBatch:
     )
 
 
-def _state(recorder: Recorder, trainee: Trainee) -> None:
-    """Tell the recorder what the optimizer and the averages keep."""
+def told_state(recorder: Recorder, trainee: Trainee, prefix: str = "") -> None:
+    """Tell the recorder what the optimizer and the averages keep. The prefix is that of the module's names."""
     names = {id(parameter): name for name, parameter in trainee.parameters.items()}
     for parameter, state in trainee.optimizer.inner.state.items():
-        place = recorder.place_of(names.get(id(parameter), ""))
+        place = recorder.place_of(prefix + names.get(id(parameter), ""))
         for value in state.values():
             if isinstance(value, torch.Tensor):
                 recorder.known(value, Kind.STATE, place)
     if trainee.ema is not None:
         for name, average in trainee.ema.averages.items():
-            recorder.known(average, Kind.STATE, recorder.place_of(name))
+            recorder.known(average, Kind.STATE, recorder.place_of(prefix + name))
