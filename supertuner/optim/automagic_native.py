@@ -13,6 +13,7 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from supertuner.optim.automagic_batch import Batch
 from supertuner.optim.bench import padded
@@ -62,7 +63,11 @@ class Native:
         self._call.argtypes, self._call.restype = [ctypes.POINTER(Step)], None
 
     def takes(self, batch: Batch) -> bool:
-        return all(p.device.type == "cpu" and p.dtype == torch.float32 and p.is_contiguous() for p in batch.parameters)
+        """Not fake tensors, which have no memory: a forecast of a GPU's step goes torch's own way, as the GPU does."""
+        return all(
+            p.device.type == "cpu" and p.dtype == torch.float32 and p.is_contiguous() and not isinstance(p, FakeTensor)
+            for p in batch.parameters
+        )
 
     def step(self, batches: list[Batch], numbers: Numbers, fresh: set[int]) -> None:
         """One step of all parameters of these batches, on as many threads as torch uses."""
