@@ -103,7 +103,8 @@ def merge(
 
     opened = [_opened(file, family, expert, partial=False) for file in files]
     for part, count in merged(opened, base, out, strength).items():
-        typer.echo(f"{out / part}: {count} layers changed")
+        said = f"{count} layers changed" if count else "as in the base: no FILE is of this expert"
+        typer.echo(f"{out / part}: {said}")
 
 
 @app.command()

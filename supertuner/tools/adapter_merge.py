@@ -6,6 +6,7 @@ base, so that nothing is left out unnoticed.
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,18 +29,25 @@ INDEX: Final = "model_index.json"
 PLAIN: Final = Scheme("bare", "diffusers", "kohya")
 """diffusers' layers, LyCORIS' tensors, alpha said: what can be merged layer by layer."""
 SECOND: Final = "transformer_2"
+FIRST_AND_SECOND: Final = ("transformer", SECOND)
 
 
 def merge(files: Sequence[AdapterFile], base: Path, out: Path, strength: float = 1.0) -> dict[str, int]:
-    """Write `base` with the adapters in it to `out`, which must not exist; part → layers that were changed."""
+    """Write `base` with the adapters in it to `out`, which must not exist; part → layers that were changed. An expert
+    for which there is no file stays as it is, and is told with 0."""
     from supertuner.train.new_folder import new_folder
 
     if not (base / INDEX).is_file():
-        raise ModelError(f"{base} is not the folder of a diffusers pipeline: it has no {INDEX}")
+        raise ModelError(
+            f"{base} is not the folder of a diffusers pipeline: it has no {INDEX}; of a model on the hub, "
+            "`hf download NAME --local-dir FOLDER` makes one"
+        )
+    if not math.isfinite(strength) or strength == 0:
+        raise ModelError(f"--strength is {strength}; it is a number other than 0, and 1 is the adapter as trained")
     if out.exists():
         raise ModelError(f"{out} is there already; name a new folder with --out")
     adapters = _by_part(files, base)
-    counts = {}
+    counts = dict.fromkeys(FIRST_AND_SECOND, 0) if (base / SECOND).is_dir() else {}
     with new_folder(out.parent, out.name, lambda there, new: False) as making:
         for entry in sorted(base.iterdir()):
             if entry.name in adapters:
@@ -57,6 +65,8 @@ def _by_part(files: Sequence[AdapterFile], base: Path) -> dict[str, AdapterFile]
     pair = (base / SECOND).is_dir()
     for file in files:
         layout = LAYOUTS[file.reading.families[0]]
+        if pair and LOW not in layout.experts:
+            raise ModelError(f"{file.path} is an adapter of {layout.family}, and {base} is a model with two experts")
         for expert in file.reading.experts:
             if pair and expert is None:
                 raise ModelError(f"{file.path}: {base} has two experts; say --expert {HIGH} or {LOW}")
@@ -83,7 +93,11 @@ def _merged_part(file: AdapterFile, part: Path, making: Path, strength: float) -
     changed: set[str] = set()
     for entry in sorted(part.iterdir()):
         if entry.suffix == ".safetensors":
-            changed |= _merged_file(adapter, wanted, entry, target / entry.name, strength)
+            try:
+                changed |= _merged_file(adapter, wanted, entry, target / entry.name, strength)
+            except ModelError as error:
+                why = f"{error}; it is damaged, or of another model"
+                raise ModelError(f"{file.path} cannot be merged into {part}: {why}") from error
         else:
             shutil.copy2(entry, target / entry.name)
     plain.unlink()
@@ -143,7 +157,11 @@ def _changed(content: bytes, entry: Entry, tensors_of_layer: Mapping[str, Tensor
 
 def _tensors_of(adapter: AdapterFile, keys: Mapping[str, str]) -> dict[str, Tensor]:
     called = {key: name for name, key in _called(keys).items()}
-    return {called[key]: tensor for key, tensor in tensors(adapter, list(keys.values()))}
+    found = {called[key]: tensor for key, tensor in tensors(adapter, list(keys.values()))}
+    for key, name in called.items():
+        if not found[name].float().isfinite().all():
+            raise ModelError(f"{key} has values that are no numbers")
+    return found
 
 
 def _called(keys: Mapping[str, str]) -> dict[str, str]:

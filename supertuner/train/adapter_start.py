@@ -9,7 +9,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-import torch
 import xxhash
 
 from supertuner.config.model import AdapterSettings
@@ -73,9 +72,10 @@ def tensors_of(path: Path, family: str, expert: str, *, alone: bool) -> dict[str
     for key, tensor in load_as(file, PLAIN, family).items():
         split = split_tensor(key)
         assert split is not None, key
-        if not torch.isfinite(tensor).all():
+        exact = tensor.float()
+        if not exact.isfinite().all():
             raise ModelError(f"{path}: {key} has values that are no numbers; the file cannot be used")
-        found.setdefault(split[0], {})[spelled(split[1], PLAIN.spelling)] = tensor.float()
+        found.setdefault(split[0], {})[spelled(split[1], PLAIN.spelling)] = exact
     return found
 
 

@@ -68,7 +68,8 @@ def test_a_merged_folder_computes_what_the_adapters_did(base: Path, settings: Ad
 
 def test_one_expert_s_adapter_leaves_the_other_as_it_was(base: Path, tmp_path: Path) -> None:
     file, _ = adapter(tmp_path, "low_noise", AdapterSettings(rank=2))
-    merge([with_expert(open_adapter(file), None)], base, tmp_path / "merged")
+    counts = merge([with_expert(open_adapter(file), None)], base, tmp_path / "merged")
+    assert counts["transformer"] == 0 < counts["transformer_2"], "and that is told"
     name = "diffusion_pytorch_model.safetensors"
     assert (tmp_path / "merged" / "transformer" / name).read_bytes() == (base / "transformer" / name).read_bytes()
     assert (tmp_path / "merged" / "transformer_2" / name).read_bytes() != (base / "transformer_2" / name).read_bytes()
@@ -104,6 +105,32 @@ def test_what_cannot_be_merged_is_refused_and_leaves_nothing(base: Path, tmp_pat
     with pytest.raises(ModelError, match="does not fit"):
         merge([with_expert(open_adapter(tmp_path / "z_low_noise.safetensors"), None)], base, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_values_that_are_no_numbers_another_family_and_half_an_adapter_are_refused_by_name(
+    base: Path, tmp_path: Path
+) -> None:
+    file, _ = adapter(tmp_path, "high_noise", AdapterSettings(rank=4))
+    tensors = load_file(file)
+    broken = {key: tensor.clone() for key, tensor in tensors.items()}
+    key = "transformer.blocks.0.attn1.to_q.lora_B.weight"
+    broken[key][0, 0] = float("nan")
+    half = {name: tensor for name, tensor in tensors.items() if name != key}
+    flux = {f"transformer.single_transformer_blocks.0.attn.to_q.lora_{one}.weight": torch.ones(2, 2) for one in "AB"}
+    reasons = {
+        r"broken_high_noise\.safetensors .*blocks\.0\.attn1\.to_q\.lora_up\.weight has values that are no": broken,
+        r"half_high_noise\.safetensors .*blocks\.0\.attn1\.to_q.*": half,
+        r"flux_high_noise\.safetensors is an adapter of flux, and .* two experts": flux,
+    }
+    for reason, given in reasons.items():
+        path = tmp_path / f"{reason.partition('_')[0]}_high_noise.safetensors"
+        save_file(given, path)
+        with pytest.raises(ModelError, match=reason):
+            merge([with_expert(open_adapter(path), None)], base, tmp_path / "merged")
+    for strength in (0.0, float("nan"), float("inf")):
+        with pytest.raises(ModelError, match=r"--strength is "):
+            merge([with_expert(open_adapter(file), None)], base, tmp_path / "merged", strength)
+    assert not (tmp_path / "merged").exists()
 
 
 def test_a_change_of_a_bias_counts_and_is_refused_where_there_is_none(base: Path, tmp_path: Path) -> None:
