@@ -37,6 +37,16 @@ class Choice:
             plan.idle_at_home,
         )
 
+    @property
+    def at_once(self) -> int:
+        """Blocks whose activations may be on their way home together; they take their place on the GPU until one more
+        is sent, or their backward pass is over."""
+        return max(1, self.ahead)
+
+    def gradient_leaves(self, block: int) -> bool:
+        """Gradients are with their weights; if the host steps, with the host."""
+        return self.streamed[block] or self.stepping is Stepping.HOST
+
     def settled(self) -> Choice:
         """The same, but activations that are fetched again the moment they were sent are kept instead.
 

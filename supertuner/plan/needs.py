@@ -2,12 +2,13 @@
 
 A step is a row of uses: forward through the blocks, backward through them, for every micro-batch, then the update. The
 need of a use is what must be on the GPU while it computes: weights that live there, the ring of slots, what earlier
-blocks left, what was fetched ahead, its own activations and temporaries, gradients. What is on its way to host memory
-comes on top, and is waited for where there is no room: it is not part of the need.
+blocks left, activations on their way home or fetched ahead, its own activations and temporaries, gradients. Gradients
+and pieces of an update that are on their way home come on top, and are waited for where there is no room.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 
 from supertuner.plan.choice import Choice, Step
@@ -42,12 +43,15 @@ class Needs:
 def needs(step: Step, choice: Choice) -> Needs:
     base = _base(step, choice)
     forward, backward = _passes(step, choice, base)
-    pieces = [
-        (step.state[b] if choice.stepping is Stepping.STREAMED else 0)
-        + (step.trained[b] if choice.streamed[b] and choice.stepping is not Stepping.HOST else 0)
-        for b in range(len(step.weights))
-    ]
+    pieces = [_piece(step, choice, b) for b in range(len(step.weights))]
     return Needs(forward, backward, base + _update_extra(step, choice), pieces, _host(step, choice))
+
+
+def _piece(step: Step, choice: Choice, block: int) -> int:
+    if choice.stepping is Stepping.HOST or not step.trained[block]:
+        return 0
+    own = step.state[block] if choice.stepping is Stepping.STREAMED else 0
+    return own + (step.trained[block] + step.gradients[block] if choice.streamed[block] else 0)
 
 
 def _base(step: Step, choice: Choice) -> int:
@@ -62,28 +66,39 @@ def _base(step: Step, choice: Choice) -> int:
 
 def _passes(step: Step, choice: Choice, base: int) -> tuple[list[int], list[int]]:
     table, fates, count = step.table, choice.fates, len(step.weights)
-    on_host = choice.stepping is Stepping.HOST
-    several = table.micro_batches > 1
-    old = sum(step.gradients) if several and not on_host else 0
-    left = [_left(step, b, fates[b]) for b in range(count)]
+    sent = [step.saved[b] if fates[b] is Fate.SEND else 0 for b in range(count)]
+    lingering = [b for b in range(count) if sent[b]][-choice.at_once :]
     forward, backward = [0] * count, [0] * count
-    below = 0  # what blocks before this one left
+    below = flying = 0  # what blocks before this one left; and what of them is on its way home
+    window: deque[int] = deque()
     for b, block in enumerate(table.blocks):
-        forward[b] = base + old + below + step.saved[b] + block.forward_peak_bytes
+        forward[b] = base + below + flying + step.saved[b] + block.forward_peak_bytes
         peak = block.backward_peak_bytes
         if fates[b] is Fate.RECOMPUTE:
             peak = max(peak, block.forward_peak_bytes)
-        coming = sum(step.saved[j] for j in range(max(0, b - choice.ahead), b) if fates[j] is Fate.SEND)
-        backward[b] = base + old + below + coming + step.saved[b] + peak
-        below += left[b]
-    gradients = 0  # of blocks after this one, made in this pass
-    for b in reversed(range(count)):
-        if on_host:
-            backward[b] += step.gradients[b]
-        elif not several:
-            gradients += step.gradients[b]
-            backward[b] += gradients
+        near = max(0, b - choice.ahead)
+        coming = sum(sent[near:b]) + sum(sent[j] for j in lingering if j < near)
+        backward[b] = base + below + coming + step.saved[b] + peak
+        below += _left(step, b, fates[b])
+        if sent[b]:
+            window.append(sent[b])
+            flying += sent[b] - (window.popleft() if len(window) > choice.at_once else 0)
+    _add_gradients(step, choice, forward, backward)
     return forward, backward
+
+
+def _add_gradients(step: Step, choice: Choice, forward: list[int], backward: list[int]) -> None:
+    """Those of earlier micro-batches, and as the backward pass makes them. To what is away it must be added: twice."""
+    count = len(forward)
+    staying = [0 if choice.gradient_leaves(b) else step.gradients[b] for b in range(count)]
+    several = step.table.micro_batches > 1
+    there = sum(staying) if several else 0
+    for b in range(count):
+        forward[b] += there
+    for b in reversed(range(count)):
+        there += 0 if several else staying[b]
+        leaving = step.gradients[b] - staying[b]
+        backward[b] += there + leaving * (2 if several else 1)
 
 
 def _left(step: Step, block: int, fate: Fate) -> int:
@@ -98,9 +113,10 @@ def _update_extra(step: Step, choice: Choice) -> int:
     if choice.stepping is Stepping.HOST:
         return 0
     share = 1.0
-    if choice.stepping is Stepping.STREAMED:
+    if choice.stepping is Stepping.STREAMED or any(choice.streamed):
         share = max(step.update_share(b) for b in range(len(step.weights)))
-    return sum(step.gradients) + int(step.table.update_peak_bytes * share)
+    staying = sum(g for b, g in enumerate(step.gradients) if not choice.gradient_leaves(b))
+    return staying + int(step.table.update_peak_bytes * share)
 
 
 def _host(step: Step, choice: Choice) -> int:
@@ -109,7 +125,7 @@ def _host(step: Step, choice: Choice) -> int:
     total += step.table.idle_bytes if choice.idle_at_home else 0
     if choice.stepping is not Stepping.GPU:
         total += sum(step.state)
+    total += sum(g for b, g in enumerate(step.gradients) if choice.gradient_leaves(b))
     if choice.stepping is Stepping.HOST:
-        total += sum(step.gradients)
         total += sum(t for t, streamed in zip(step.trained, choice.streamed, strict=True) if not streamed)
     return total

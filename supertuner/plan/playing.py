@@ -2,10 +2,11 @@
 
 The rules are one set for every choice, plans and baselines alike. At the start of a use, what it and the next `ahead`
 uses need is asked for, unless it is there or on its way; the use waits for its own weights and activations. What a
-block sends home leaves behind its forward pass. Bytes on their way out still take their place on the GPU: a use that
-finds no room waits for the oldest. Copies take the link in the order in which they are asked for. The update begins
-when every gradient is there, and no forward pass begins before the update is over: only what it sends home may still be
-on its way. Given a clock of the software superchip or a quick one, the same code runs.
+block sends home leaves behind its forward pass, some blocks at once at most. Gradients and pieces of the update on
+their way out still take their place on the GPU: a use that finds no room waits for the oldest. Copies take the link in
+the order in which they are asked for. The update begins when every gradient is there, and no forward pass begins before
+the update is over: only what it sends home may still be on its way. Given a clock of the software superchip or a quick
+one, the same code runs.
 """
 
 from __future__ import annotations
@@ -32,6 +33,10 @@ class Chip(Protocol):
     def wait(self, until: float) -> None: ...
     def hold(self, nbytes: int) -> None:
         """So much of the GPU's memory is in use now."""
+
+    @property
+    def audits(self) -> bool:
+        """Whether it wants to be told of every piece of an update, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +69,13 @@ class _Player:
         """On their way home: when they will have left, and how many bytes."""
         self._slots: dict[int, float] = {}
         """Blocks whose weights are in a slot, or will be then."""
-        self._gone: dict[int, float] = {}
-        """Blocks whose activations are with the host, or will be then."""
+        self._flying: deque[tuple[int, float]] = deque()
+        """Blocks whose activations are on their way home, and when they will have arrived."""
+        self._gone: set[int] = set()
+        """Blocks whose activations are with the host only."""
         self._back: dict[int, float] = {}
-        self._host_until = 0.0
+        self._home_s = 0.0
+        """When the last gradient that leaves will have arrived."""
         self._computed = 0.0
 
     @property
@@ -99,17 +107,20 @@ class _Player:
     def _use(self, uses: list[tuple[int, bool]], number: int, first: bool) -> None:
         step, choice, chip = self._step, self._choice, self._chip
         block, backward = uses[number]
+        if block == 0 and not backward:
+            self._flying.clear()
+            self._gone.clear()
         need = self._needs.backward[block] if backward else self._needs.forward[block]
         self._make_room(need)
         for other, back in uses[number : number + choice.ahead + 1]:
             if choice.streamed[other] and other not in self._slots:
                 self._slots[other] = chip.stream(step.weights[other], True)
             if back and choice.fates[other] is Fate.SEND and other in self._gone and other not in self._back:
-                self._back[other] = chip.stream(step.saved[other], True, self._gone[other])
+                self._back[other] = chip.stream(step.saved[other], True)
         chip.wait(self._slots.get(block, 0.0))
         if backward:
             chip.wait(self._back.pop(block, 0.0))
-            self._gone.pop(block, None)
+            self._gone.discard(block)
             again = step.forward_s[block] if choice.fates[block] is Fate.RECOMPUTE else 0.0
             self._compute(again + step.backward_s[block])
         else:
@@ -121,12 +132,15 @@ class _Player:
     def _send_home(self, block: int, backward: bool, first: bool) -> None:
         step, choice = self._step, self._choice
         if not backward and choice.fates[block] is Fate.SEND:
-            self._gone[block] = self._leave(step.saved[block])
-        if backward and choice.stepping is Stepping.HOST and step.gradients[block]:
-            arrived = self._leave(step.gradients[block])
-            if not first:  # the host adds it to what it has: two reads and a write
-                self._on_host(arrived, 3 * step.gradients[block])
-            self._host_until = max(self._host_until, arrived)
+            self._flying.append((block, self._chip.stream(step.saved[block], False)))
+            while len(self._flying) > choice.at_once:
+                gone, until = self._flying.popleft()
+                self._chip.wait(until)
+                self._gone.add(gone)
+        if backward and choice.gradient_leaves(block) and step.gradients[block]:
+            if not first:  # what is at home comes to be added to
+                self._chip.wait(self._chip.stream(step.gradients[block], True))
+            self._home_s = self._leave(step.gradients[block])
 
     def _leave(self, nbytes: int) -> float:
         gone = self._chip.stream(nbytes, False)
@@ -135,7 +149,7 @@ class _Player:
 
     def _make_room(self, need: int) -> None:
         leaving, chip = self._leaving, self._chip
-        flying = sum(nbytes for _, nbytes in leaving)
+        flying = sum(nbytes for _, nbytes in leaving) if leaving else 0
         while leaving and (leaving[0][0] <= chip.now or need + flying > self._gpu_bytes):
             until, nbytes = leaving.popleft()
             chip.wait(until)
@@ -158,26 +172,19 @@ class _Player:
             self._make_room(self._needs.update)
             self._compute(self._step.update_s)
 
-    def _on_host(self, after: float, nbytes: int) -> float:
-        rate = self._step.rates.host_bytes_s
-        assert rate is not None, "a step on a host whose memory's speed is not known"
-        self._host_until = max(self._host_until, after) + nbytes / rate
-        return self._host_until
-
     def _update_on_host(self) -> None:
-        """Block by block; weights that live on the GPU go there as they are ready, and reading them is the host's work
-        too."""
-        step, arrived = self._step, self._chip.now
-        for block, trained in enumerate(step.trained):
-            if not trained:
-                continue
-            resident = not self._choice.streamed[block]
-            ready = self._on_host(self._chip.now, step.host_step_bytes(block) + (trained if resident else 0))
-            arrived = max(arrived, self._chip.stream(trained, True, ready) if resident else ready)
-        self._chip.wait(arrived)
+        """When the last gradient is there; weights that live on the GPU go there and back."""
+        step, chip = self._step, self._chip
+        rate = step.rates.host_bytes_s
+        assert rate is not None, "a step on a host whose memory's speed is not known"
+        resident = sum(t for t, away in zip(step.trained, self._choice.streamed, strict=True) if not away)
+        chip.wait(max(self._home_s, chip.stream(resident, False)))
+        touched = sum(step.host_step_bytes(b) for b in range(len(step.trained)))
+        chip.wait(chip.now + touched / rate)
+        chip.wait(chip.stream(resident, True))
 
     def _update_by_pieces(self) -> None:
-        """Pieces come as far ahead as there is room, and go home only when room is needed, or at the end.
+        """Pieces come as far ahead as there is room, and go home when the next needs theirs, or at the end.
 
         A block's gradient makes room when its piece has been stepped.
         """
@@ -187,10 +194,10 @@ class _Player:
         stepped: deque[int] = deque()
         arrivals: dict[int, float] = {}
         coming = 0
-        for block in order:
+        for number, block in enumerate(order):
             while coming < len(order):
                 after = room.when(pieces[order[coming]])
-                while after is None and stepped:
+                while after is None and stepped and coming <= number + 1:
                     self._leave(stepped.popleft())
                     after = room.when(pieces[order[coming]])
                 if after is None:
@@ -199,10 +206,11 @@ class _Player:
                 arrivals[order[coming]] = self._chip.stream(pieces[order[coming]], True, after)
                 coming += 1
             self._chip.wait(arrivals[block])
-            self._chip.hold(room.held(self._chip.now) + self._gpu_bytes - room.total)
+            if self._chip.audits:
+                self._chip.hold(room.held(self._chip.now) + self._gpu_bytes - room.total)
             self._compute(step.update_s * step.update_share(block))
             room.total += step.gradients[block]
-            stepped.append(pieces[block])
+            stepped.append(pieces[block] - (step.gradients[block] if self._choice.streamed[block] else 0))
         while stepped:
             self._leave(stepped.popleft())
 

@@ -1,10 +1,10 @@
 """The search for a choice that fits and is quick: exact where there are few, structured and improved elsewhere. Pure.
 
 Small steps: every choice is judged. Others: so many blocks streamed, so many recomputed, evenly spread among those that
-are alike; of the rest as many kept as there is room for, the last ones, which are needed first; the others sent. Those
-numbers are searched for every place of the optimizer and distance ahead; then single blocks are changed as long as that
-helps. No choice can be better than the bound, so a search that comes near it ends. Deterministic: it counts its trials
-and looks at no clock.
+are alike; of the rest as many kept as there is room for, the last ones, which are needed first, or spread evenly, so
+that the link always has work; the others sent. Those numbers are searched for every place of the optimizer and distance
+ahead; then single blocks are changed as long as that helps. No choice can be better than the bound, so a search that
+comes near it ends. Deterministic: it counts its trials and looks at no clock.
 """
 
 from __future__ import annotations
@@ -135,11 +135,15 @@ class _Search:
         """Blocks in the order in which recomputing them frees most for its time."""
 
     def run(self) -> Verdict | None:
+        """Every place of the optimizer one block ahead; then the best place at other distances; then single blocks."""
         for ahead in AHEAD:
-            if ahead == 0 and self._best is not None:
-                break
-            for stepping in steppings(self._step, self._limits):
-                self._numbers(ahead, stepping)
+            places = steppings(self._step, self._limits)
+            if self._best is not None:
+                if ahead == 0:
+                    break
+                places = [self._best.choice.stepping]
+            for stepping, evenly in product(places, (False, True)):
+                self._numbers(ahead, stepping, evenly)
                 if self._done:
                     return self._best
         self._singles()
@@ -170,14 +174,14 @@ class _Search:
         traffic = 0.0 if step.rates.duplex else link_seconds(step, choice)
         return max(work, traffic) > self._best.seconds
 
-    def _numbers(self, ahead: int, stepping: Stepping) -> None:
+    def _numbers(self, ahead: int, stepping: Stepping, evenly: bool) -> None:
         """How many blocks are streamed and how many recomputed: a coarse grid, then closer steps around the best."""
         most = (len(self._away), len(self._again))
         tried: dict[tuple[int, int], float] = {}
 
         def value(at: tuple[int, int]) -> float:
             if at not in tried:
-                tried[at] = self._worth(self._made(*at, ahead, stepping))
+                tried[at] = self._worth(self._made(*at, ahead, stepping, evenly))
             return tried[at]
 
         stride = [max(1, math.ceil(limit / 4)) for limit in most]
@@ -201,11 +205,13 @@ class _Search:
             else:
                 at = better
 
-    def _made(self, away: int, again: int, ahead: int, stepping: Stepping) -> Choice | None:
-        """So many streamed and recomputed; of the others the last are kept, as many as fit. None: nothing fits."""
+    def _made(self, away: int, again: int, ahead: int, stepping: Stepping, evenly: bool) -> Choice | None:
+        """So many streamed and recomputed; of the others as many kept as fit. None: nothing fits."""
         count = len(self._step.weights)
         streamed, recomputed = set(self._away[:away]), set(self._again[:again])
         others = [b for b in reversed(range(count)) if b not in recomputed]
+        if evenly:
+            others = others[: ahead + 1] + spread(others[ahead + 1 :])
 
         def choice(kept: int) -> Choice:
             keep = set(others[:kept])

@@ -1,0 +1,153 @@
+"""A step with everything in managed memory and nothing fetched ahead, on the software superchip.
+
+Each use touches its weights, activations and temporaries; what is not on the GPU faults and comes, least recently used
+blocks of memory leave for it, and the use waits: the same rule as in `playing`, where a use waits for its own data.
+Charitable to paging: memory that is dead is dropped and not evicted, touching memory that is there costs nothing beyond
+the work itself, and activations are kept or recomputed, whichever is quicker. Times are modelled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from supertuner.memory.driver import HOST, Advice, Gpu, Kind, Refused, Span
+from supertuner.memory.machines import Machine
+from supertuner.memory.model import Superchip
+from supertuner.memory.model_figures import Parameters
+from supertuner.plan.choice import Step
+from supertuner.plan.decision import Fate
+from supertuner.plan.rates import Limits, figures_of
+from supertuner.plan.replay import PAGE_BYTES
+
+GPU = Gpu(0)
+MICRO_BATCHES = 2
+"""Of a window that are played; further ones take as long as the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Paged:
+    """One window in a run of many."""
+
+    seconds: float
+    moved_bytes: int
+    """Over the link, both ways."""
+    fates: Fate
+    """Of all activations."""
+
+
+def paged(step: Step, machine: Machine, limits: Limits, *, latents_at_home: bool = False) -> Paged | None:
+    """The quicker of keeping and recomputing. None: the memories together are too small.
+
+    `latents_at_home`: the batch prefers host memory and is read there, as in the seeds' policy.
+    """
+    found = []
+    for fate in (Fate.KEEP, Fate.RECOMPUTE):
+        try:
+            found.append(_Pager(step, machine, limits, fate, latents_at_home).window())
+        except Refused:
+            continue  # too large for both memories; the other may fit
+    return min(found, key=lambda paged: paged.seconds, default=None)
+
+
+class _Pager:
+    def __init__(self, step: Step, machine: Machine, limits: Limits, fate: Fate, latents_at_home: bool) -> None:
+        self._step, self._fate = step, fate
+        figures = figures_of(machine.title, step.rates, limits, ats=machine.ats)
+        figures = replace(figures, gpu_read_bytes_s=math.inf, gpu_write_bytes_s=math.inf, host_bytes_s=math.inf)
+        pages = Parameters().fault_batch_pages * 65536 // PAGE_BYTES  # batches of as many bytes
+        self._chip = Superchip(
+            figures, page_bytes=PAGE_BYTES, parameters=Parameters(fault_batch_pages=pages, duplex=step.rates.duplex)
+        )
+        blocks = step.table.blocks
+        self._weights = [self._loaded(b.frozen_bytes) for b in blocks]
+        self._trained = [self._loaded(b.trained_bytes) for b in blocks]
+        self._state = [self._loaded(b.state_bytes) for b in blocks]
+        self._idle = self._loaded(step.table.idle_bytes)
+        self._batch = self._loaded(step.table.batch_bytes)
+        if latents_at_home and self._batch is not None and not step.rates.one_pool:
+            self._chip.advise(self._batch, Advice.PREFERRED_LOCATION, HOST)
+        self._gradients: list[Span | None] = [None] * len(blocks)
+        self._saved: list[Span | None] = [None] * len(blocks)
+
+    def window(self) -> Paged:
+        self._run()
+        begin, moved = self._chip.clock.now, self._moved()
+        extra = self._run()
+        return Paged(self._chip.clock.now - begin + extra, self._moved() - moved, self._fate)
+
+    def _run(self) -> float:
+        """One window; the seconds of micro-batches that were not played."""
+        count, micro = len(self._weights), self._step.table.micro_batches
+        last = 0.0
+        for _ in range(min(micro, MICRO_BATCHES)):
+            begin = self._chip.clock.now
+            self._touch([self._batch])
+            for block in range(count):
+                self._forward(block)
+            for block in reversed(range(count)):
+                self._backward(block)
+            last = self._chip.clock.now - begin
+        for block in range(count):
+            self._update(block)
+        return last * max(0, micro - MICRO_BATCHES)
+
+    def _forward(self, block: int) -> None:
+        step, table = self._step, self._step.table.blocks[block]
+        recomputed = self._recomputed(block)
+        self._saved[block] = self._new(step.inputs[block] if recomputed else step.saved[block])
+        transient = table.forward_peak_bytes + (step.saved[block] - step.inputs[block] if recomputed else 0)
+        self._touch([self._weights[block], self._trained[block]])
+        self._working(transient, [self._saved[block]], step.forward_s[block])
+
+    def _backward(self, block: int) -> None:
+        step, table = self._step, self._step.table.blocks[block]
+        recomputed = self._recomputed(block)
+        transient = table.backward_peak_bytes + (step.saved[block] - step.inputs[block] if recomputed else 0)
+        self._touch([self._weights[block], self._trained[block], self._saved[block]])
+        if self._gradients[block] is None:
+            self._gradients[block] = self._new(step.gradients[block])
+        again = step.forward_s[block] if recomputed else 0.0
+        self._working(transient, [self._gradients[block]], again + step.backward_s[block])
+        self._drop(self._saved, block)
+
+    def _update(self, block: int) -> None:
+        step = self._step
+        self._touch([self._trained[block], self._gradients[block], self._state[block]], write=True)
+        self._chip.compute(step.update_s * step.update_share(block))
+        self._drop(self._gradients, block)
+
+    def _recomputed(self, block: int) -> bool:
+        return self._fate is Fate.RECOMPUTE and self._step.table.blocks[block].recomputable
+
+    def _working(self, transient: int, written: Sequence[Span | None], seconds: float) -> None:
+        space = self._new(transient)
+        self._touch([space, *written], write=True)
+        self._chip.compute(seconds)
+        if space is not None:
+            self._chip.free(space.address)
+
+    def _touch(self, spans: Sequence[Span | None], write: bool = False) -> None:
+        for span in spans:
+            if span is not None:
+                self._chip.touch(span, GPU, write=write)
+
+    def _loaded(self, nbytes: int) -> Span | None:
+        """Managed memory that the host has filled."""
+        span = self._new(nbytes)
+        if span is not None:
+            self._chip.touch(span, HOST, write=True)
+        return span
+
+    def _new(self, nbytes: int) -> Span | None:
+        return Span(self._chip.allocate(Kind.MANAGED, nbytes), nbytes) if nbytes else None
+
+    def _drop(self, spans: list[Span | None], block: int) -> None:
+        span = spans[block]
+        if span is not None:
+            self._chip.free(span.address)
+        spans[block] = None
+
+    def _moved(self) -> int:
+        return self._chip.traffic.to_device_bytes + self._chip.traffic.to_host_bytes
