@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from pydantic import ValidationError
@@ -31,10 +32,20 @@ def edits(a: str, b: str) -> int:
 def nearest(word: str, candidates: Sequence[str]) -> str | None:
     """The candidate with the fewest edits, the earlier one among equals; None if none is near."""
     plain = word.lower().replace("-", "_")
-    limit = max(1, len(plain) // 3)
-    near = [(edits(plain, c.rsplit(".", 1)[-1].lower()), i) for i, c in enumerate(candidates)]
-    best = min((pair for pair in near if pair[0] <= limit), default=None)
-    return None if best is None else candidates[best[1]]
+    limit, found = max(1, len(plain) // 3), None
+    for candidate in candidates:
+        name = candidate.rsplit(".", 1)[-1].lower()
+        if edits_at_least(plain, name) <= limit and (needed := edits(plain, name)) <= limit:
+            found, limit = candidate, needed - 1  # only a nearer one is better
+    return found
+
+
+def edits_at_least(a: str, b: str) -> int:
+    """A number that `edits` is never below, found at once: letters that one word has and the other has not."""
+    if a == b:
+        return 0
+    mine, theirs = Counter(a), Counter(b)
+    return max((mine - theirs).total(), (theirs - mine).total())
 
 
 def unknown_key(name: str, block: str, prefix: str = "") -> str:

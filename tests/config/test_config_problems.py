@@ -6,11 +6,13 @@ import random
 import string
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from supertuner.config import place as places
 from supertuner.config.dialects import dataset_rows, inherited, run_rows
 from supertuner.config.load import load
-from supertuner.config.problems import edits, nearest
+from supertuner.config.problems import edits, edits_at_least, nearest
 from supertuner.core.errors import ConfigError
 
 
@@ -192,6 +194,19 @@ def test_edits_count_letters():
     assert edits("seed", "seed") == 0
     assert [edits("seed", w) for w in ("sed", "seeed", "sead", "sede")] == [1, 1, 1, 1]
     assert edits("", "abc") == 3
+
+
+@given(st.text("abc", max_size=7), st.text("abc", max_size=7))
+def test_edits_are_never_fewer_than_the_letters_that_differ(one, other):
+    assert max(abs(len(one) - len(other)), edits_at_least(one, other)) <= edits(one, other)
+    assert edits_at_least(one, one) == 0
+
+
+@given(st.text("abc", min_size=1, max_size=7), st.lists(st.text("abc", min_size=1, max_size=7), max_size=6))
+def test_the_nearest_has_the_fewest_edits_and_stands_first_among_equals(word, candidates):
+    counted = [edits(word, one) for one in candidates]
+    best = min((n for n in counted if n <= max(1, len(word) // 3)), default=None)
+    assert nearest(word, candidates) == (None if best is None else candidates[counted.index(best)])
 
 
 def test_a_word_that_is_like_nothing_gets_no_suggestion():

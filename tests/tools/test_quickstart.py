@@ -18,11 +18,14 @@ from supertuner.tools import shapes
 from supertuner.tools.quickstart import Quickstart, quickstart
 from tests.tools.shape_classifier import classify
 
+SHORTER = ("train.max_steps=250", "validation.inference_steps=8")
+"""Half of the steps and of the samples' steps: what is learnt with these is learnt with all."""
+
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Quickstart:
     folder = tmp_path_factory.mktemp("quickstart")
-    return quickstart(folder / "quickstart", [f"arena.home={folder / 'arenas'}"])
+    return quickstart(folder / "quickstart", [f"arena.home={folder / 'arenas'}", *SHORTER])
 
 
 def recognised(folder: Path) -> int:
@@ -83,7 +86,7 @@ def test_the_exported_adapters_load_in_diffusers_and_change_what_both_experts_pr
 def test_a_second_quickstart_shows_the_same_and_trains_nothing_again(made: Quickstart) -> None:
     losses = (made.trained.run / "losses.jsonl").read_bytes()
     begun = time.monotonic()
-    again = quickstart(made.config.parent.parent, [f"arena.home={made.config.parents[2] / 'arenas'}"])
+    again = quickstart(made.config.parent.parent, [f"arena.home={made.config.parents[2] / 'arenas'}", *SHORTER])
     assert (again.before, again.after, again.trained.steps) == (made.before, made.after, made.trained.steps)
     assert (made.trained.run / "losses.jsonl").read_bytes() == losses
     assert time.monotonic() - begun < 60

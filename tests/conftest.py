@@ -1,0 +1,15 @@
+"""What holds for the whole suite: garbage is looked for only among what the running test made.
+
+Runs collect garbage whenever they drop a model. With all libraries imported that means to look through millions of
+objects which are none, each time: a third of the suite's time. So what lives when a test begins is set aside.
+"""
+
+from __future__ import annotations
+
+import gc
+
+
+def pytest_runtest_logstart() -> None:
+    """Before anything of a test is made: what earlier ones left is freed, and what lives on is not looked at again."""
+    gc.collect()
+    gc.freeze()
