@@ -135,33 +135,42 @@ def rate_of(settings: OptimizerSettings, expert: str) -> float:
 def limits_of(settings: OptimizerSettings, expert: str) -> Limits:
     """Between what an expert's rates move under Automagic, and how far in a step: its own settings, else those of all,
     else the usual ones. A start that nobody chose gives way to the limits."""
-    own = {
-        "high_noise": (settings.high_noise_lr_bump, settings.high_noise_min_lr, settings.high_noise_max_lr),
-        "low_noise": (settings.low_noise_lr_bump, settings.low_noise_min_lr, settings.low_noise_max_lr),
-    }.get(expert, (None, None, None))
-    ours = (settings.lr_bump, settings.min_lr, settings.max_lr)
-    usual = (USUAL.bump, USUAL.lowest, USUAL.highest)
-    bump, lowest, highest = (_first_given(*three) for three in zip(own, ours, usual, strict=True))
-    where = f"optimizer, for expert {expert}"
+    (bump_is, bump), (lowest_is, lowest), (highest_is, highest) = (
+        _said(settings, expert, name, usual)
+        for name, usual in (("lr_bump", USUAL.bump), ("min_lr", USUAL.lowest), ("max_lr", USUAL.highest))
+    )
     if highest < lowest:
-        raise TrainError(f"{where}: max_lr {highest:g} is below min_lr {lowest:g}; set both")
-    given = _start_of(settings, expert)
-    start = min(max(USUAL.start, lowest), highest) if given is None else given
+        raise TrainError(f"{highest_is} is below {lowest_is}: Automagic's rates move between them; set both")
+    if bump > highest - lowest > 0:
+        raise TrainError(
+            f"{bump_is} is more than lies between {lowest_is} and {highest_is}: Automagic's rates would jump from one "
+            "to the other; set a smaller one"
+        )
+    start_is, start = _said(settings, expert, _start_name(settings, expert), min(max(USUAL.start, lowest), highest))
     if not lowest <= start <= highest:
         raise TrainError(
-            f"{where}: Automagic's rates start at learning_rate {start:g}, which is not between min_lr {lowest:g} and "
-            f"max_lr {highest:g}; leave learning_rate out, or widen the limits"
+            f"{start_is}, where Automagic's rates start, is not between {lowest_is} and {highest_is}; leave it out, or "
+            "widen the limits"
         )
     return Limits(start=start, bump=bump, lowest=lowest, highest=highest)
 
 
-def _first_given(*values: float | None) -> float:
-    return next(value for value in values if value is not None)
+def _said(settings: OptimizerSettings, expert: str, name: str, usual: float) -> tuple[str, float]:
+    """A setting of an expert, in words and as a number: its own, else that of all, else the usual one."""
+    for key in (f"{expert}_{name}", name):
+        given = getattr(settings, key, None)
+        if given is not None:
+            return f"optimizer.{key} {given:g}", float(given)
+    return f"{name} {usual:g} (unset)", usual
+
+
+def _start_name(settings: OptimizerSettings, expert: str) -> str:
+    return "learning_rate" if getattr(settings, f"{expert}_lr", None) is None else "lr"
 
 
 def _start_of(settings: OptimizerSettings, expert: str) -> float | None:
-    own = {"high_noise": settings.high_noise_lr, "low_noise": settings.low_noise_lr}.get(expert)
-    return settings.learning_rate if own is None else own
+    given: float | None = getattr(settings, f"{expert}_lr", None)
+    return settings.learning_rate if given is None else given
 
 
 def _adamw(order: Order) -> Made:

@@ -77,6 +77,16 @@ def test_what_cannot_be_trained_is_refused_with_place_value_and_remedy(refuse, t
             "optimizer.high_noise_lr_bump",
             'no effect: a model of family "flux" has one denoiser',
         ),
+        (
+            {"model": {**WAN, "experts": "low_noise"}, "adapter": {"high_noise": {"rank": 4}}},
+            "adapter.high_noise",
+            'no effect: this expert is not trained, model.experts is "low_noise"',
+        ),
+        (
+            {"model": {**WAN, "experts": "high_noise"}, "optimizer": {"low_noise_lr": 1e-4}},
+            "optimizer.low_noise_lr",
+            "no effect: this expert is not trained",
+        ),
         ({"model": {**WAN, "revision": "main"}}, "model.revision", "only for a model on the hub"),
         ({"model": {**WAN, "attention": "sage"}}, "model.attention", "computes no gradient"),
         ({"adapter": {"type": "full", "rank": 4}}, "adapter.rank", 'no effect with type: "full"'),

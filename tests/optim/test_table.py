@@ -83,9 +83,14 @@ def test_limits_of_a_stage_act_whether_or_not_those_of_all_are_set() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"max_lr": 1e-8}, r"expert low_noise: max_lr 1e-08 is below min_lr 1e-07; set both"),
-        ({"low_noise_min_lr": 1e-2}, r"max_lr 0.001 is below min_lr 0.01"),
-        ({"learning_rate": 0.1}, r"start at learning_rate 0.1, which is not between min_lr 1e-07 and max_lr 0.001"),
+        ({"max_lr": 1e-8}, r"^optimizer\.max_lr 1e-08 is below min_lr 1e-07 \(unset\): .*; set both"),
+        ({"low_noise_min_lr": 1e-2}, r"^max_lr 0\.001 \(unset\) is below optimizer\.low_noise_min_lr 0\.01"),
+        (
+            {"learning_rate": 0.1},
+            r"^optimizer\.learning_rate 0\.1, .* not between min_lr 1e-07 \(unset\) and max_lr",
+        ),
+        ({"low_noise_lr": 0.1, "learning_rate": 1e-6}, r"^optimizer\.low_noise_lr 0\.1, .*; leave it out, or widen"),
+        ({"lr_bump": 0.5}, r"^optimizer\.lr_bump 0\.5 is more than lies between .*; set a smaller one"),
     ],
 )
 def test_rates_that_have_nowhere_to_go_are_refused(settings: dict[str, float], words: str) -> None:

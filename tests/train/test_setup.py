@@ -37,7 +37,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "rates that start above their limit": (
         {"optimizer": {"name": "automagic", "learning_rate": 0.1}},
-        "which is not between min_lr",
+        "where Automagic's rates start, is not between min_lr",
     ),
 }
 
