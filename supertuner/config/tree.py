@@ -69,11 +69,7 @@ class RunConfig(Block):
         if self.train.ema_decay is not None and self.optimizer.name == "schedule_free":
             message = "averages what schedule_free averages already; the two together follow slowly"
             yield Remark("train.ema_decay", message)
-        if self.model.family not in (None, "wan2.2"):
-            for name in sorted(self.optimizer.model_fields_set):
-                if name.startswith(("high_noise_", "low_noise_")):
-                    message = f'has no effect: a model of family "{self.model.family}" has one denoiser'
-                    yield Remark(f"optimizer.{name}", message)
+        yield from self._untrained_experts()
         caches = self.cache_config
         for index, dataset in enumerate(self.datasets):
             if (
@@ -81,6 +77,18 @@ class RunConfig(Block):
                 and dataset.augmentations_cache_mode is not None
             ):
                 yield Remark(f"datasets[{index}].augmentations_cache_mode", "has no effect: cache_config has no cache")
+
+    def _untrained_experts(self) -> Iterator[Remark]:
+        """Settings of experts that are not there, or not trained."""
+        alone = self.model.family not in (None, "wan2.2")
+        why = f'a model of family "{self.model.family}" has one denoiser' if alone else "this expert is not trained"
+        for stage in ("high_noise", "low_noise"):
+            if alone or self.model.experts not in ("all", stage):
+                if stage in self.adapter.model_fields_set and not alone:
+                    yield Remark(f"adapter.{stage}", f'has no effect: {why}, model.experts is "{self.model.experts}"')
+                for name in sorted(self.optimizer.model_fields_set):
+                    if name.startswith(f"{stage}_"):
+                        yield Remark(f"optimizer.{name}", f"has no effect: {why}")
 
     def _adapter(self) -> Iterator[Remark]:
         base, kind = self.model.base_weights, self.adapter.type
