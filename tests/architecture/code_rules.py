@@ -6,6 +6,7 @@ import ast
 import io
 import tokenize
 from collections.abc import Iterator
+from functools import cache
 
 FILE_LINES = 500
 FUNCTION_LINES = 80
@@ -23,11 +24,16 @@ UNSAFE_CALLS = ("torch.load", "yaml.unsafe_load", "yaml.full_load", "yaml.unsafe
 SAFE_LOADERS = ("yaml.SafeLoader", "yaml.CSafeLoader", "yaml.BaseLoader")
 
 
+@cache  # many rules read the same files; cleared when they are done
+def tree_of(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
 def swallowed(source: str) -> list[str]:
     """Handlers that catch everything and do not raise, and those that do nothing and do not say why."""
     commented = _comment_lines(source)
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree_of(source)):
         if isinstance(node, ast.ExceptHandler):
             if _is_broad(node.type) and not _raises(node):
                 found.append(f"line {node.lineno}: catches everything and does not raise")
@@ -46,7 +52,7 @@ def global_state(source: str) -> list[str]:
 
     A constant is UPPER_CASE and holds a literal table; an empty table is a store by another name.
     """
-    tree = ast.parse(source)
+    tree = tree_of(source)
     found = [f"line {n.lineno}: global {', '.join(n.names)}" for n in ast.walk(tree) if isinstance(n, ast.Global)]
     constants = set()
     for name, value, line in _module_level(tree):
@@ -68,7 +74,7 @@ def global_state(source: str) -> list[str]:
 def environment_reads(source: str) -> list[str]:
     """Any touch of the process environment."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree_of(source)):
         if isinstance(node, ast.Attribute) and ast.unparse(node) in (
             "os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv",
         ):  # fmt: skip
@@ -81,7 +87,7 @@ def environment_reads(source: str) -> list[str]:
 
 def unsafe_loads(source: str) -> list[str]:
     """Formats that run code when they are read."""
-    tree = ast.parse(source)
+    tree = tree_of(source)
     safe = {*SAFE_LOADERS, *(c.name for c in ast.walk(tree) if isinstance(c, ast.ClassDef) and _is_safe_loader(c))}
     found = []
     for node in ast.walk(tree):
@@ -106,19 +112,19 @@ def unsafe_loads(source: str) -> list[str]:
 def prints(source: str) -> list[str]:
     return [
         f"line {node.lineno}: print"
-        for node in ast.walk(ast.parse(source))
+        for node in ast.walk(tree_of(source))
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "print"
     ]
 
 
 def missing_docstring(source: str) -> list[str]:
-    return [] if ast.get_docstring(ast.parse(source)) else ["does not open with what it is for"]
+    return [] if ast.get_docstring(tree_of(source)) else ["does not open with what it is for"]
 
 
 def oversized(source: str) -> list[str]:
     lines = source.count("\n")
     found = [f"{lines} lines, more than {FILE_LINES}"] if lines > FILE_LINES else []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree_of(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and _end(node) - node.lineno >= FUNCTION_LINES:
             found.append(f"line {node.lineno}: {node.name} has more than {FUNCTION_LINES} lines")
     return found
@@ -126,7 +132,7 @@ def oversized(source: str) -> list[str]:
 
 def attribute_names(source: str) -> set[str]:
     """Every attribute that the source reads: the settings it can possibly use."""
-    tree = ast.parse(source)
+    tree = tree_of(source)
     return {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
 
 

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from tests.architecture.code_rules import tree_of
+
 LEVELS = {
     "core": 1,
     "config": 2,
@@ -55,7 +57,7 @@ class Import:
 def imports(path: str, source: str) -> list[Import]:
     """Every import of a file of the package; `path` is relative to `supertuner/`. Relative ones are resolved."""
     package = ["supertuner", *path.split("/")[:-1]]
-    return list(_walk(ast.parse(source), package, at_import=True))
+    return list(_walk(tree_of(source), package, at_import=True))
 
 
 def layer_violations(path: str, source: str) -> list[str]:

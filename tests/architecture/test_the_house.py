@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,12 @@ OURS = [*FILES, *sorted((ROOT / "benchmarks").glob("*.py")), *sorted((ROOT / "sc
 # The one holder of process-wide state: the seeds' set_uvm_hint_override() has no object to speak to.
 HOLDER = ("supertuner/memory/hints.py", "_process is an object made at import")
 SKIPPED_FOLDERS = {".git", ".hypothesis", "node_modules", "quickstart", "runs"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def trees_are_given_back() -> Iterator[None]:
+    yield
+    code_rules.tree_of.cache_clear()
 
 
 def relative(file: Path) -> str:
