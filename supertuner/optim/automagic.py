@@ -96,6 +96,10 @@ class Automagic(torch.optim.Optimizer):
         self._clear()
         return self._rates.spread(total, group["lr"] / self._limits.start)
 
+    def states_replaced(self) -> None:
+        """States were moved to another memory: batches, which hold them together, are made anew when needed."""
+        self._batches, self._live = [], []
+
     def _rows(self) -> Iterator[tuple[Mapping[str, torch.Tensor], int, Tools]]:
         """Everything remembered: batches as they are, and what is of parameters outside of them."""
         yield from ((batch.state, batch.count, batch.tools()) for batch in self._batches)

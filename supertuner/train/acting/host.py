@@ -1,0 +1,66 @@
+"""Host memory that a GPU copies from and to without the CPU: taken piece by piece, given back all at once.
+
+Pinned in segments whose size is a power of two: torch rounds pinned memory up to one, and a piece each would cost up
+to twice its bytes.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from supertuner.core.types import MIB
+
+ALIGNMENT = 512
+"""As torch aligns what it allocates on a GPU: a tensor is read as fast, and by the same code, from here."""
+SMALLEST, LARGEST = 16 * MIB, 1024 * MIB
+
+
+class HostMemory:
+    """Bytes for tensors at home. Contents of what was given back are worthless."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._pinned = device.type == "cuda"
+        self._segments: list[torch.Tensor] = []
+        self._segment = self._used = 0
+        self.taken = 0
+        """Bytes in use, each piece rounded up."""
+
+    @property
+    def nbytes(self) -> int:
+        """What is held, in use or not."""
+        return sum(segment.nbytes for segment in self._segments)
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """So many bytes that nobody else has, aligned."""
+        room = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        while self._segment < len(self._segments) and self._used + room > self._segments[self._segment].nbytes:
+            self._segment, self._used = self._segment + 1, 0
+        if self._segment == len(self._segments):
+            self._segments.append(self._made(room))
+        begin, self._used = self._used, self._used + room
+        self.taken += room
+        return self._segments[self._segment][begin : begin + nbytes]
+
+    def take_back_all(self) -> None:
+        self._segment = self._used = self.taken = 0
+
+    def _made(self, room: int) -> torch.Tensor:
+        wanted = max(room, min(max(SMALLEST, self.nbytes), LARGEST))
+        size = 1 << (wanted - 1).bit_length()
+        # Pinned memory begins at a page, and anything beside a power of two would double it.
+        made = torch.empty(size if self._pinned else size + ALIGNMENT, dtype=torch.uint8, pin_memory=self._pinned)
+        begin = -made.data_ptr() % ALIGNMENT
+        return made[begin : begin + size]
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """All bytes of the tensor's storage, in place."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def placed(raw: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A tensor of the form of `like` in these bytes; one whose rows lie apart is put together."""
+    begin = raw.storage_offset() // like.element_size()
+    strides = torch.empty_like(like, device="meta").stride()
+    made = torch.empty(0, dtype=like.dtype, device=raw.device)
+    return made.set_(raw.untyped_storage(), begin, like.shape, strides)
