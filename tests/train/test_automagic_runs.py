@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 from supertuner.train.loss_log import read as read_losses
-from tests.train.runs import ROOT, Parent, artefacts, config
+from tests.train.runs import ROOT, Parent, artefacts, config, pictures
 from tests.train.test_runs import del_intermediate, trained, whole_and_again
 
 SEED = {
@@ -59,6 +59,8 @@ def test_each_expert_moves_by_its_own_bump_and_says_so(parent: Parent, tmp_path:
 
 def test_the_yaml_of_the_seed_runs_as_it_is_written(parent: Parent, tmp_path: Path) -> None:
     """What it does not say (model, data, where to write) is added beside it; not a line of it is changed."""
+    pictures(tmp_path / "data" / "train", 2)  # few: at the seed's resolution each takes a second to encode
+    pictures(tmp_path / "data" / "held_out", 1, first=6)
     tree = json.loads(config(tmp_path, "seed", **PLAIN).read_text())
     written = re.findall(r"```yaml\n(.*?)```", (ROOT / "tests/config/seeds/003.md").read_text(), re.S)[0]
     text = written.replace("dataset:\n", f"dataset:\n  folder_path: {tree['datasets'][0]['instance_data_dir']}\n")
