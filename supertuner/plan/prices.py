@@ -67,12 +67,12 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Priced:
-    """The bound, and the parts that it is the sum of, before what memory is worth."""
+    """The bound, and how long each phase of the best mixture takes."""
 
     seconds: float
-    work_s: float
-    link_s: float
-    update_s: float
+    phases_s: tuple[float, ...]
+    by_link: tuple[bool, ...]
+    """Of each phase, whether copying is what it takes its time for."""
 
 
 LIMITS: Final = ("first work", "first link", "second work", "second link", "update work",
@@ -83,20 +83,15 @@ PHASES: Final = (slice(0, 2), slice(2, 4), slice(4, 9))
 
 def priced(program: Program) -> Priced:
     counted = _counted(program.things)
-    prices = _guess(program, counted)
+    prices, phases_s = _guess(program, counted)
     for phase in PHASES:  # a phase counts once, whatever the solver's last digits say
         prices[phase] /= max(1.0, float(prices[phase].sum()))
-    fixed = _fixed(program)
-    total = float(fixed @ prices)
-    costs = _by_limit(prices)
-    chosen = np.zeros(len(LIMITS) + 2)
+    total = float(_fixed(program) @ prices)
+    costs = _matrix() @ prices
     for many, ways in counted:
-        each = ways @ costs
-        total += many * float(each.min())
-        chosen += many * _spread(ways)[int(each.argmin())]
-    seconds = (fixed[: len(LIMITS)] + chosen[: len(LIMITS)]) * prices[: len(LIMITS)]
-    work, link = float(seconds[0] + seconds[2]), float(seconds[1] + seconds[3] + seconds[5:].sum())
-    return Priced(max(total, 0.0), work, link, float(seconds[4]))
+        total += many * float((ways @ costs).min())
+    by_link = tuple(bool(prices[phase][0] < 0.5) for phase in PHASES)
+    return Priced(max(total, 0.0), tuple(float(one) for one in phases_s), by_link)
 
 
 def _fixed(program: Program) -> Array:
@@ -128,20 +123,9 @@ def _matrix() -> Array:
     return found
 
 
-def _by_limit(prices: Array) -> Array:
-    """What each of a way's costs is paid at."""
-    found: Array = _matrix() @ prices
-    return found
-
-
-def _spread(ways: Array) -> Array:
-    """A way's costs, by price."""
-    found: Array = ways @ _matrix()
-    return found
-
-
-def _guess(program: Program, things: list[tuple[int, Array]]) -> Array:
-    """The best prices: as large a sum as can be, no thing above the cheapest of its ways, each phase counted once."""
+def _guess(program: Program, things: list[tuple[int, Array]]) -> tuple[Array, Array]:
+    """The best prices: as large a sum as can be, no thing above the cheapest of its ways, each phase counted once. And
+    what it is worth to count a phase: how long it takes."""
     prices, count = len(LIMITS) + 2, len(things)
     gain = np.concatenate([_fixed(program), [float(many) for many, _ in things]])
     rows = np.zeros((len(PHASES) + sum(len(ways) for _, ways in things), prices + count))
@@ -149,10 +133,10 @@ def _guess(program: Program, things: list[tuple[int, Array]]) -> Array:
         rows[number, phase] = 1.0
     at = len(PHASES)
     for number, (_, ways) in enumerate(things):
-        rows[at : at + len(ways), :prices] = -_spread(ways)
+        rows[at : at + len(ways), :prices] = -ways @ _matrix()
         rows[at : at + len(ways), prices + number] = 1.0
         at += len(ways)
     limits = np.zeros(len(rows))
     limits[: len(PHASES)] = 1.0
-    found = most(gain, rows, limits)
-    return found[:prices]
+    found, worth = most(gain, rows, limits)
+    return found[:prices], worth[: len(PHASES)]

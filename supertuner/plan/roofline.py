@@ -183,13 +183,17 @@ def _state_fits(step: Step, limits: Limits) -> bool:
 
 def _named(step: Step, on_host: bool, best: Priced) -> str:
     """What most of the bound comes from."""
-    if best.link_s > max(best.work_s, best.update_s):
-        rates = step.rates
-        slower_up = (rates.to_device_bytes_s or 0.0) <= (rates.to_host_bytes_s or 0.0)
-        return "link to gpu" if slower_up or sum(step.weights) > sum(step.saved) else "link to host"
-    if best.update_s > best.work_s:
+    spent = {"compute": 0.0, "link to host": 0.0, "link to gpu": 0.0, "update": 0.0}
+    work = ("compute", "compute", "update")
+    link = ("link to host", "link to gpu", "link to gpu")  # activations leave, and come back; so does what has no room
+    for number, seconds in enumerate(best.phases_s):
+        spent[link[number] if best.by_link[number] else work[number]] += seconds
+    most = max(spent, key=lambda name: spent[name])
+    if most == "update":
         return "host memory" if on_host else "gpu memory"
+    if most != "compute":
+        return most
     blocks = step.table.blocks
-    work = [block.forward for block in blocks] + [block.backward for block in blocks]
-    in_memory = sum(step.rates.seconds(one) for one in work if step.rates.bound_by_memory(one))
+    works = [block.forward for block in blocks] + [block.backward for block in blocks]
+    in_memory = sum(step.rates.seconds(one) for one in works if step.rates.bound_by_memory(one))
     return "gpu memory" if 2 * in_memory > step.micro_s else "compute"

@@ -18,8 +18,8 @@ PIVOTS: Final = 5000
 """Far more than programs of this size take; beyond it the best so far is good enough."""
 
 
-def most(gain: Array, rows: Array, limits: Array) -> Array:
-    """The x that was found best. What has no limit stops where it is."""
+def most(gain: Array, rows: Array, limits: Array) -> tuple[Array, Array]:
+    """The x that was found best, and what one more of each limit would gain. What has no limit stops where it is."""
     assert (limits >= 0).all(), "x = 0 must be allowed"
     count, many = rows.shape
     table = np.zeros((count + 1, many + count + 1))
@@ -40,8 +40,7 @@ def most(gain: Array, rows: Array, limits: Array) -> Array:
         basis[row] = column
     found = np.zeros(many + count)
     found[basis] = table[:count, -1]
-    x: Array = np.maximum(found[:many], 0.0)
-    return x
+    return np.maximum(found[:many], 0.0), table[count, many : many + count].copy()
 
 
 def _leaving(table: Array, basis: list[int], column: int) -> int | None:

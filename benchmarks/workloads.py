@@ -1,0 +1,132 @@
+"""The steps that plans are judged by: traced at full size on fake tensors, and kept as tables beside this file.
+
+`python benchmarks/workloads.py [name …]` traces them anew (some two minutes each on one core, half a gigabyte): when the
+families, the trainer or the trace change, figures of bench_plan.py should be of today's step. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from supertuner.plan.table import Block, StepTable, Work
+
+TABLES = Path(__file__).resolve().parent / "plan_tables"
+
+
+@dataclass(frozen=True)
+class Workload:
+    title: str
+    family: str
+    path: str
+    media: tuple[int, ...]
+    samples: int
+    adapter: Mapping[str, Any]
+    picture: tuple[int, ...] | None = None
+    """What a model that edits is given."""
+    both_experts: bool = False
+    """Whether another expert as large waits meanwhile."""
+
+
+_WAN = "Wan-AI/Wan2.2-T2V-A14B-Diffusers"
+_FLUX = "black-forest-labs/FLUX.1-dev"
+_FULL = {"type": "full"}
+_LORA = {"rank": 32}
+_FILM, _SQUARE = (3, 81, 720, 1280), (3, 1024, 1024)
+WORKLOADS: Final[Mapping[str, Workload]] = {
+    "wan-lora": Workload(
+        "Wan2.2 14B LoRA, both experts, 81 frames of 1280×720", "wan2.2", _WAN, _FILM, 1, _LORA, both_experts=True
+    ),
+    "wan-full": Workload("Wan2.2 14B full, one expert, 81 frames of 1280×720", "wan2.2", _WAN, _FILM, 1, _FULL),
+    "qwen-edit-lora": Workload(
+        "Qwen-Image-Edit 20B LoRA, batch 8, 1024×1024", "qwen-image-edit", "Qwen/Qwen-Image-Edit", _SQUARE, 8, _LORA,
+        picture=_SQUARE,
+    ),
+    "flux-full": Workload("Flux dev full, batch 1, 1024×1024", "flux", _FLUX, _SQUARE, 1, _FULL),
+    "flux-full-8": Workload("Flux dev full, batch 8, 1024×1024", "flux", _FLUX, _SQUARE, 8, _FULL),
+    "wan-lora-480": Workload(
+        "Wan2.2 14B LoRA, both experts, 81 frames of 832×480", "wan2.2", _WAN, (3, 81, 480, 832), 1, _LORA,
+        both_experts=True,
+    ),
+    "flux-lora": Workload("Flux dev LoRA, batch 1, 512×512", "flux", _FLUX, (3, 512, 512), 1, _LORA),
+}  # fmt: skip
+"""The four of the plan's goals, Flux at two batch sizes; one whose activations fit host memory; one that fits a GPU."""
+
+
+def table(name: str) -> StepTable:
+    """As it was traced."""
+    kept = json.loads((TABLES / f"{name}.json").read_text())
+    fields = {key: value for key, value in kept.items() if key not in ("blocks", "update", "made")}
+    return StepTable(blocks=tuple(_blocks(kept["blocks"])), update=Work(**kept["update"]), **fields)
+
+
+def _blocks(rows: Sequence[Mapping[str, Any]]) -> list[Block]:
+    found = []
+    for row in rows:
+        fields = {key: value for key, value in row.items() if key not in ("names", "forward", "backward")}
+        works = {key: Work(**row[key]) for key in ("forward", "backward")}
+        found += [Block(name=name, **fields, **works) for name in row["names"]]
+    return found
+
+
+def _kept(made: StepTable, how: str) -> dict[str, Any]:
+    """Neighbours that are alike in one row."""
+    rows: list[dict[str, Any]] = []
+    for block in made.blocks:
+        fields = {key: value for key, value in asdict(block).items() if key != "name"}
+        if rows and {key: value for key, value in rows[-1].items() if key != "names"} == fields:
+            rows[-1]["names"].append(block.name)
+        else:
+            rows.append({"names": [block.name], **fields})
+    return {"made": how, **asdict(replace(made, blocks=())), "blocks": rows}
+
+
+def trace(name: str) -> StepTable:
+    """The step as it is today."""
+    from supertuner.config.tree import RunConfig
+    from supertuner.models.published import described
+    from supertuner.plan.kernels import Cuda
+    from supertuner.plan.shapes import Shaper
+    from supertuner.plan.summary import table_of
+    from supertuner.plan.trace import trace_training
+    from supertuner.step.trainee import experts_of
+
+    one = WORKLOADS[name]
+    config = RunConfig.model_validate(
+        {
+            "model": {"family": one.family, "path": one.path},
+            "adapter": one.adapter,
+            "train": {"batch_size": one.samples, "max_steps": 1},
+        }
+    )
+    family, model, _ = described(config.model)
+    shape = Shaper(config, family, model).batch(one.samples, one.media, one.picture)
+    expert = experts_of(config, model)[0]
+    found = table_of(trace_training(config, family, model, expert, shape, checkpointing=False, device=Cuda()))
+    other = found.weight_bytes + sum(block.state_bytes for block in found.blocks)
+    return replace(found, idle_bytes=other if one.both_experts else 0)
+
+
+def main(names: Sequence[str]) -> int:
+    import datetime
+
+    import torch
+
+    TABLES.mkdir(exist_ok=True)
+    for name in names or list(WORKLOADS):
+        how = f"traced on {datetime.date.today()} with torch {torch.__version__}"
+        text = json.dumps(_kept(trace(name), how), indent=1)
+        (TABLES / f"{name}.json").write_text(text + "\n")
+        sys.stdout.write(f"{name}: {WORKLOADS[name].title}, {how}\n")
+        sys.stdout.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
