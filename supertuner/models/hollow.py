@@ -23,10 +23,10 @@ def stand_in(skeleton: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module
     mode = detect_fake_mode()
     with unset_fake_temporarily():
         module = skeleton()
-        kept = tuple(getattr(module, "_keep_in_fp32_modules", None) or ())
-        for name, tensor in module.named_parameters():
+        kept = _kept_in_fp32(module, dtype)
+        for name, tensor in module.state_dict(keep_vars=True).items():  # what a file would hold; other buffers stay
             if tensor.is_floating_point():
-                tensor.data = tensor.data.to(torch.float32 if set(kept) & set(name.split(".")) else dtype)
+                tensor.data = tensor.data.to(torch.float32 if kept & set(name.split(".")) else dtype)
     module = module.eval().requires_grad_(False)
     return module if mode is None else filled(module, mode, torch.device("cpu"))
 
@@ -47,6 +47,15 @@ class Wordless:
             return SimpleNamespace(input_ids=range(length))
         ids = torch.ones(len(text), length, dtype=torch.long)
         return SimpleNamespace(input_ids=ids, attention_mask=torch.ones_like(ids))
+
+
+def _kept_in_fp32(module: nn.Module, dtype: torch.dtype) -> set[str]:
+    """Names of submodules: diffusers keeps what a class names, transformers only beside fp16, unless the class is
+    strict about it."""
+    named = set(getattr(module, "_keep_in_fp32_modules", None) or ())
+    if type(module).__module__.startswith("transformers.") and dtype is not torch.float16:
+        named = set()
+    return named | set(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
 
 
 def filled(module: nn.Module, mode: FakeTensorMode, device: torch.device) -> nn.Module:

@@ -2,7 +2,7 @@
 
 What is traced is the family's own encoders and denoiser. A sample's loop is not run: its schedulers decide by values.
 Instead its parts are, in the order of the loop, with everything in memory that a validation finds there: text encoder,
-one prediction of each expert, VAE. `Stages` says which stretches are repeated, and how often.
+one prediction of each expert, VAE. `SampleTrace` says what of it is repeated.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from supertuner.step.trainee import experts_of, rules_of
 from supertuner.step.window import Trainee
 
 MEDIA, TEXT, SAMPLE = "encode media", "encode text", "sample"
+PREDICTION, REST = "prediction", "rest"
+"""Parts of the work of a sample."""
 
 
 def trace_media(family: Family, model: Model, media: tuple[int, ...], *, device: Device | None = None) -> Trace:
@@ -71,10 +73,16 @@ class SampleTrace:
     """A validation's sample, and the work of making it."""
 
     trace: Trace
-    prediction: Work
-    """One denoising step, with guidance; of the expert that works most."""
-    rest: Work
-    """Encoding the prompt, and decoding the latents: once."""
+
+    @property
+    def prediction(self) -> Work:
+        """One denoising step, with guidance; of the expert that works most."""
+        return dict(self.trace.parts)[PREDICTION]
+
+    @property
+    def rest(self) -> Work:
+        """Encoding the prompt, and decoding the latents: once."""
+        return dict(self.trace.parts)[REST]
 
     def work(self, steps: int) -> Work:
         one = self.prediction
@@ -134,8 +142,8 @@ def trace_sampling(
                 rest = text + worked.since()
                 del prompts, decoded
     notes = ("the sampler's own arithmetic between predictions is left out",)
-    trace = recorder.trace(SAMPLE, notes=notes)
-    return SampleTrace(trace, max(predictions, key=lambda one: one.matmul_flops), rest)
+    most = max(predictions, key=lambda one: one.matmul_flops)
+    return SampleTrace(replace(recorder.trace(SAMPLE, notes=notes), parts=((PREDICTION, most), (REST, rest))))
 
 
 class _Worked:

@@ -98,6 +98,8 @@ class Trace:
     micro_batches: int = 1
     notes: tuple[str, ...] = ()
     """What the trace does not know or left out."""
+    parts: tuple[tuple[str, Work], ...] = ()
+    """Work by name, where a phase has parts that are repeated unequally often."""
 
     def taken(self) -> NDArray[np.int64]:
         """The bytes that each tensor takes of memory."""
