@@ -42,3 +42,6 @@ class Samples(Protocol):
         """What each sample's bytes are known by, one row each: equal rows mean equal bytes."""
 
     def captions(self, i: int, /) -> tuple[str, ...]: ...
+
+    def caption_digest(self) -> str:
+        """What the captions of all samples are known by: equal digests mean equal captions."""

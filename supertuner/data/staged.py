@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from supertuner.arena.home import Home
@@ -95,6 +96,14 @@ class StagedDataset:
         first, last = int(self._caption_index[i]), int(self._caption_index[i + 1])
         offsets = self._caption_offsets[first : last + 1].tolist()
         return tuple(self._caption_bytes[a:b].tobytes().decode() for a, b in pairwise(offsets))
+
+    def caption_digest(self) -> str:
+        """What the captions of all samples are known by."""
+        digest = xxhash.xxh3_128()
+        for table in (self._caption_index, self._caption_offsets, self._caption_bytes):
+            digest.update(f"{len(table)}\n".encode())
+            digest.update(np.ascontiguousarray(table).view(np.uint8).data)
+        return digest.hexdigest()
 
     def set_aside(self) -> list[tuple[str, str]]:
         """Files that were broken when the dataset was staged, and why."""

@@ -43,7 +43,8 @@ def targets_of(settings: AdapterSettings, presets: Mapping[str, Sequence[str]]) 
     if settings.targets not in presets:
         raise ModelError(
             f"adapter.targets is {settings.targets!r}; the family's presets are {', '.join(presets)}; "
-            "names of modules are given as a list"
+            'names of modules are given as a list, on a command line as \'adapter.targets=["to_q", "to_k"]\', quotes '
+            "and all"
         )
     return tuple(presets[settings.targets])
 

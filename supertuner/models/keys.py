@@ -273,7 +273,10 @@ def _why_not(key: str, found: Sequence[_Meaning], family: str | None) -> str:
 def _none_matched(keys: Sequence[str], family: Literal[None] | str) -> str:
     shown = ", ".join(f"{key} ({_why_not(key, (), family)})" for key in keys[:MOST_LISTED])
     of = f" of {family}" if family is not None else f" of a known family ({', '.join(LAYOUTS)})"
-    return f"none of {len(keys)} keys is one of an adapter{of}: {shown or 'the file has no tensors'}"
+    return (
+        f"none of {len(keys)} keys is one of an adapter{of}: {shown or 'the file has no tensors'}; "
+        "`supertuner adapter schemes` lists the names that are read"
+    )
 
 
 def _preference(vote: tuple[str, Naming, str]) -> tuple[int, int, int]:

@@ -99,6 +99,7 @@ def planned(
     found = []
     fused: dict[tuple[str | None, str], list[Layer]] = {}
     for layer in layers_of(reading):
+        _check_pair(layer)
         expert = layer.expert if scheme.marks_experts else None
         whole = fused_into(layer.module, family) if scheme.naming == "original" and "(" not in layer.module else None
         if whole is not None:
@@ -114,6 +115,17 @@ def planned(
     twice = len(found) - len({piece.key for piece in found})
     assert twice == 0, f"{twice} keys of {scheme.name} stand for two tensors"
     return found
+
+
+def _check_pair(layer: Layer) -> None:
+    """Half a LoRA would be passed over by some programs, and end others."""
+    halves = [tensor for tensor in (LORA_A, LORA_B) if tensor in layer.keys]
+    if len(halves) == 1:
+        other = LORA_B if halves == [LORA_A] else LORA_A
+        raise ModelError(
+            f"{layer.module} has {halves[0]} ({layer.keys[halves[0]]}) and no {other}; the file is a part of one, or "
+            "damaged"
+        )
 
 
 def scale_of(

@@ -88,7 +88,8 @@ def open_adapter(path: Path, family: str | None = None) -> AdapterFile:
         try:
             header, entries = read_header(fd, os.fstat(fd).st_size)
         except Malformed as error:
-            raise ModelError(f"{path} is not a .safetensors file, or a damaged one: {error}") from error
+            why = f"{path} is not a .safetensors file, or a damaged one: {error}"
+            raise ModelError(f"{why}; fetch or export it again") from error
     metadata = json.loads(header[8:]).get(METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ModelError(f"{path} is a damaged .safetensors file: its metadata is not an object of texts")
@@ -131,7 +132,10 @@ def convert(file: AdapterFile, scheme: Scheme, out: Path, *, overwrite: bool = F
 
     Keys that are not understood are not in the new file: whoever calls has told so, or refused.
     """
-    pieces = _planned(file, scheme, family)
+    try:
+        pieces = _planned(file, scheme, family)
+    except ModelError as error:
+        raise ModelError(f"{file.path} cannot be written as {scheme.name}: {error}") from error
     own = {**file.own_metadata, "converted": f"{file.reading.scheme.name} to {scheme.name}"}
     if not scheme.marks_experts and file.reading.experts[0] is not None:
         own["expert"] = file.reading.experts[0]
@@ -143,17 +147,18 @@ def convert(file: AdapterFile, scheme: Scheme, out: Path, *, overwrite: bool = F
 
 def load_as(file: AdapterFile, scheme: Scheme, family: str | None = None) -> dict[str, Tensor]:
     """What `convert` would write, in memory of its own: to go on training from a file, whoever wrote it."""
+    try:
+        pieces = _planned(file, scheme, family)
+    except ModelError as error:
+        raise ModelError(f"{file.path} cannot be used: {error}") from error
     with _opened(file.path) as fd:
-        return {piece.key: _made(fd, file, piece) for piece in _planned(file, scheme, family)}
+        return {piece.key: _made(fd, file, piece) for piece in pieces}
 
 
 def _planned(file: AdapterFile, scheme: Scheme, family: str | None) -> list[Piece]:
     if family is None:  # diffusers' names are the same in all families that the file can be of
         family = file.reading.families[0] if scheme.naming == "diffusers" else file.family
-    try:
-        return planned(file.reading, file.shapes, alpha_values(file), file.metadata, scheme, family)
-    except ModelError as error:
-        raise ModelError(f"{file.path} cannot be written as {scheme.name}: {error}") from error
+    return planned(file.reading, file.shapes, alpha_values(file), file.metadata, scheme, family)
 
 
 def alpha_values(file: AdapterFile) -> dict[str, float]:

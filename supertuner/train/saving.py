@@ -41,7 +41,7 @@ def save(run: Run) -> Path:
         "nonfinite": run.nonfinite,
         "versions": versions(),
         "data": {**data_of(run)},
-        "counting": {**_counting_of(run)},
+        "beside": {**_beside(run)},
         "given": {**run.given},
         "revision": run.model.source.revision,
         "experts": experts,
@@ -123,15 +123,17 @@ def _tell_changed_data(run: Run, loaded: Loaded) -> None:
         names = ", ".join(sorted(name for name in now if saved.get(name) != now[name]))
         text = f"was saved with other files in {names}: from here on the order of samples is another one"
         run.sink.emit(Warned(str(loaded.path), text))
-    saved, counted = loaded.state.get("counting"), _counting_of(run)
-    if isinstance(saved, dict) and saved != counted:
-        names = ", ".join(sorted(name for name in counted if saved.get(name) != counted[name]))
-        text = f"was saved with other files behind {names}: from here on samples count by those of now"
-        run.sink.emit(Warned(str(loaded.path), text))
+    saved, now = loaded.state.get("beside"), _beside(run)
+    if isinstance(saved, dict) and saved != now:
+        names = ", ".join(sorted(name for name in now if saved.get(name) != now[name]))
+        run.sink.emit(Warned(str(loaded.path), f"was saved with others in {names}: from here on those of now count"))
 
 
-def _counting_of(run: Run) -> dict[str, str]:
-    return {} if run.maker.counting is None else run.maker.counting.digests()
+def _beside(run: Run) -> dict[str, str]:
+    """What lies beside the samples and decides what they teach: setting → what it is known by."""
+    parts = run.maker.corpus.parts
+    captions = {f"datasets[{part.settings.id}].captions": part.samples.caption_digest() for part in parts}
+    return captions if run.maker.counting is None else {**captions, **run.maker.counting.digests()}
 
 
 def _require_same_files(run: Run, loaded: Loaded) -> None:

@@ -103,17 +103,19 @@ def test_masks_that_fit_no_sample_end_the_run_before_anything_is_encoded(parent:
     assert not (tmp_path / "a" / "run" / "losses.jsonl").exists()
 
 
-def test_masks_and_weights_that_changed_since_the_checkpoint_are_told(parent: Parent, tmp_path: Path) -> None:
+def test_masks_weights_and_captions_that_changed_since_the_checkpoint_are_told(parent: Parent, tmp_path: Path) -> None:
     data = datasets(tmp_path, **everything(tmp_path))
     file = config(tmp_path, "changed", **{**BRIEF, "datasets": data, "checkpoints": {"every_steps": 1}})
     assert parent.train(file) == 0, parent.said()
     run = tmp_path / "changed" / "run"
     first = str(sorted((run / "checkpoints").iterdir())[0])
     assert parent.train(file, "--resume", first) == 0, parent.said()
-    assert "was saved with other files" not in (run / "events.jsonl").read_text()
+    assert "was saved with other" not in (run / "events.jsonl").read_text()
     Image.new("L", (32, 32), 200).save(tmp_path / "masks" / "003.png")
     weights = tmp_path / "weights.jsonl"
     weights.write_text(weights.read_text().replace("2.5", "2.0"))
+    (tmp_path / "data" / "class" / "007.txt").write_text("something else")
     assert parent.train(file, "--resume", first) == 0, parent.said()
     said = (run / "events.jsonl").read_text()
-    assert "other files behind datasets[squares].loss_weights_file, datasets[squares].mask_dir" in said
+    changed = "datasets[class].captions, datasets[squares].loss_weights_file, datasets[squares].mask_dir"
+    assert f"was saved with others in {changed}: from here on those of now count" in said
