@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 from supertuner.core.types import JSON
@@ -12,10 +13,16 @@ from supertuner.core.types import JSON
 
 def write_bytes(path: Path, content: bytes | memoryview) -> None:
     """Replace `path` with `content`, durably. The temporary file lies beside it and is gone afterwards."""
+    write_chunks(path, (content,))
+
+
+def write_chunks(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
+    """The same with content that comes in parts, of which no more than one needs to be in memory."""
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as out:
-            out.write(content)
+            for chunk in chunks:
+                out.write(chunk)
             out.flush()
             os.fsync(out.fileno())
         os.replace(temporary, path)

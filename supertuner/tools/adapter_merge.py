@@ -20,7 +20,9 @@ from supertuner.models.keys_schemes import HIGH, LOW, Scheme, spelled
 from supertuner.train.adapter_files import AdapterFile, convert, of_expert, open_adapter, tensors
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from io import BufferedReader
+
+    from torch import Tensor, dtype
 
     from supertuner.train.tensor_file import Entry
 
@@ -132,7 +134,7 @@ def _merged_file(
         for entry in entries:
             module, _, which = entry.name.rpartition(".")
             if module in wanted and which in ("weight", "bias"):
-                content = given.read(entry.end - entry.begin)
+                content = _whole(given, entry.end - entry.begin)
                 made.write(_changed(content, entry, _tensors_of(adapter, wanted[module]), strength))
                 changed.add(entry.name)
             else:
@@ -143,13 +145,13 @@ def _merged_file(
     return changed
 
 
-def _changed(content: bytes, entry: Entry, tensors_of_layer: Mapping[str, Tensor], strength: float) -> memoryview:
+def _changed(content: bytearray, entry: Entry, tensors_of_layer: Mapping[str, Tensor], strength: float) -> memoryview:
     import torch
 
     from supertuner.models.merging import merged_bias, merged_weight
     from supertuner.train.tensor_file import CODES
 
-    given = torch.frombuffer(bytearray(content), dtype=getattr(torch, CODES[entry.code][0])).reshape(entry.shape)
+    given = _as_tensor(content, getattr(torch, CODES[entry.code][0])).reshape(entry.shape)
     module, _, which = entry.name.rpartition(".")
     merged = (merged_weight if which == "weight" else merged_bias)(given, tensors_of_layer, module, strength)
     return merged.contiguous().reshape(-1).view(torch.uint8).numpy().data
@@ -167,6 +169,20 @@ def _tensors_of(adapter: AdapterFile, keys: Mapping[str, str]) -> dict[str, Tens
 def _called(keys: Mapping[str, str]) -> dict[str, str]:
     """What LyCORIS calls each tensor → its key."""
     return {spelled(tensor, PLAIN.spelling): key for tensor, key in keys.items()}
+
+
+def _as_tensor(content: bytearray, element: dtype) -> Tensor:
+    """torch takes no empty buffer."""
+    import torch
+
+    return torch.frombuffer(content, dtype=element) if content else torch.empty(0, dtype=element)
+
+
+def _whole(given: BufferedReader, nbytes: int) -> bytearray:
+    content = bytearray(nbytes)
+    if given.readinto(content) != nbytes:
+        raise ModelError(f"{given.name} became shorter while it was read")
+    return content
 
 
 def _chunks(given: BinaryIO, nbytes: int) -> Iterator[bytes]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from supertuner.core.durable import sync_folder, write_bytes
+from supertuner.core.durable import sync_folder, write_chunks
 from supertuner.core.errors import TrainError
 from supertuner.models import adapters
 from supertuner.step.window import evaluation_weights
@@ -61,5 +61,5 @@ def _export_expert(run: Run, number: int, folder: Path) -> str:
         settings = adapters.for_expert(run.config.adapter, expert.name)
         tensors, metadata = adapters.exported(trained, run.family.export_prefix[expert.part], settings)
         told = described(run, expert, metadata, lay_out(tensors).content())
-        write_bytes(folder / name, b"".join(lay_out(tensors, told).chunks()))
+        write_chunks(folder / name, lay_out(tensors, told).chunks())
         return name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import signal
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -37,3 +38,16 @@ def test_an_export_that_finds_no_room_is_told_and_leaves_what_was_there(
             signal.signal(signal.SIGXFSZ, before)
     assert {path: path.stat().st_size for path in whole} == whole
     assert not [path for path in folder.iterdir() if path.name.startswith(".making")]
+
+
+def test_an_exported_file_is_not_in_memory_as_a_whole(tmp_path: Path) -> None:
+    file = config(tmp_path, "a", adapter={"rank": 1024}, model={"experts": "high_noise"}, train={"ema_decay": None})
+    folder = tmp_path / "a" / "run"
+    folder.mkdir(parents=True)
+    with open_run(load(file).config, "run", folder, Outside(Silence(), Silence(), Host())) as run:
+        export(run)  # all that is imported late
+        tracemalloc.start()
+        (made,) = export(run)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert made.stat().st_size > 3e6 and peak < 1.5e6, "tensors themselves are not Python's memory"
