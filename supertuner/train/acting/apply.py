@@ -87,8 +87,9 @@ def act(trainee: Trainee, plan: Plan, carrier: Carrier, *, least_sent_bytes: int
     if names or plan.stepping is not Stepping.GPU:
         pieces = _pieces(trainee, modules)
         keeper = TrainedKeeper(
-            trainee.parameters, trainee.optimizer, state, plan.stepping, pieces, names, carrier, homes, ring.forget
-        )
+            trainee.parameters, trainee.optimizer, state, plan.stepping, pieces, names, carrier, homes, ring.forget,
+            blocks.rest if blocks is not None else _nothing,
+        )  # fmt: skip
         keeper.install()
     trainee.keeper = keeper
     acting = Acting(trainee, plan, carrier, host, homes, state, ring, sender, blocks, keeper, refused)
@@ -158,6 +159,9 @@ def _pieces(trainee: Trainee, modules: Sequence[nn.Module]) -> list[list[str]]:
     for name, parameter in trainee.parameters.items():
         pieces[block_of.get(id(parameter), 0)].append(name)
     return pieces
+
+
+def _nothing() -> None: ...
 
 
 def _own_checkpointing_off(module: nn.Module) -> None:

@@ -50,6 +50,8 @@ class Blocks:
     now: Pass = Pass.SAMPLING
     at: int = -1
     """The block that computes."""
+    _lent: int | None = None
+    """The block whose trained weights are in place for its backward pass."""
     _inputs: Inputs = field(default_factory=Inputs)
     _inner: list[Call] = field(default_factory=list)
 
@@ -68,6 +70,7 @@ class Blocks:
         for module, inner in zip(self.modules, self._inner, strict=True):
             module._compiled_call_impl = None if inner == module._call_impl else inner
         self._inner.clear()
+        self.rest()
         self.sender.done_all()
         self.ring.release()
 
@@ -89,7 +92,7 @@ class Blocks:
 
     def _run(self, number: int, inner: Call, args: Any, kwargs: Any) -> Any:
         """The block itself, with its weights in place."""
-        if number not in self.ring.streamed:
+        if number not in self.ring.streamed or number == self._lent:
             return inner(*args, **kwargs)
         self.ring.need(number, self.now)
         self.ring.lend(number)
@@ -165,6 +168,7 @@ class Blocks:
     def _begin(self, number: int, now: Pass) -> None:
         if now is Pass.BACKWARD and self.now is Pass.BACKWARD and number >= self.at:
             return  # it is at work, or over: a backward pass goes down
+        self.rest()
         if now is Pass.BACKWARD:
             for over in range(number + 1, len(self.modules)):
                 self.sender.done(over)
@@ -172,9 +176,19 @@ class Blocks:
         self.ring.begin(number, now)
         if now is Pass.BACKWARD:
             self.sender.bring(number)
+            if number in self.ring.streamed and self.ring.streamed[number].trained:
+                # autograd may copy a gradient to where the parameter is
+                self.ring.lend(number)
+                self._lent = number
         for use in soon(number, len(self.modules), now, self.ahead):
             if use.backward:
                 self.sender.bring(use.block)
+
+    def rest(self) -> None:
+        """No block computes: all weights that were lent are at home."""
+        if self._lent is not None:
+            self.ring.take_back(self._lent)
+            self._lent = None
 
 
 def _stored(module: nn.Module) -> Storages:

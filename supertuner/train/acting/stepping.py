@@ -59,6 +59,8 @@ class TrainedKeeper:
     homes: Homes
     forget: Callable[[], None]
     """Weights at home have changed: copies of them elsewhere are worthless."""
+    rest: Callable[[], None]
+    """The last block is done: its weights go home."""
     _gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     """Of this window, at home."""
     _stepped_at_home: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -84,6 +86,7 @@ class TrainedKeeper:
     # ── the keeper's verbs ───────────────────────────────────────────────────────────────────────────────────────
 
     def settle(self) -> None:
+        self.rest()
         changed = []
         for name, gradient in self._gradients.items():
             parameter = self.parameters[name]
