@@ -244,10 +244,12 @@ def _made(fd: int, file: AdapterFile, piece: Piece) -> Tensor:
 
 
 def _scaled(tensor: Tensor, scale: float) -> Tensor:
+    """In the place of `tensor`, where its numbers are as exact as the product."""
     if scale == 1.0:
         return tensor
-    exact = tensor if tensor.dtype.itemsize == 8 else tensor.float()
-    return (exact * scale).to(tensor.dtype)
+    if tensor.dtype.itemsize >= 4 and tensor.is_floating_point():
+        return tensor.mul_(scale)
+    return tensor.float().mul_(scale).to(tensor.dtype)
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
@@ -263,8 +265,12 @@ def _tensor(fd: int, file: AdapterFile, key: str) -> Tensor:
 
     entry = file.entries[key]
     made = torch.empty(entry.shape, dtype=getattr(torch, CODES[entry.code][0]))
-    content = _bytes_of(made)
-    content[:] = _read(fd, file, file.data_at + entry.begin, entry.end - entry.begin)
+    content, at = _bytes_of(made), file.data_at + entry.begin
+    while content:
+        count = os.preadv(fd, [content], at)
+        if not count:
+            raise ModelError(f"{file.path} became shorter while it was read")
+        content, at = content[count:], at + count
     return made
 
 

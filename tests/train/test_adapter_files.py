@@ -399,6 +399,40 @@ def test_no_more_than_one_tensor_is_in_memory(tmp_path: Path) -> None:
     assert peak < 17 << 20, f"{peak} bytes for tensors of 16 MiB"
 
 
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1.5), (torch.bfloat16, 4.5)], ids=["fp32", "bf16"])
+def test_no_more_than_one_tensor_is_in_memory_where_a_scale_is_multiplied_in(
+    dtype: torch.dtype, most: float, tmp_path: Path
+) -> None:
+    """Of the memory of the process, torch's included. In bf16 the product is made in fp32: twice the size, beside it."""
+    many = {
+        write(Name(None, f"blocks.{n}.ffn.net.0.proj", tensor), SCHEMES["kohya"], "wan2.2"): value
+        for n in range(4)
+        for tensor, value in {
+            "lora_A": torch.zeros(8, 64, dtype=dtype),
+            "lora_B": torch.ones((4 << 20) // dtype.itemsize, 8, dtype=dtype),
+            "alpha": torch.tensor(4.0),
+        }.items()
+    }
+    save_file(many, tmp_path / "a.safetensors")
+    del many
+    opened = open_adapter(tmp_path / "a.safetensors")
+    before = peak_memory(reset=True)
+    convert(opened, SCHEMES["diffusers"], tmp_path / "b.safetensors")
+    assert (peak_memory() - before) / (32 << 20) < most
+    assert load_file(tmp_path / "b.safetensors")["transformer.blocks.3.ffn.net.0.proj.lora_B.weight"].eq(0.5).all()
+
+
+def peak_memory(reset: bool = False) -> int:
+    """The most that this process had resident since the last reset; with it, what it has now."""
+    if reset:
+        try:
+            Path("/proc/self/clear_refs").write_text("5")
+        except OSError as error:
+            pytest.skip(f"the peak of memory cannot be reset here: {error}")
+    (line,) = [one for one in Path("/proc/self/status").read_text().splitlines() if one.startswith("VmHWM:")]
+    return int(line.split()[1]) << 10
+
+
 def header(text: bytes, length: int | None = None, data: bytes = b"") -> bytes:
     return (len(text) if length is None else length).to_bytes(8, "little") + text + data
 
