@@ -14,7 +14,7 @@ import xxhash
 from supertuner.config import alloc_conf
 from supertuner.config.tree import RunConfig
 from supertuner.core.errors import CheckpointError, TrainError
-from supertuner.core.events import Decided, Noted, Progress, Sink
+from supertuner.core.events import Decided, Noted, Progress, Sink, Warned
 from supertuner.core.host import Host
 from supertuner.data.corpus import Corpus
 from supertuner.data.opened import open_corpus, portion
@@ -78,6 +78,7 @@ def open_run(
     sink.emit(Decided("model", model.title, f"what {model.source.path} says of itself"))
     sink.emit(Decided("train.device", str(device), _why_device(config.train.device)))
     experts = experts_of(config, model)
+    require_stages(config, model, sink)
     _require_machinery(config, experts, precision)
     for expert in experts:
         require_choice(loading.skeleton(model, expert.part), config.model.attention)
@@ -152,6 +153,19 @@ def device_of(setting: str) -> torch.device:
         remedy = 'use "cpu", or see `supertuner doctor`' if setting == "auto" else 'use "auto"'
         raise TrainError(f'train.device is "{setting}", and {name} cannot be used here: {reason}; {remedy}') from error
     return device
+
+
+def require_stages(config: RunConfig, model: Model, sink: Sink) -> None:
+    """Settings of an expert that this model has not: an adapter's are refused, an optimizer's are told. What its family
+    never has was told when the configuration was read."""
+    told = {remark.field for remark in config.doubts()}
+    for stage in {"high_noise", "low_noise"} - {expert.name for expert in model.experts}:
+        why = f"{model.title} has {' and '.join(expert.name for expert in model.experts)}"
+        if stage in config.adapter.model_fields_set:
+            raise TrainError(f"adapter.{stage} is set, and {why}; put it into adapter itself")
+        for name in sorted(config.optimizer.model_fields_set):
+            if name.startswith(f"{stage}_") and f"optimizer.{name}" not in told:
+                sink.emit(Warned(f"optimizer.{name}", f"has no effect: {why}"))
 
 
 def _require_machinery(config: RunConfig, experts: tuple[Expert, ...], precision: Precision) -> None:

@@ -11,16 +11,17 @@ import torch
 
 from supertuner.config.load import load
 from supertuner.config.tree import RunConfig
-from supertuner.core.errors import ModelError
-from supertuner.core.events import Silence
+from supertuner.core.errors import ModelError, TrainError
+from supertuner.core.events import Event, Silence, Warned
 from supertuner.core.host import Host
 from supertuner.data.opened import open_corpus
+from supertuner.models import wan22_tiny
 from supertuner.models.fingerprint import fingerprint
 from supertuner.models.spec import Model, Source
 from supertuner.models.table import family
 from supertuner.step.precision import Precision
 from supertuner.train.model_source import opened_model
-from supertuner.train.setup import encoding_of
+from supertuner.train.setup import encoding_of, require_stages
 from supertuner.train.validate import _captioned
 from tests.models.pipelines import tiny_wan, tiny_wan_image_to_video
 from tests.train.runs import Parent, config
@@ -63,6 +64,16 @@ def test_of_one_vae_image_to_video_and_text_to_video_have_entries_of_their_own(
     assert made[0].media != made[1].media and made[0].text == made[1].text
 
 
+class Heard:
+    """A sink that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.said: list[Event] = []
+
+    def emit(self, event: Event, /) -> None:
+        self.said.append(event)
+
+
 def model_of_nothing() -> Model:
     return Model(Source("nowhere"), "", (), frozenset(), 1.0, {})
 
@@ -86,3 +97,22 @@ def test_a_run_goes_on_with_the_commit_that_it_began_with_unless_a_revision_is_s
         settings = RunConfig.model_validate({"model": {**named, **given}})
         with pytest.raises(ModelError, match=wanted):
             opened_model(settings, tmp_path, "abc")
+
+
+def test_settings_of_an_expert_that_the_model_has_not_are_refused_or_told(tmp_path: Path) -> None:
+    """A family with two experts has smaller models with one."""
+    wan22_tiny.build(wan22_tiny.TinyWan(kind="ti2v"), 0).save_pretrained(tmp_path / "5b")
+    model = family("wan2.2").read(Source(str(tmp_path / "5b")))
+    named = {"family": "wan2.2", "path": str(tmp_path / "5b")}
+    sink = Heard()
+    both = RunConfig.model_validate({"model": named, "adapter": {"low_noise": {"rank": 2}}})
+    with pytest.raises(TrainError, match=r"adapter\.low_noise is set, and .* has model; put it into adapter itself"):
+        require_stages(both, model, sink)
+    rates = {"name": "automagic", "high_noise_lr_bump": 1e-6, "low_noise_max_lr": 1e-3}
+    require_stages(RunConfig.model_validate({"model": named, "optimizer": rates}), model, sink)
+    assert {event.what for event in sink.said if isinstance(event, Warned)} == {
+        "optimizer.high_noise_lr_bump",
+        "optimizer.low_noise_max_lr",
+    }
+    require_stages(RunConfig.model_validate({"model": named, "adapter": {"rank": 2}}), model, sink)
+    assert len(sink.said) == 2, "what is said for all experts is said for this one"
