@@ -104,7 +104,7 @@ def _change(tensors: Tensors, layer: str) -> torch.Tensor | None:
         elif {"lokr_w1", "lokr_w1_a"} & given.keys() and not {"lokr_t1", "lokr_t2"} & given.keys():
             own, one, two = LOKR, _factor(given, "lokr_w1"), _factor(given, "lokr_w2")
             rank = next((given[name].shape[0] for name in ("lokr_w2_b", "lokr_w1_b") if name in given), None)
-            change = torch.kron(one.reshape(*one.shape[:2], *([1] * (two.dim() - 2))), two)
+            change = torch.kron(one.reshape([*one.shape[:2], *([1] * (two.dim() - 2))]), two)
         else:
             return None
     except (RuntimeError, KeyError, IndexError, ValueError) as error:
@@ -118,7 +118,7 @@ def _factor(given: Tensors, name: str) -> torch.Tensor:
     if name in given:
         return given[name]
     left, right = given[f"{name}_a"], given[f"{name}_b"]
-    return (left @ right.flatten(1)).reshape(left.shape[0], *right.shape[1:])
+    return (left @ right.flatten(1)).reshape([left.shape[0], *right.shape[1:]])
 
 
 def _with_magnitudes(whole: torch.Tensor, magnitudes: torch.Tensor, layer: str) -> torch.Tensor:

@@ -403,7 +403,7 @@ def test_no_more_than_one_tensor_is_in_memory(tmp_path: Path) -> None:
 def test_no_more_than_one_tensor_is_in_memory_where_a_scale_is_multiplied_in(
     dtype: torch.dtype, most: float, tmp_path: Path
 ) -> None:
-    """Of the memory of the process, torch's included. In bf16 the product is made in fp32: twice the size, beside it."""
+    """Of the memory of the process, torch's included. In bf16 the product is made in fp32, twice as large."""
     many = {
         write(Name(None, f"blocks.{n}.ffn.net.0.proj", tensor), SCHEMES["kohya"], "wan2.2"): value
         for n in range(4)
