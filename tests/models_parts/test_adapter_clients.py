@@ -78,6 +78,22 @@ def test_both_experts_load_into_a_wan_pipeline_and_give_the_trainers_output(
         same(wan_output(getattr(theirs, part)), wan_output(getattr(ours, part)), bare)
 
 
+def test_files_of_swapped_experts_do_not_give_the_trainers_output(tmp_path: Path) -> None:
+    """Diffusers loads each into the other without a word: whose file it is must be right, and the tests must see it."""
+    settings, wan22 = told({"rank": 4}, "attention"), family("wan2.2")
+    ours, theirs = build(TinyWan(), seed=3), build(TinyWan(), seed=3)
+    assert isinstance(theirs, WanPipeline)
+    parts = {"transformer": "high_noise", "transformer_2": "low_noise"}
+    for part, name in parts.items():
+        trained = learnt(attach(getattr(ours, part), settings, ("to_q", "to_v"), seed=1, name=name))
+        save_file(*_file(trained, wan22.export_prefix[part], settings, tmp_path / f"{name}.safetensors"))
+    for other, name in (("transformer_2", "high_noise"), ("transformer", "low_noise")):
+        theirs.load_lora_weights(tmp_path / f"{name}.safetensors", load_into_transformer_2=other == "transformer_2")
+    for part in parts:
+        wanted, loaded = wan_output(getattr(ours, part)), wan_output(getattr(theirs, part))
+        assert (loaded - wanted).abs().max() > 1e-3
+
+
 @PRESETS
 @pytest.mark.parametrize("facts", LORAS.values(), ids=LORAS)
 def test_an_adapter_loads_into_a_flux_pipeline_and_gives_the_trainers_output(
