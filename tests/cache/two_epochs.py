@@ -1,4 +1,4 @@
-"""A process of its own: opens caches, then makes two epochs of batches between two marks that strace can see."""
+"""A process of its own: for each kind of cache, opens it and makes two epochs of batches between marks strace sees."""
 
 from __future__ import annotations
 
@@ -32,15 +32,16 @@ def main(tmp: Path, kind: str) -> None:
     )
     family, model = tiny("wan2.2", tmp / "model")
     with opened(config, encoding_of(family, model)) as (corpus, encoded), ThreadPoolExecutor(1) as ahead:
-        mark(BEGIN)
+        mark(f"{BEGIN}-{kind}")
         seen = 0
         for micro in batches(corpus, epochs=2):
             made = ahead.submit(lambda micro=micro: (encoded.latents(micro), encoded.texts(micro)))
             latents, texts = made.result()
             seen += len(latents["latents"]) + len(texts)
-        mark(END)
+        mark(f"{END}-{kind}")
         assert seen == 2 * 2 * (4 + 3)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    for kind in sys.argv[2:]:
+        main(Path(sys.argv[1]) / kind, kind)
