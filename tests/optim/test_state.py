@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from supertuner.core.errors import CheckpointError
 from supertuner.optim.state import pack, unpack
@@ -145,6 +146,19 @@ def test_a_state_of_other_parameters_names_them() -> None:
         unpack(optimizer("adamw", fewer), *pack(made))
     with pytest.raises(CheckpointError, match="lacks scale"):
         unpack(made, *pack(optimizer("adamw", fewer)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_state_finds_its_parameters_by_their_names_in_whatever_order_they_come(name: str) -> None:
+    """All of one shape: a state that went by place would fit every one of them."""
+    names = ("b", "a", "d", "c")
+    drawn = torch.Generator().manual_seed(3)
+    values = {one: torch.randn(24, 16, generator=drawn) for one in names}
+    made = optimizer(name, {one: nn.Parameter(values[one].clone()) for one in names})
+    train(made, 0, 3)
+    turned = optimizer(name, {one: nn.Parameter(values[one].clone()) for one in sorted(names)})
+    unpack(turned, *pack(made))
+    assert same_bits(pack(turned)[0], pack(made)[0]) and len(pack(made)[0]) >= 2 * len(names)
 
 
 def test_a_state_of_another_optimizer_is_refused() -> None:
