@@ -19,6 +19,7 @@ from supertuner.config.problems import nearest
 from supertuner.core.errors import ModelError
 from supertuner.models.reading import CONFIGS, INDEX
 from supertuner.models.spec import Family, Model, Source
+from supertuner.models.table import PIPELINES
 from supertuner.models.table import family as family_of
 
 Part: TypeAlias = tuple[str, str, Mapping[str, Any]]
@@ -41,7 +42,7 @@ def described(settings: ModelSettings) -> tuple[Family, Model, str]:
         model = family.read(Source(path, settings.revision, offline=True))
     except ModelError as problem:
         if (known := PUBLISHED.get(path.lower())) is None:
-            raise ModelError(_unknown(path, problem)) from problem
+            raise ModelError(_unknown(path, family.name)) from problem
         return family, _hollow(_read(family, known), path), "what is published about it: a table, nothing downloaded"
     return family, _hollow(model, path), f"the config files of {path} in the hub's cache"
 
@@ -63,10 +64,14 @@ def _hollow(model: Model, path: str) -> Model:
     return replace(model, source=Source(path, hollow=True))
 
 
-def _unknown(path: str, problem: ModelError) -> str:
-    guess = nearest(path.lower(), list(PUBLISHED))
-    hint = f"did you mean {guess}?" if guess else f"known without a download are {', '.join(PUBLISHED)}"
-    return f"model.path is {path!r}: it is no folder, it is not in the hub's cache, and {hint} ({problem})"
+def _unknown(path: str, family: str) -> str:
+    names = [name for name, known in PUBLISHED.items() if PIPELINES[known["index"]["_class_name"]] == family]
+    guess = nearest(path.lower(), names)
+    hint = f"did you mean {guess}?" if guess else f"of {family} are known without a download: {', '.join(names)}"
+    return (
+        f"model.path is {path!r}: there is no such folder here, it is not in the hub's cache, and {hint}; a folder "
+        "with the config files of its parts is enough for a forecast"
+    )
 
 
 _WAN: Final = {"num_attention_heads": 40, "attention_head_dim": 128, "num_layers": 40, "ffn_dim": 13824}

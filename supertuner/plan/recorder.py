@@ -191,9 +191,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not self._backward:
             place = self._inside[-1] if self._inside else self._places[AFTER if self._entered else BEFORE]
             return place, self._pass
-        if self._inside:
-            return self._inside[-1], Pass.RECOMPUTE
-        return (self._behind(node) if node is not None else self._places[AFTER]), Pass.BACKWARD
+        behind = self._behind(node) if node is not None else self._places[AFTER]
+        if node is not None and torch.is_grad_enabled():  # the backward pass itself needs no graph of its own
+            return self._inside[-1] if self._inside else behind, Pass.RECOMPUTE
+        return behind, Pass.BACKWARD
 
     def _behind(self, node: Any) -> int:
         """The block whose forward pass made this node of the graph."""
@@ -218,6 +219,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if func is aten._local_scalar_dense.default:
             return _scalar(args[0])  # a value that nobody has: the step goes on as with an ordinary one
+        if func.namespace == "prim":  # where a tensor is, and the like
+            return func(*args, **kwargs)
         place, during = self._where()
         if self._open is None or (self._open.place, self._open.during) != (place, during):
             self._close()
