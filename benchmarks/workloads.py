@@ -1,7 +1,7 @@
 """The steps that plans are judged by: traced at full size on fake tensors, and kept as tables beside this file.
 
-`python benchmarks/workloads.py [name …]` traces them anew (some two minutes each on one core, half a gigabyte): when the
-families, the trainer or the trace change, figures of bench_plan.py should be of today's step. Nothing is downloaded.
+`python benchmarks/workloads.py [name …]` traces them anew, in half a minute each and half a gigabyte: when families,
+trainer or trace change, figures of bench_plan.py should be of today's step. Nothing is downloaded.
 """
 
 from __future__ import annotations

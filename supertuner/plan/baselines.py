@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from supertuner.memory.machines import Machine
 from supertuner.plan.choice import Choice, Step
 from supertuner.plan.decision import Fate
-from supertuner.plan.paging import paged
+from supertuner.plan.paging import Paged, paged
 from supertuner.plan.quick import Verdict, judge
 from supertuner.plan.rates import Limits, Rates
 from supertuner.plan.search import spread, steppings
@@ -32,21 +32,18 @@ class Baselines:
     all_in_hbm: float | None
     checkpointing: float | None
     block_swapping: float | None
-    paging: float | None
-    seeds: float | None
+    paging: Paged | None
+    seeds: Paged | None
 
 
 def baselines(table: StepTable, machine: Machine, limits: Limits, *, rates: Rates | None = None) -> Baselines:
     step = Step.of(table, Rates.of(machine) if rates is None else rates)
-    everything = judge(step, Choice.nothing(len(step.weights)), limits)
-    paging = paged(step, machine, limits)
-    seeds = paged(step, machine, limits, latents_at_home=True)
     return Baselines(
-        _seconds(everything),
+        _seconds(judge(step, Choice.nothing(len(step.weights)), limits)),
         _seconds(checkpointing(step, limits)),
         _seconds(block_swapping(step, limits)),
-        None if paging is None else paging.seconds,
-        None if seeds is None else seeds.seconds,
+        paged(step, machine, limits),
+        paged(step, machine, limits, latents_at_home=True),
     )
 
 

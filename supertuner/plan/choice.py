@@ -74,12 +74,20 @@ class Step:
     state: Sequence[int]
     saved: Sequence[int]
     inputs: Sequence[int]
+    in_forward: Sequence[int]
+    """What a block's own pass needs: its activations, and its temporaries."""
+    in_backward: Sequence[int]
+    in_both: Sequence[int]
+    """… of a block that is recomputed."""
+    shares: Sequence[float]
+    """Of the optimizer's work, what is done for each block."""
     update_s: float
 
     @classmethod
     def of(cls, table: StepTable, rates: Rates) -> Step:
         blocks = table.blocks
         assert blocks, f"{table.phase} has no blocks"
+        trained = sum(block.trained_bytes for block in blocks)
         return cls(
             table=table,
             rates=rates,
@@ -91,6 +99,10 @@ class Step:
             state=[block.state_bytes for block in blocks],
             saved=[block.saved_bytes for block in blocks],
             inputs=[block.input_bytes for block in blocks],
+            in_forward=[block.saved_bytes + block.forward_peak_bytes for block in blocks],
+            in_backward=[block.saved_bytes + block.backward_peak_bytes for block in blocks],
+            in_both=[b.saved_bytes + max(b.forward_peak_bytes, b.backward_peak_bytes) for b in blocks],
+            shares=[block.trained_bytes / trained if trained else 1.0 / len(blocks) for block in blocks],
             update_s=rates.seconds(table.update),
         )
 
@@ -98,11 +110,6 @@ class Step:
     def micro_s(self) -> float:
         """Forward and backward of one micro-batch, nothing recomputed."""
         return sum(self.forward_s) + sum(self.backward_s)
-
-    def update_share(self, block: int) -> float:
-        """Of the optimizer's work, what is done for this block."""
-        whole = sum(self.trained)
-        return self.trained[block] / whole if whole else 1.0 / len(self.trained)
 
     def host_step_bytes(self, block: int) -> int:
         """Of host memory, what the CPU reads and writes to step a block: parameters and state both, gradients once."""

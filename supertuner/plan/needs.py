@@ -43,15 +43,19 @@ class Needs:
 def needs(step: Step, choice: Choice) -> Needs:
     base = _base(step, choice)
     forward, backward = _passes(step, choice, base)
-    pieces = [_piece(step, choice, b) for b in range(len(step.weights))]
-    return Needs(forward, backward, base + _update_extra(step, choice), pieces, _host(step, choice))
+    return Needs(forward, backward, base + _update_extra(step, choice), _pieces(step, choice), _host(step, choice))
 
 
-def _piece(step: Step, choice: Choice, block: int) -> int:
-    if choice.stepping is Stepping.HOST or not step.trained[block]:
-        return 0
-    own = step.state[block] if choice.stepping is Stepping.STREAMED else 0
-    return own + (step.trained[block] + step.gradients[block] if choice.streamed[block] else 0)
+def _pieces(step: Step, choice: Choice) -> list[int]:
+    if choice.stepping is Stepping.HOST:
+        return [0] * len(step.weights)
+    moves = choice.stepping is Stepping.STREAMED
+    return [
+        (state if moves else 0) + (trained + gradient if away else 0) if trained else 0
+        for trained, gradient, state, away in zip(
+            step.trained, step.gradients, step.state, choice.streamed, strict=True
+        )
+    ]
 
 
 def _base(step: Step, choice: Choice) -> int:
@@ -65,22 +69,26 @@ def _base(step: Step, choice: Choice) -> int:
 
 
 def _passes(step: Step, choice: Choice, base: int) -> tuple[list[int], list[int]]:
-    table, fates, count = step.table, choice.fates, len(step.weights)
-    sent = [step.saved[b] if fates[b] is Fate.SEND else 0 for b in range(count)]
+    fates, count, ahead = choice.fates, len(step.weights), choice.ahead
+    sent = [saved if fate is Fate.SEND else 0 for saved, fate in zip(step.saved, fates, strict=True)]
     lingering = [b for b in range(count) if sent[b]][-choice.at_once :]
     forward, backward = [0] * count, [0] * count
     below = flying = 0  # what blocks before this one left; and what of them is on its way home
     window: deque[int] = deque()
-    for b, block in enumerate(table.blocks):
-        forward[b] = base + below + flying + step.saved[b] + block.forward_peak_bytes
-        peak = block.backward_peak_bytes
-        if fates[b] is Fate.RECOMPUTE:
-            peak = max(peak, block.forward_peak_bytes)
-        near = max(0, b - choice.ahead)
-        coming = sum(sent[near:b]) + sum(sent[j] for j in lingering if j < near)
-        backward[b] = base + below + coming + step.saved[b] + peak
-        below += _left(step, b, fates[b])
-        if sent[b]:
+    for b, fate in enumerate(fates):
+        near = max(0, b - ahead)
+        coming = sum(sent[near:b])
+        for j in lingering:
+            if j < near:
+                coming += sent[j]
+        forward[b] = base + below + flying + step.in_forward[b]
+        own = step.in_both[b] if fate is Fate.RECOMPUTE else step.in_backward[b]
+        backward[b] = base + below + coming + own
+        if fate is Fate.KEEP:
+            below += step.saved[b]
+        elif fate is Fate.RECOMPUTE:
+            below += step.inputs[b]
+        elif sent[b]:
             window.append(sent[b])
             flying += sent[b] - (window.popleft() if len(window) > choice.at_once else 0)
     _add_gradients(step, choice, forward, backward)
@@ -101,20 +109,13 @@ def _add_gradients(step: Step, choice: Choice, forward: list[int], backward: lis
         backward[b] += there + leaving * (2 if several else 1)
 
 
-def _left(step: Step, block: int, fate: Fate) -> int:
-    """What a block's forward pass leaves on the GPU for its backward pass."""
-    if fate is Fate.KEEP:
-        return step.saved[block]
-    return step.inputs[block] if fate is Fate.RECOMPUTE else 0
-
-
 def _update_extra(step: Step, choice: Choice) -> int:
     """Gradients and temporaries. A step taken piece by piece has the temporaries of its largest piece."""
     if choice.stepping is Stepping.HOST:
         return 0
     share = 1.0
     if choice.stepping is Stepping.STREAMED or any(choice.streamed):
-        share = max(step.update_share(b) for b in range(len(step.weights)))
+        share = max(step.shares)
     staying = sum(g for b, g in enumerate(step.gradients) if not choice.gradient_leaves(b))
     return staying + int(step.table.update_peak_bytes * share)
 

@@ -2,8 +2,9 @@
 
 Each use touches its weights, activations and temporaries; what is not on the GPU faults and comes, least recently used
 blocks of memory leave for it, and the use waits: the same rule as in `playing`, where a use waits for its own data.
-Charitable to paging: memory that is dead is dropped and not evicted, touching memory that is there costs nothing beyond
-the work itself, and activations are kept or recomputed, whichever is quicker. Times are modelled.
+Charitable to paging: memory that is dead is dropped and not evicted; memory that is new costs no fault, as if it were a
+caching allocator's, used before; touching what is there costs nothing beyond the work itself; and activations are kept
+or recomputed, whichever is quicker. Times are modelled.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from supertuner.plan.rates import Limits, figures_of
 from supertuner.plan.replay import PAGE_BYTES
 
 GPU = Gpu(0)
+FAULT_BATCH_BYTES = Parameters().fault_batch_pages * 65536
 MICRO_BATCHES = 2
 """Of a window that are played; further ones take as long as the last."""
 
@@ -31,8 +33,8 @@ class Paged:
     """One window in a run of many."""
 
     seconds: float
-    moved_bytes: int
-    """Over the link, both ways."""
+    link_s: float
+    """Of these, the link was busy."""
     fates: Fate
     """Of all activations."""
 
@@ -56,10 +58,8 @@ class _Pager:
         self._step, self._fate = step, fate
         figures = figures_of(machine.title, step.rates, limits, ats=machine.ats)
         figures = replace(figures, gpu_read_bytes_s=math.inf, gpu_write_bytes_s=math.inf, host_bytes_s=math.inf)
-        pages = Parameters().fault_batch_pages * 65536 // PAGE_BYTES  # batches of as many bytes
-        self._chip = Superchip(
-            figures, page_bytes=PAGE_BYTES, parameters=Parameters(fault_batch_pages=pages, duplex=step.rates.duplex)
-        )
+        parameters = Parameters(fault_batch_s=0.0, duplex=step.rates.duplex)  # faults are charged in `_touch`
+        self._chip = Superchip(figures, page_bytes=PAGE_BYTES, parameters=parameters)
         blocks = step.table.blocks
         self._weights = [self._loaded(b.frozen_bytes) for b in blocks]
         self._trained = [self._loaded(b.trained_bytes) for b in blocks]
@@ -73,9 +73,9 @@ class _Pager:
 
     def window(self) -> Paged:
         self._run()
-        begin, moved = self._chip.clock.now, self._moved()
+        begin, busy = self._chip.clock.now, self._link_s()
         extra = self._run()
-        return Paged(self._chip.clock.now - begin + extra, self._moved() - moved, self._fate)
+        return Paged(self._chip.clock.now - begin + extra, self._link_s() - busy, self._fate)
 
     def _run(self) -> float:
         """One window; the seconds of micro-batches that were not played."""
@@ -115,7 +115,7 @@ class _Pager:
     def _update(self, block: int) -> None:
         step = self._step
         self._touch([self._trained[block], self._gradients[block], self._state[block]], write=True)
-        self._chip.compute(step.update_s * step.update_share(block))
+        self._chip.compute(step.update_s * step.shares[block])
         self._drop(self._gradients, block)
 
     def _recomputed(self, block: int) -> bool:
@@ -129,9 +129,12 @@ class _Pager:
             self._chip.free(space.address)
 
     def _touch(self, spans: Sequence[Span | None], write: bool = False) -> None:
+        before = self._chip.traffic.to_device_bytes
         for span in spans:
             if span is not None:
                 self._chip.touch(span, GPU, write=write)
+        faulted = self._chip.traffic.to_device_bytes - before
+        self._chip.compute(faulted / FAULT_BATCH_BYTES * Parameters().fault_batch_s)
 
     def _loaded(self, nbytes: int) -> Span | None:
         """Managed memory that the host has filled."""
@@ -149,5 +152,7 @@ class _Pager:
             self._chip.free(span.address)
         spans[block] = None
 
-    def _moved(self) -> int:
-        return self._chip.traffic.to_device_bytes + self._chip.traffic.to_host_bytes
+    def _link_s(self) -> float:
+        rates, traffic = self._step.rates, self._chip.traffic
+        up = traffic.to_device_bytes / rates.to_device_bytes_s if rates.to_device_bytes_s else 0.0
+        return up + (traffic.to_host_bytes / rates.to_host_bytes_s if rates.to_host_bytes_s else 0.0)

@@ -58,7 +58,7 @@ def play(step: Step, choice: Choice, needs: Needs, gpu_bytes: int, chip: Chip) -
     """A window as it is when others came before it: what the one before still sends home is in its way."""
     player = _Player(step, choice, needs, gpu_bytes, chip)
     if player.trails:
-        player.window()
+        player.update()
     return player.window()
 
 
@@ -98,7 +98,7 @@ class _Player:
         extra, extra_computed = rest * (ends[-1] - ends[-2]), rest * (self._computed - last)
         self._slots.clear()
         begin_update = self._chip.now
-        self._update()
+        self.update()
         seconds = self._chip.now - begin + extra
         return Played(seconds, self._computed - before + extra_computed, self._chip.now - begin_update)
 
@@ -162,7 +162,7 @@ class _Player:
 
     # ── the update ───────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _update(self) -> None:
+    def update(self) -> None:
         if self._choice.stepping is Stepping.HOST:
             self._update_on_host()
         elif self.trails:
@@ -208,7 +208,7 @@ class _Player:
             self._chip.wait(arrivals[block])
             if self._chip.audits:
                 self._chip.hold(room.held(self._chip.now) + self._gpu_bytes - room.total)
-            self._compute(step.update_s * step.update_share(block))
+            self._compute(step.update_s * step.shares[block])
             room.total += step.gradients[block]
             stepped.append(pieces[block] - (step.gradients[block] if self._choice.streamed[block] else 0))
         while stepped:

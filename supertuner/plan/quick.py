@@ -58,10 +58,10 @@ class QuickChip:
         assert nbytes <= self._gpu_bytes, "more is held than there is"
 
 
-def judge(step: Step, choice: Choice, limits: Limits) -> Verdict:
-    """How long a window of this choice takes, if it fits."""
+def judge(step: Step, choice: Choice, limits: Limits, needed: Needs | None = None) -> Verdict:
+    """How long a window of this choice takes, if it fits. `needed`: if that is known already."""
     choice = choice.settled()
-    needed = needs(step, choice)
+    needed = needed or needs(step, choice)
     if not needed.fit(limits, step.rates.one_pool):
         return Verdict(choice, needed, None)
     return Verdict(choice, needed, play(step, choice, needed, limits.gpu_bytes, QuickChip(step, limits)))

@@ -17,7 +17,7 @@ from typing import Final
 
 from supertuner.plan.choice import Choice, Step
 from supertuner.plan.decision import Fate, Stepping
-from supertuner.plan.needs import needs
+from supertuner.plan.needs import Needs, needs
 from supertuner.plan.quick import Verdict, judge
 from supertuner.plan.rates import Limits
 
@@ -25,12 +25,14 @@ FEW: Final = 3000
 """Choices that are all judged."""
 ENOUGH: Final = 1.002
 """Times the bound: not worth searching further."""
-TRIALS: Final = 700
-"""Choices that are judged at most; each takes a millisecond or two."""
+TRIALS: Final = 1000
+"""Choices that are judged at most; each takes a millisecond."""
+STARTS: Final = 3
+"""Of the coarse grid, the best points that are looked around."""
 TRAFFIC_COUNTS: Final = 1e-3
 """Of two choices that take as long, the one that moves less: a second of link is worth this many of the step."""
 AHEAD: Final = (1, 2, 3, 0)
-NEGLIGIBLE: Final = 0.01
+NEGLIGIBLE: Final = 0.03
 """Share of the GPU's memory below which nobody sends an optimizer's state away."""
 
 
@@ -107,9 +109,10 @@ def _size(step: Step) -> int:
 
 def _every(step: Step) -> Iterator[Choice]:
     count = len(step.weights)
-    places = [stepping for stepping in Stepping if stepping is Stepping.GPU or step.rates.has_link]
-    if step.rates.host_bytes_s is None:
-        places = [stepping for stepping in places if stepping is not Stepping.HOST]
+    moves = step.rates.has_link and any(step.trained)
+    places = [stepping for stepping in Stepping if stepping is Stepping.GPU or moves]
+    if step.rates.host_bytes_s is None and moves:
+        places.remove(Stepping.HOST)
     fates = product(*(_fates(step, b) for b in range(count)))
     for fate in fates:
         for streamed in product(*(_residences(step, b) for b in range(count))):
@@ -126,6 +129,7 @@ class _Search:
     def __init__(self, step: Step, limits: Limits, bound_s: float) -> None:
         self._step, self._limits, self._bound_s = step, limits, bound_s
         self._left = TRIALS
+        self._known: dict[Choice, Needs] = {}
         self._best: Verdict | None = None
         self._away = _ranked(
             step, lambda b: float(step.weights[b]), [b for b in range(len(step.weights)) if any(_residences(step, b))]
@@ -158,7 +162,7 @@ class _Search:
         if choice is None or self._hopeless(choice):
             return math.inf
         self._left -= 1
-        verdict = judge(self._step, choice, self._limits)
+        verdict = judge(self._step, choice, self._limits, self._needs(choice))
         value = worth(self._step, verdict)
         if value < (math.inf if self._best is None else worth(self._step, self._best)):
             self._best = verdict
@@ -190,7 +194,19 @@ class _Search:
             value(at)
             if self._done:
                 return
-        at = min(tried, key=lambda key: (tried[key], key))
+        ranked = sorted(tried, key=lambda key: (tried[key], key))
+        ends = [next(at for at in ranked if at[1] == end) for end in {0, most[1]}]  # nothing, or all, recomputed
+        for start in dict.fromkeys([*ranked[:STARTS], *sorted(ends)]):
+            self._closer(start, (stride[0], stride[1]), (most[0], most[1]), value)
+
+    def _closer(
+        self,
+        at: tuple[int, int],
+        stride: tuple[int, int],
+        most: tuple[int, int],
+        value: Callable[[tuple[int, int]], float],
+    ) -> None:
+        """From a point of the grid to the best around it, in ever smaller steps."""
         while not self._done:
             near = [
                 (at[0] + i * stride[0], at[1] + j * stride[1])
@@ -198,12 +214,12 @@ class _Search:
                 if 0 <= at[0] + i * stride[0] <= most[0] and 0 <= at[1] + j * stride[1] <= most[1]
             ]
             better = min(near, key=lambda key: (value(key), key))
-            if tried[better] >= tried[at]:
-                if stride == [1, 1]:
-                    return
-                stride = [max(1, by // 2) for by in stride]
-            else:
+            if value(better) < value(at):
                 at = better
+            elif stride == (1, 1):
+                return
+            else:
+                stride = (max(1, stride[0] // 2), max(1, stride[1] // 2))
 
     def _made(self, away: int, again: int, ahead: int, stepping: Stepping, evenly: bool) -> Choice | None:
         """So many streamed and recomputed; of the others as many kept as fit. None: nothing fits."""
@@ -231,20 +247,26 @@ class _Search:
             else:
                 high = middle - 1
         made = choice(low)
-        return made if needs(self._step, made.settled()).fit(self._limits, self._step.rates.one_pool) else None
+        return made if self._needs(made).fit(self._limits, self._step.rates.one_pool) else None
 
     def _sends(self, block: int) -> bool:
         return Fate.SEND in _fates(self._step, block)
 
     def _fits_gpu(self, choice: Choice) -> bool:
-        return needs(self._step, choice.settled()).gpu <= self._limits.gpu_bytes
+        return self._needs(choice).gpu <= self._limits.gpu_bytes
+
+    def _needs(self, choice: Choice) -> Needs:
+        found = self._known.get(choice)
+        if found is None:
+            found = self._known[choice] = needs(self._step, choice.settled())
+        return found
 
     def _singles(self) -> None:
-        """Change one block at a time, or the distance, as long as it helps."""
+        """Change one block at a time, or exchange two, as long as it helps."""
         best = self._best
         while best is not None and not self._done:
             for other in _neighbours(self._step, best.choice):
-                self._worth(other)
+                self._worth(other if self._fits_gpu(other) else None)
                 if self._done or self._best is not best:
                     break
             if self._best is best:
@@ -260,6 +282,19 @@ def _neighbours(step: Step, choice: Choice) -> Iterator[Choice]:
         for away in _residences(step, b):
             if away is not choice.streamed[b]:
                 yield replace(choice, streamed=(*choice.streamed[:b], away, *choice.streamed[b + 1 :]))
+    for distance in (1, 2, 4, 8, 16):
+        for b in range(len(step.weights) - distance):
+            yield from _exchanged(step, choice, b, b + distance)
+
+
+def _exchanged(step: Step, choice: Choice, one: int, other: int) -> Iterator[Choice]:
+    fates, streamed = list(choice.fates), list(choice.streamed)
+    fates[one], fates[other] = fates[other], fates[one]
+    if fates[one] is not fates[other] and fates[one] in _fates(step, one) and fates[other] in _fates(step, other):
+        yield replace(choice, fates=tuple(fates))
+    streamed[one], streamed[other] = streamed[other], streamed[one]
+    if streamed[one] is not streamed[other] and step.weights[one] and step.weights[other]:
+        yield replace(choice, streamed=tuple(streamed))
 
 
 def _ranked(step: Step, merit: Callable[[int], float], blocks: Sequence[int]) -> list[int]:

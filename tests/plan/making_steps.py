@@ -1,4 +1,4 @@
-"""Steps, rates and choices for tests of planning: some with round numbers, to be checked by hand, some drawn at random."""
+"""Steps, rates and choices for tests of planning: with round numbers, to be checked by hand, and drawn at random."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step on the modelled clock: cases small enough for arithmetic by hand, and the same answer with and without pages."""
+"""A step on the modelled clock: small cases against arithmetic by hand, and the same answer from the superchip."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ def test_weights_of_the_last_block_stay_for_its_backward_pass() -> None:
 
 
 def test_weights_that_all_stream_over_a_link_slower_than_the_work_are_bound_by_it() -> None:
-    # 10 s for each block's weights, two slots. Forward: block 0 comes until 10 and runs until 12, block 1 comes until 20
-    # and runs until 22, block 2 until 30 and 32, and backward until 36. Block 1 was dropped; it is asked for when that
-    # begins, at 32, comes until 42, and runs backward until 46. Block 0 is asked for at 42 and comes until 52.
+    # 10 s for each block's weights, two slots. Forward: block 0 comes until 10 and runs until 12, block 1 comes until
+    # 20 and runs until 22, block 2 until 30 and 32, and backward until 36. Block 1 was dropped; it is asked for when
+    # that begins, at 32, comes until 42, and runs backward until 46. Block 0 is asked for at 42 and comes until 52.
     slow = replace(ROUND, to_device_bytes_s=10.0)
     assert timed(THREE, chosen("KKK", "xxx", ahead=1), slow) == pytest.approx(52 + 4 + 1)
 

@@ -1,0 +1,153 @@
+"""What plans would be worth: modelled full-size steps on three machines, against a bound and five other ways.
+
+Nothing here is measured. Tables are of traced steps (`workloads.py`); machines are rows of `memory/machines.py`, at the
+peaks that their makers print; an H100 is taken to sit in a host of 512 GiB whose memory is as fast as its link needs.
+Every way to run a step is played by the same rules on the same clock; the plan's is replayed on the software superchip.
+Goals are those of a GH200; elsewhere figures are said for the record.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.harness import Row, at_least, at_most, noted, report, say
+from benchmarks.workloads import WORKLOADS, table
+from supertuner.core.types import GIB
+from supertuner.memory.machines import MACHINES
+from supertuner.plan.baselines import Baselines, baselines
+from supertuner.plan.choice import Choice, Step
+from supertuner.plan.decision import Fate, Plan, Residence
+from supertuner.plan.paging import Paged
+from supertuner.plan.placement import place
+from supertuner.plan.rates import Limits, Rates
+from supertuner.plan.replay import replay
+from supertuner.plan.search import link_seconds
+from supertuner.plan.table import StepTable
+
+CARDS_HOST_BYTES = 512 * GIB
+"""Assumed: the table of machines does not know what a card is put into."""
+GOAL = "gh200-96"
+NEAR, TWICE, RECOMPUTING, SECONDS = 1.10, 2.0, 1.2, 5.0
+
+
+@dataclass(frozen=True)
+class Judged:
+    plan: Plan
+    seconds: float
+    bound_s: float
+    others: Baselines
+    compute_s: float
+    link_s: float
+    """The link is busy under the plan."""
+    planning_s: float
+
+    @property
+    def roomy(self) -> bool:
+        """Whether host memory has room for every activation that the GPU's has none for."""
+        return all(block.activations is not Fate.RECOMPUTE for block in self.plan.blocks)
+
+
+def judged(step_table: StepTable, machine_key: str) -> Judged | None:
+    """None: no plan fits."""
+    machine = MACHINES[machine_key]
+    limits = Limits.of(machine, host_bytes=None if machine.host_bytes.value else CARDS_HOST_BYTES)
+    begin = time.process_time()
+    plan = place(step_table, machine, limits)
+    planning_s = time.process_time() - begin
+    if not plan.fits or plan.modelled is None:
+        say(f"    {plan.reasons[0]}; bound {plan.modelled.bound_s if plan.modelled else math.nan:.3g}")
+        return None
+    rates = Rates.of(machine)
+    step = Step.of(step_table, rates)
+    return Judged(
+        plan,
+        replay(step_table, plan, machine, limits).seconds,
+        plan.modelled.bound_s,
+        baselines(step_table, machine, limits),
+        step_table.micro_batches * step.micro_s + step.update_s,
+        link_seconds(step, Choice.of(plan)),
+        planning_s,
+    )
+
+
+def rows() -> list[Row]:
+    found = []
+    for name, workload in WORKLOADS.items():
+        for key in (GOAL, "gb10", "h100-80-pcie"):
+            say(f"{workload.title} on {MACHINES[key].title}")
+            one = judged(table(name), key)
+            if one is not None:
+                tell(one)
+                found += claims(f"{workload.title}, {MACHINES[key].title}", one, key == GOAL)
+    return found
+
+
+def tell(one: Judged) -> None:
+    """The modelled seconds, and what the plan does."""
+    others = one.others
+    say(
+        f"    modelled: plan {one.seconds:.3f} s, bound {one.bound_s:.3f} s ({_by(one)}); "
+        f"all in HBM {_text(others.all_in_hbm)}, checkpointing {_text(others.checkpointing)}, "
+        f"block swapping {_text(others.block_swapping)}, "
+        f"paging {_paged(others.paging)}, seeds {_paged(others.seeds)}"
+    )
+    fates = {fate: sum(block.activations is fate for block in one.plan.blocks) for fate in Fate}
+    streamed = sum(block.weights is Residence.STREAMED for block in one.plan.blocks)
+    what = ", ".join(f"{count} {fate.value}" for fate, count in fates.items() if count)
+    say(
+        f"    plan: activations {what}; weights of {streamed} blocks streamed, {one.plan.ahead} ahead; optimizer "
+        f"{one.plan.stepping.value}; made in {one.planning_s:.2f} s; link busy {one.link_s:.3f} s beside "
+        f"{one.compute_s:.3f} s of work"
+    )
+
+
+def claims(name: str, one: Judged, goal: bool) -> list[Row]:
+    others, took = one.others, one.seconds
+    found = [at_most(f"{name}: seconds to plan", one.planning_s, SECONDS, unit="s")]
+    near = at_most if goal else (lambda name, figure, _limit: noted(name, figure))
+    found.append(near(f"{name}: plan over bound", took / one.bound_s, NEAR))
+    for title, other in (("paging", others.paging), ("the seeds' policy", others.seeds)):
+        if other is not None:
+            transfers = other.link_s > one.compute_s
+            found.append(_claim(f"{name}: times {title}", other.seconds / took, TWICE, goal and transfers))
+    if others.checkpointing is not None:
+        found.append(
+            _claim(f"{name}: times checkpointing", others.checkpointing / took, RECOMPUTING, goal and one.roomy)
+        )
+    if others.block_swapping is not None:
+        found.append(noted(f"{name}: times block swapping", others.block_swapping / took))
+    if others.all_in_hbm is not None:
+        found.append(_claim(f"{name}: times all in HBM", others.all_in_hbm / took, 1.0, True))
+    return found
+
+
+def _claim(name: str, figure: float, limit: float, counts: bool) -> Row:
+    return at_least(name, figure, limit) if counts else noted(name, figure)
+
+
+def _by(one: Judged) -> str:
+    return "none" if one.plan.modelled is None else one.plan.modelled.bounded_by
+
+
+def _paged(other: Paged | None) -> str:
+    return (
+        "does not fit" if other is None else f"{other.seconds:.3f} s ({other.fates.value}, link {other.link_s:.3f} s)"
+    )
+
+
+def _text(seconds: float | None) -> str:
+    return "does not fit" if seconds is None else f"{seconds:.3f} s"
+
+
+def main() -> int:
+    return report(rows(), title="plans, modelled")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
