@@ -119,10 +119,11 @@ def schemes() -> None:
 
 def _opened(file: Path, family: str | None, expert: str | None, partial: bool) -> AdapterFile:
     from supertuner.core.errors import ModelError
-    from supertuner.train.adapter_files import ENDINGS, open_adapter, with_expert
+    from supertuner.train.adapter_files import ENDINGS, open_adapter, require_scaled, with_expert
 
     if expert is not None and expert not in ENDINGS.values():
         raise ModelError(f"--expert is {expert!r}; there are {', '.join(ENDINGS.values())}")
+    require_scaled(file)
     opened = open_adapter(file, family)
     if opened.reading.unknown and not partial:
         raise ModelError(f"{file}: {opened.reading.report()}; with --partial they are left out")

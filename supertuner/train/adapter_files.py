@@ -24,6 +24,7 @@ from supertuner.models.keys import Name, Reading, read
 from supertuner.models.keys_convert import OUTDATED, Piece, Shape, planned
 from supertuner.models.keys_modules import SAME_LAYERS
 from supertuner.models.keys_schemes import ALPHA, HIGH, LOW, Scheme
+from supertuner.train.checkpoint_format import MANIFEST
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 CHUNK: Final = 8 << 20
 OWN: Final = "supertuner"
 """Metadata of ours: JSON with the expert, rank and alpha it was trained with."""
+PARTS: Final = ("adapter.", "ema.")
+"""What names of a checkpoint's files begin with that hold what is trained."""
 ENDINGS: Final = {"_high_noise": HIGH, "_low_noise": LOW}
 
 
@@ -104,6 +107,15 @@ def open_adapter(path: Path, family: str | None = None) -> AdapterFile:
     if family is None and len(reading.families) > 1 and own in reading.families:
         return replace(file, reading=read(keys, own))
     return file
+
+
+def require_scaled(path: Path) -> None:
+    """ModelError for a part of a checkpoint: how strong it is (alpha) and for which expert, its run knows."""
+    if path.name.startswith(PARTS) and (path.parent / MANIFEST).is_file():
+        raise ModelError(
+            f"{path} is a part of a checkpoint and does not say its alpha, which is a setting of its run; for a file, "
+            f"train with another run.name, --resume {path.parent} and train.max_steps of its step: that exports it"
+        )
 
 
 def with_expert(file: AdapterFile, expert: str | None) -> AdapterFile:

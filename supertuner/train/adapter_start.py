@@ -21,7 +21,7 @@ from supertuner.models.keys_modules import family_of_layers
 from supertuner.models.keys_schemes import Scheme, spelled
 from supertuner.models.loading import skeleton
 from supertuner.models.spec import Expert, Family, Model, Tensors
-from supertuner.train.adapter_files import AdapterFile, load_as, of_expert, open_adapter
+from supertuner.train.adapter_files import AdapterFile, load_as, of_expert, open_adapter, require_scaled
 
 PLAIN: Final = Scheme("bare", "diffusers", "kohya")
 """diffusers' layers, the tensors as LyCORIS calls them, alpha said."""
@@ -80,6 +80,7 @@ def tensors_of(path: Path, family: str, expert: str, *, alone: bool) -> dict[str
 
 
 def _opened(path: Path, family: str) -> AdapterFile:
+    require_scaled(path)
     try:
         file = open_adapter(path, family)
     except ModelError:
