@@ -15,6 +15,7 @@ from supertuner.cli.checkpoint import app as checkpoint
 from supertuner.cli.config import app as config
 from supertuner.cli.doctor import register as register_doctor
 from supertuner.cli.env import register as register_env
+from supertuner.cli.estimate import register as register_estimate
 from supertuner.cli.preview import register as register_preview
 from supertuner.cli.quickstart import register as register_quickstart
 from supertuner.cli.run import app as run
@@ -32,6 +33,7 @@ app = typer.Typer(
 )
 register_quickstart(app)
 register_train(app)
+register_estimate(app)
 register_stage(app)
 register_preview(app)
 register_validate(app)

@@ -24,6 +24,9 @@ def train(
     limit: Annotated[
         int | None, typer.Option(min=1, help="Only so many samples of each dataset, for a first try.")
     ] = None,
+    anyway: Annotated[
+        bool, typer.Option("--anyway", help="Begin even if the forecast says that it cannot fit into memory.")
+    ] = False,
 ) -> None:
     """Stage, cache and train what CONFIG says; validate, save and export on the way.
 
@@ -34,7 +37,7 @@ def train(
     from supertuner.tools.training import summary
     from supertuner.tools.training import train as run_training
 
-    done = run_training(load_narrowed(config, sets or [], limit=limit), resume=resume)
+    done = run_training(load_narrowed(config, sets or [], limit=limit), resume=resume, anyway=anyway)
     typer.echo(summary(done))
     if done.stopped_by is not None:
         raise typer.Exit(128 + signal.Signals[done.stopped_by])

@@ -9,6 +9,7 @@ from supertuner.config.arena import ArenaSettings
 from supertuner.config.block import Block, Remark
 from supertuner.config.cache import CacheConfig
 from supertuner.config.data import Dataset, LoaderSettings
+from supertuner.config.forecast import ForecastSettings
 from supertuner.config.memory import Gh200Optimizations, MemorySettings
 from supertuner.config.model import AdapterSettings, ModelSettings, ObjectiveSettings
 from supertuner.config.optim import OptimizerSettings
@@ -40,6 +41,8 @@ class RunConfig(Block):
     """Residency hints and the batch-size ramp."""
     memory: MemorySettings = MemorySettings()
     """What happens when GPU memory is full."""
+    forecast: ForecastSettings = ForecastSettings()
+    """The forecast that a run makes of itself before it begins."""
     train: TrainSettings = TrainSettings()
     """The training loop."""
     optimizer: OptimizerSettings = OptimizerSettings()

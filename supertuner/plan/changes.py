@@ -16,13 +16,15 @@ from supertuner.plan.choice import Choice, Step
 from supertuner.plan.decision import Fate, Plan
 from supertuner.plan.forecast import Change, Room
 from supertuner.plan.needs import needs
-from supertuner.plan.rates import Rates
+from supertuner.plan.placement import least_memory, place
+from supertuner.plan.rates import Limits, Rates
 from supertuner.plan.table import Block, StepTable, Work
 
 STATE_8BIT = 0.25
 """Of AdamW's fp32 moments: one byte for each of four, blocks' scales left out."""
 MOST_SHOWN = 8
 NOT_MUCH_SLOWER = 1.2
+FASTER = 0.99
 FORECAST_ONLY = ("mi300a",)
 """Machines that have no driver here: nobody is sent to them."""
 
@@ -46,6 +48,42 @@ class Situation:
     host_bytes: int
     """What the run has in host memory already."""
     plan: Plan | None = None
+    """The best placement there is; followed or not."""
+    acts: bool = False
+    """The run follows it, and will follow another one after a change."""
+
+    @property
+    def seconds(self) -> float | None:
+        """Of a window, as the run does it."""
+        if self.rates is None:
+            return None
+        if self.follows and self.plan is not None and self.plan.modelled is not None:
+            return self.plan.modelled.seconds
+        return plain_seconds(self.table, self.choice, self.rates)
+
+    @property
+    def follows(self) -> bool:
+        return self.acts and self.plan is not None and self.plan.fits
+
+    @property
+    def fits(self) -> bool:
+        has = self.room.gpu_bytes
+        if has is None:
+            return False
+        peak = 0 if self.follows else self.peak_bytes
+        return max(peak, self.other_bytes) + self.pooled_bytes <= has
+
+    @property
+    def limits(self) -> Limits | None:
+        if self.room.gpu_bytes is None:
+            return None
+        host = self.room.host_bytes
+        return Limits(self.room.gpu_bytes, None if host is None else max(0, host - self.host_bytes))
+
+    @property
+    def pooled_bytes(self) -> int:
+        """Host memory that is the GPU's too."""
+        return self.host_bytes if self.room.one_pool else 0
 
 
 _ANY_RATES = Rates(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, one_pool=False)
@@ -72,9 +110,14 @@ def plain_seconds(table: StepTable, choice: Choice, rates: Rates) -> float:
 
 
 def changes(now: Situation) -> tuple[Change, ...]:
-    """The best first; those that need no less than now are left out."""
+    """The best first. Of a run that does not fit, those that fit or need less; of one that fits, those that make it
+    faster and change nothing else."""
     found = [*_placements(now), *_sizes(now), *_machines(now)]
-    helpful = [one for one in found if one.gpu_bytes is None or one.gpu_bytes < now.peak_bytes or one.fits]
+    worst = max(now.peak_bytes, now.other_bytes)
+    if now.fits:
+        helpful = [one for one in found if one.fits and one.same_result and one.time and one.time < FASTER]
+    else:
+        helpful = [one for one in found if one.fits or (one.gpu_bytes is not None and one.gpu_bytes < worst)]
     return tuple(sorted(helpful, key=_rank)[:MOST_SHOWN])
 
 
@@ -88,21 +131,25 @@ def _rank(change: Change) -> tuple[bool, bool, bool, float, int]:
 
 
 def _placements(now: Situation) -> Iterator[Change]:
+    """A run that follows a plan has the best of these already."""
     config, table = now.config, now.table
-    if not config.train.gradient_checkpointing:
-        choice = as_configured(table, checkpointing=True)
-        yield _changed(now, "train.gradient_checkpointing=true", table, choice, "each block's forward pass twice")
     if table.idle_bytes:
         alone = replace(table, idle_bytes=0)
         yield _changed(now, "model.experts=high_noise", alone, now.choice, "one expert at a time: two runs")
-    if now.plan is not None and now.plan.fits and now.plan.modelled is not None:
-        modelled = now.plan.modelled
-        time = None if now.rates is None else modelled.seconds / plain_seconds(table, now.choice, now.rates)
-        price = f"{bytes_text(modelled.host_peak_bytes)} of host memory"
-        host = now.host_bytes + modelled.host_peak_bytes
-        yield Change("a plan (plan.mode)", modelled.gpu_peak_bytes, host, True, time, price)
     if not config.memory.overflow.enabled and not now.room.one_pool and now.room.gpu_bytes is not None:
         yield from _overflow(now, now.room.gpu_bytes)
+    if now.acts:
+        return
+    wanted = not config.train.gradient_checkpointing
+    price = "each block's forward pass twice" if wanted else "activations are kept"
+    choice = as_configured(table, checkpointing=wanted)
+    yield _changed(now, f"train.gradient_checkpointing={str(wanted).lower()}", table, choice, price)
+    if now.plan is not None and now.plan.fits and now.plan.modelled is not None:
+        modelled, before = now.plan.modelled, now.seconds
+        time = None if before is None else modelled.seconds / before
+        price = f"{bytes_text(modelled.host_peak_bytes)} of host memory"
+        host = now.host_bytes + modelled.host_peak_bytes
+        yield Change("plan.act=auto", modelled.gpu_peak_bytes, host, True, time, price)
 
 
 def _overflow(now: Situation, limit: int) -> Iterator[Change]:
@@ -116,7 +163,7 @@ def _overflow(now: Situation, limit: int) -> Iterator[Change]:
     if now.rates is not None and now.rates.to_device_bytes_s and now.rates.to_host_bytes_s:
         crossing = over / now.rates.to_device_bytes_s + over / now.rates.to_host_bytes_s
         plain = plain_seconds(now.table, now.choice, now.rates)
-        time = 1 + now.table.micro_batches * crossing / plain
+        time = (plain + now.table.micro_batches * crossing) / (now.seconds or plain)
     yield Change("memory.overflow.enabled=true", limit, host, fits, time, "at least that: pages are fetched on demand")
 
 
@@ -155,20 +202,20 @@ def _sizes(now: Situation) -> Iterator[Change]:
 
 def _smaller(now: Situation) -> Iterator[Change]:
     """Of the dataset with the largest samples: as many frames, or as large a side, as fits. Half, if nothing does."""
-    for place, dataset in enumerate(now.config.datasets):
+    for number, dataset in enumerate(now.config.datasets):
         if dataset.held_out or now.room.gpu_bytes is None:
             continue
         if dataset.dataset_type is MediaKind.VIDEO and max(dataset.frames) > 1:
             most = max(dataset.frames)
             choices = [count for count in range(most - 4, 0, -4) if count % 4 == 1] or [1]
             shares = [((count - 1) // 4 + 1) / ((most - 1) // 4 + 1) for count in choices]
-            name, price = f"datasets[{place}].frames", "shorter clips"
+            name, price = f"datasets[{number}].frames", "shorter clips"
         else:
             most = max(dataset.resolution)
             step = max(64, dataset.bucket_step)
             choices = list(range(most - step, step - 1, -step))
             shares = [(side / most) ** 2 for side in choices]
-            name, price = f"datasets[{place}].resolution", "smaller pictures"
+            name, price = f"datasets[{number}].resolution", "smaller pictures"
         if choices:
             yield _largest_that_fits(now, name, price, choices, shares)
 
@@ -178,13 +225,22 @@ def _largest_that_fits(
 ) -> Change:
     """In proportion to the tokens of a sample: so are activations. Attention is more than in proportion, so that the
     time is at most what is said."""
-    tried = [
-        _changed(now, f"{name}={value}", scaled(now.table, share), now.choice, price, exact=False, same_result=False)
-        for value, share in zip(choices, shares, strict=True)
-    ]
-    half = min(range(len(shares)), key=lambda place: abs(shares[place] - 0.5))
-    found = next((change for change in tried if change.fits), tried[half])
-    return replace(found, price=f"{price}; at most that time")
+
+    def tried(number: int) -> Change:
+        table = scaled(now.table, shares[number])
+        told = f"{price}; at most that time"
+        return _changed(now, f"{name}={choices[number]}", table, now.choice, told, exact=False, same_result=False)
+
+    low, high = 0, len(choices)  # the first that fits, as choices fall
+    while low < high:
+        middle = (low + high) // 2
+        if tried(middle).fits:
+            high = middle
+        else:
+            low = middle + 1
+    if low < len(choices):
+        return tried(low)
+    return tried(min(range(len(shares)), key=lambda number: abs(shares[number] - 0.5)))
 
 
 def _adapter_instead(now: Situation) -> Change:
@@ -275,13 +331,22 @@ def _changed(
     timed: bool = True,
     same_result: bool = True,
 ) -> Change:
-    """The table's difference, on top of what was traced."""
+    """The table's difference, on top of what was traced; by a plan of its own, if the run follows plans."""
+    limits, before = now.limits, now.seconds
+    if now.acts and limits is not None:
+        plan = place(table, now.room.machine, limits, rates=now.rates)
+        modelled = plan.modelled
+        peak = modelled.gpu_peak_bytes if modelled is not None else now.peak_bytes
+        host = now.host_bytes + (0 if modelled is None else modelled.host_peak_bytes)
+        fits = plan.fits and now.other_bytes <= limits.gpu_bytes
+        time = modelled.seconds / before if timed and modelled is not None and before else None
+        size = max(peak, now.other_bytes) if plan.fits else _needed(table, least_memory(Step.of(table, _ANY_RATES)))
+        return Change(what, size, host, fits, time, price, exact, same_result)
     peak = now.peak_bytes + _needed(table, choice) - _needed(now.table, now.choice)
     worst = max(peak, now.other_bytes)
-    room = now.room
-    has = room.gpu_bytes
-    pool = worst + (now.host_bytes if room.one_pool else 0)
+    has = now.room.gpu_bytes
     time = None
-    if timed and now.rates is not None:
-        time = plain_seconds(table, choice, now.rates) / plain_seconds(now.table, now.choice, now.rates)
-    return Change(what, worst, now.host_bytes, has is not None and pool <= has, time, price, exact, same_result)
+    if timed and now.rates is not None and before:
+        time = plain_seconds(table, choice, now.rates) / before
+    fits = has is not None and worst + now.pooled_bytes <= has
+    return Change(what, worst, now.host_bytes, fits, time, price, exact, same_result)

@@ -12,7 +12,7 @@ from enum import StrEnum
 
 from supertuner.core.types import bytes_text
 from supertuner.memory.machines import Machine
-from supertuner.plan.decision import Plan
+from supertuner.plan.decision import Modelled, Plan
 from supertuner.plan.storage import Stored, together
 
 TIGHT_SHARE = 0.95
@@ -38,6 +38,8 @@ class Room:
     """On a one-pool machine this is the same memory again."""
     source: str
     """Where the two come from."""
+    overflows: bool = False
+    """What finds no room on the GPU goes on in host memory (`memory.overflow`)."""
 
     @property
     def one_pool(self) -> bool:
@@ -66,15 +68,24 @@ class Phase:
     """What the figures leave out."""
     certain: bool = True
     """False: full of convolutions, whose workspaces nobody knows without the GPU."""
+    plan: Plan | None = None
+    """The plan that the run follows in it; None: it has everything on the GPU."""
+
+    @property
+    def planned(self) -> Modelled | None:
+        """What the plan makes of it, if one is followed."""
+        return None if self.plan is None or not self.plan.fits else self.plan.modelled
 
     @property
     def gpu_bytes(self) -> int:
-        """What must be there: what the allocator takes, where that is forecast."""
+        """What must be there: by the plan; without one what the allocator takes, where that is forecast."""
+        if self.planned is not None:
+            return self.planned.gpu_peak_bytes
         return max(sum(self.gpu.values()), self.reserved_bytes or 0)
 
     @property
     def host_bytes(self) -> int:
-        return sum(self.host.values())
+        return sum(self.host.values()) + (0 if self.planned is None else self.planned.host_peak_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +178,7 @@ class Forecast:
     why_no_timing: str = ""
     changes: tuple[Change, ...] = ()
     plans: Mapping[str, Plan] = field(default_factory=dict)
-    """By phase: where things live if the run acts on a plan."""
+    """By phase: where things would live by a plan, whether the run follows it or not."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -198,9 +209,12 @@ def judge(phase: Phase, room: Room, stored_bytes: int) -> list[Judged]:
         return [_judged(phase, together, room.host_bytes, "host memory")]
     if room.one_pool:
         return [_judged(phase, together, room.gpu_bytes, "the pool")]
+    over = 0
+    if room.overflows and room.gpu_bytes is not None:
+        over = max(0, phase.gpu_bytes - int(TIGHT_SHARE * room.gpu_bytes))
     return [
-        _judged(phase, phase.gpu_bytes, room.gpu_bytes, "GPU memory"),
-        _judged(phase, phase.host_bytes + stored_bytes, room.host_bytes, "host memory"),
+        _judged(phase, phase.gpu_bytes - over, room.gpu_bytes, "GPU memory"),
+        _judged(phase, phase.host_bytes + stored_bytes + over, room.host_bytes, "host memory"),
     ]
 
 

@@ -56,11 +56,19 @@ def _fit_text(judged: Judged, machine: str) -> str:
 
 
 def _time_text(forecast: Forecast) -> Iterator[str]:
-    if forecast.timing is None:
+    if forecast.timing is None or forecast.judged.fit is Fit.DOES_NOT:
         return
     least = forecast.timing.paces[0]
     total = "" if least.total_s is None else f", the run at least {hours(least.total_s)}"
     yield f"a step takes at least {duration(least.step_s)}{total}"
+
+
+def change_text(change: Change) -> str:
+    """`train.gradient_checkpointing=true (41.2 GiB, ×1.33 time: each block's forward pass twice)`."""
+    about = "" if change.exact else "about "
+    size = "" if change.gpu_bytes is None else f"{about}{bytes_text(change.gpu_bytes)}, "
+    time = "" if change.time is None else f"×{change.time:.2f} time, "
+    return f"{change.what} ({size}{time}{change.price})"
 
 
 def page(forecast: Forecast) -> list[str]:
@@ -75,11 +83,12 @@ def page(forecast: Forecast) -> list[str]:
         "",
         *_stored(forecast),
     ]
-    lines += ["", *_timing(forecast.timing, forecast.why_no_timing)]
-    if forecast.plans:
+    lines += ["", *_timing(forecast.timing, forecast.why_no_timing, forecast.judged.fit is Fit.DOES_NOT)]
+    if any(not plan.does_nothing for plan in forecast.plans.values()):
         lines += ["", *_plans(forecast)]
     if forecast.changes:
-        lines += ["", *_changes(forecast.changes)]
+        heading = "what would make it fit" if forecast.judged.fit is Fit.DOES_NOT else "what would make it faster"
+        lines += ["", *_changes(forecast.changes, heading)]
     notes = dict.fromkeys([*forecast.notes, *(note for phase in forecast.phases for note in phase.notes)])
     lines += ["", *(f"note: {note}" for note in notes), "modelled throughout: nothing here was measured on a GPU"]
     return lines
@@ -100,7 +109,10 @@ def _phases(forecast: Forecast) -> list[str]:
         if reserved:
             row.append("" if phase.reserved_bytes is None else _number(phase.reserved_bytes, unit))
         rows.append(row + [_number(phase.gpu.get(one, 0), unit) for one in shown])
-    return _columns(rows)
+        if phase.plan is not None and phase.planned is not None and not phase.plan.does_nothing:
+            rows.append(["  by its plan", _number(phase.planned.gpu_peak_bytes, unit)])
+    certain = all(phase.certain for phase in forecast.phases)
+    return [*columns(rows), *([] if certain else ["  * convolutions: what cuDNN takes for itself is not known here"])]
 
 
 def _stored(forecast: Forecast) -> list[str]:
@@ -116,15 +128,15 @@ def _stored(forecast: Forecast) -> list[str]:
         nbytes, whole = together(forecast.stored, "memory" if where == "memory" else "disk")
         least = "" if whole else "at least "
         rows.append([f"{where} together", least + bytes_text(nbytes + more), where, "at the fullest" if more else ""])
-    return _columns(rows, right={1})
+    return columns(rows, right={1})
 
 
-def _timing(timing: Timing | None, why: str) -> list[str]:
+def _timing(timing: Timing | None, why: str, missing: bool) -> list[str]:
     """Down what takes time, across how much of the machine's published rates kernels reach."""
     if timing is None:
         return [f"time: {why}"]
     paces = timing.paces
-    rows = [["time", *(_share(pace.compute_share) for pace in paces)]]
+    rows = [["time, if it fitted" if missing else "time", *(_share(pace.compute_share) for pace in paces)]]
     plural = "es" if timing.micro_batches != 1 else ""
     of = f"a step of {timing.window} samples in {timing.micro_batches} micro-batch{plural}"
     rows.append([of, *(duration(pace.step_s) for pace in paces)])
@@ -137,7 +149,7 @@ def _timing(timing: Timing | None, why: str) -> list[str]:
         rows.append(["encoding for the caches", *(_hours(pace.encoding_s) for pace in paces)])
         rows.append(["samples at validations", *(_hours(pace.sampling_s) for pace in paces)])
         rows.append(["the machine, together", *(_hours(pace.total_s) for pace in paces)])
-    return [*_columns(rows), *(f"  not in it: {what}" for what in timing.left_out)]
+    return [*columns(rows), *(f"  not in it: {what}" for what in timing.left_out)]
 
 
 def _share(share: float) -> str:
@@ -149,30 +161,24 @@ def _hours(seconds: float | None) -> str:
 
 
 def _plans(forecast: Forecast) -> list[str]:
-    rows = [["where things live, by the plan", "", "", ""]]
+    """Phases with the same plan share its lines."""
+    alike: dict[tuple[object, ...], list[str]] = {}
     for phase, plan in forecast.plans.items():
-        modelled = plan.modelled
-        if modelled is None:
-            continue
-        rows.append(
-            [
-                phase,
-                f"{bytes_text(modelled.gpu_peak_bytes)} GPU",
-                f"{bytes_text(modelled.host_peak_bytes)} host",
-                f"{duration(modelled.seconds)} a step",
-            ]
-        )
-        rows += [[f"  {reason}", "", "", ""] for reason in plan.reasons]
-    return _columns(rows, right={1, 2, 3})
+        alike.setdefault((plan.fits, plan.modelled, plan.reasons), []).append(phase)
+    lines = ["where things would live, by a plan"]
+    for (_, _, reasons), phases in alike.items():
+        assert isinstance(reasons, tuple)
+        lines += [f"  {', '.join(phases)}", *(f"    {reason}" for reason in reasons)]
+    return lines
 
 
-def _changes(changes: Sequence[Change]) -> list[str]:
-    rows = [["what one change would do", "GPU peak", "", "time", "price"]]
+def _changes(changes: Sequence[Change], heading: str) -> list[str]:
+    rows = [[heading, "GPU peak", "", "time", "price"]]
     for change in changes:
         size = "not known" if change.gpu_bytes is None else ("" if change.exact else "~") + bytes_text(change.gpu_bytes)
         time = "" if change.time is None else "as now" if abs(change.time - 1) < 0.005 else f"×{change.time:.2f}"
         rows.append([change.what, size, "fits" if change.fits else "", time, change.price])
-    return _columns(rows, right={1, 3})
+    return columns(rows, right={1, 3})
 
 
 def as_json(forecast: Forecast) -> dict[str, JSON]:
@@ -217,7 +223,7 @@ def _size(nbytes: int | None) -> str:
     return "not known" if nbytes is None else bytes_text(nbytes)
 
 
-def _columns(rows: Sequence[Sequence[str]], right: Collection[int] | None = None) -> list[str]:
+def columns(rows: Sequence[Sequence[str]], right: Collection[int] | None = None) -> list[str]:
     """Aligned; the first row is the heading, the others are moved in. `right`: columns of numbers; None: all but the
     first."""
     count = max(len(row) for row in rows)

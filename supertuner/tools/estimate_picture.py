@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from supertuner.core.types import GIB, KIB, MIB, bytes_text
+from supertuner.plan.report import duration
 from supertuner.sinks.drawing import CARD, INK, QUIET, RULE, drawable, font, sheet_of, shortened, text_width
-from supertuner.sinks.figures import duration_text
 from supertuner.tools.axes import Axis, linear
 
 if TYPE_CHECKING:
@@ -169,8 +169,9 @@ def _passes(pen: ImageDraw, passes: Sequence[Passing], across: Axis, down: Axis)
             pen.rectangle((left, down.high_px, right, down.low_px), fill=PALE)
         name = drawable(one.name)
         width = text_width(name, 13 * SCALE)
-        if width <= right - left or number == len(passes) - 1:  # the last one may stand out to the right
-            pen.text((max(left, (left + right - width) / 2), down.high_px - 20 * SCALE), name, QUIET, font(13 * SCALE))
+        if width <= right - left or number == len(passes) - 1:  # the last one may stand out to the left
+            x = min((left + right - width) / 2, across.high_px - width)
+            pen.text((x, down.high_px - 20 * SCALE), name, QUIET, font(13 * SCALE))
 
 
 def _draw_what_if(pen: ImageDraw, what_if: WhatIf, top: int) -> None:
@@ -201,13 +202,13 @@ def _bar(pen: ImageDraw, bar: Bar, order: Sequence[str], middle: float, width: f
         below += bar.bytes_by_class.get(name, 0)
         above = down.clamped(below)
         if above < y:
-            pen.rectangle((left, above, right, y - 1), fill=COLOURS.get(name, OTHER))
+            pen.rectangle((left, above, right, max(above, y - 1)), fill=COLOURS.get(name, OTHER))
         y = above
     if below > 0:
         text = bytes_text(below)
         pen.text((middle - text_width(text, 14 * SCALE) / 2, y - 22 * SCALE), text, INK, font(14 * SCALE))
     label = bar.label + (" (as configured)" if bar.current else "")
-    seconds = "" if bar.seconds is None else f"{duration_text(bar.seconds)} a step"
+    seconds = "" if bar.seconds is None else f"{duration(bar.seconds)} a step"
     for line, size, colour, at in (
         (label, 15, INK, 10),
         (seconds or bar.note, 13, QUIET, 32),
@@ -255,9 +256,9 @@ def _limit(pen: ImageDraw, limit: int | None, name: str, down: Axis) -> None:
         return
     left, right = LEFT * SCALE, (WIDTH - RIGHT) * SCALE
     text = shortened(drawable(f"{name}: {bytes_text(limit)}"), right - left, 13 * SCALE)
-    if down.is_above(float(limit)):
-        place = (right - text_width(text + ", far above", 13 * SCALE), down.high_px + 4 * SCALE)
-        pen.text(place, text + ", far above", LIMIT, font(13 * SCALE))
+    if down.is_above(float(limit)):  # in the margin: there is nothing of the chart that it could be beside
+        place = ((WIDTH - RIGHT + 22) * SCALE, down.high_px - 22 * SCALE)
+        pen.text(place, _fitted(f"{name}: {bytes_text(limit)}", RIGHT - 26), LIMIT, font(13 * SCALE))
         return
     y = down.at(float(limit))
     for x in range(left, right, 14 * SCALE):

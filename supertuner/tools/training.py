@@ -30,21 +30,25 @@ class Trained:
     """What became of the memory engine, a line each: hints by outcome, what overflowed."""
 
 
-def train(loaded: Loaded, *, resume: str | None = None) -> Trained:
-    """Train what the configuration says, going on from the run's last checkpoint if it has one."""
+def train(loaded: Loaded, *, resume: str | None = None, anyway: bool = False) -> Trained:
+    """Train what the configuration says, going on from the run's last checkpoint if it has one. `anyway`: even if it
+    cannot fit into memory."""
     with session(loaded) as work:
-        return train_in(work, resume=resume)
+        return train_in(work, resume=resume, anyway=anyway)
 
 
-def train_in(work: Session, *, resume: str | None = None) -> Trained:
+def train_in(work: Session, *, resume: str | None = None, anyway: bool = False) -> Trained:
     """The same within a session that is open already."""
     with work.console.phase("loading libraries"):
         from supertuner.tools.curve import draw_curve
+        from supertuner.tools.verdict import before_training
         from supertuner.train.export import export
         from supertuner.train.loop import train as run_loop
         from supertuner.train.loss_log import LOSSES
-        from supertuner.train.setup import Outside, open_run
+        from supertuner.train.setup import Outside, device_of, open_run
     config, folder = work.config, work.folder.path
+    device = device_of(config.train.device)
+    before_training(config, device, host=work.host, sink=work.sink, progress=work.console, anyway=anyway)
     with ExitStack() as opened:
         sink = with_reports(work, opened)
         run = opened.enter_context(

@@ -14,6 +14,7 @@ from supertuner.plan.choice import Step
 from supertuner.plan.decision import Modelled, Plan, Stepping
 from supertuner.plan.forecast import Change
 from supertuner.plan.needs import needs
+from supertuner.plan.placement import place
 from supertuner.plan.rates import Rates
 from tests.plan.making_forecasts import a_room, a_situation, a_table
 
@@ -33,15 +34,22 @@ def test_checkpointing_costs_a_third_and_keeps_only_what_blocks_start_from() -> 
     assert found.gpu_bytes == (24 + 1 + 7 + 20 + 2) * GIB
 
 
-def test_a_run_that_checkpoints_already_is_not_told_to() -> None:
-    now = a_situation(a_table(), train={"gradient_checkpointing": True})
+def test_a_run_that_has_room_is_told_what_would_make_it_faster_and_nothing_else() -> None:
+    (found,) = changes(a_situation(a_table(saved=2), train={"gradient_checkpointing": True}, datasets=VIDEO))
+    assert found.what == "train.gradient_checkpointing=false"
+    assert found.fits and found.time == pytest.approx(3 / 4)
+    assert changes(a_situation(a_table(saved=2), datasets=VIDEO)) == ()
+
+
+def test_a_run_that_checkpoints_for_want_of_room_is_not_told_to_stop() -> None:
+    now = a_situation(a_table(saved=30), train={"gradient_checkpointing": True})
     assert not any("checkpointing" in change.what for change in changes(now))
 
 
 def test_one_expert_at_a_time_frees_the_other() -> None:
     now = a_situation(a_table(frozen=7, saved=15, idle=28))
     assert named(changes(now), "model.experts").gpu_bytes == now.peak_bytes - 28 * GIB
-    assert not any("experts" in change.what for change in changes(a_situation(a_table())))
+    assert not any("experts" in change.what for change in changes(a_situation(a_table(saved=30))))
 
 
 def test_overflow_pays_for_every_byte_that_crosses_the_link() -> None:
@@ -93,9 +101,23 @@ def test_a_plan_that_fits_stands_with_its_own_figures() -> None:
     now = a_situation(a_table(saved=30))
     modelled = Modelled(1.3, 1.25, "compute", 90 * GIB, 60 * GIB)
     plan = Plan("train model", "gh200-96", True, (), 1, Stepping.GPU, False, modelled)
-    found = named(changes(replace(now, plan=plan)), "a plan")
+    found = named(changes(replace(now, plan=plan)), "plan.act=auto")
     assert found.gpu_bytes == 90 * GIB and found.host_bytes == 60 * GIB
     assert found.time == pytest.approx(1.3 / (1200 / 990))
+
+
+def test_a_run_that_follows_a_plan_is_compared_with_it_and_planned_anew_after_a_change() -> None:
+    now = a_situation(a_table(frozen=60, saved=30, idle=7), a_room(host_gib=100), datasets=VIDEO)
+    nowhere = replace(now, plan=place(now.table, now.room.machine, now.limits), acts=True)
+    assert not nowhere.follows and not nowhere.fits
+    found = changes(nowhere)
+    assert not any("checkpointing" in one.what or "plan." in one.what for one in found)
+    eight = named(found, "model.base_weights=int8")
+    assert eight.fits, "half the weights find room by a plan, and would not without one"
+    easy = a_situation(a_table(saved=30), datasets=VIDEO)
+    planned = replace(easy, plan=place(easy.table, easy.room.machine, easy.limits), acts=True)
+    assert planned.follows and planned.fits and not easy.fits
+    assert all(one.time is not None and one.time < 1 for one in changes(planned))
 
 
 def test_what_changes_only_time_and_memory_comes_before_what_changes_the_result() -> None:
@@ -112,8 +134,9 @@ def test_no_change_is_offered_that_neither_fits_nor_helps(
     table = a_table(blocks, saved=saved, idle=idle)
     now = a_situation(table, train={"gradient_checkpointing": checkpointing, "batch_size": batch}, datasets=VIDEO)
     for change in changes(now):
-        assert change.fits or change.gpu_bytes is None or change.gpu_bytes < now.peak_bytes
+        assert change.fits or (change.gpu_bytes is not None and change.gpu_bytes < now.peak_bytes)
         assert change.time is None or change.time > 0
+        assert now.peak_bytes > 96 * GIB or (change.time is not None and change.time < 1)
 
 
 def test_the_time_of_a_window_is_that_of_its_micro_batches() -> None:
