@@ -36,9 +36,8 @@ class Acting:
     trainee: Trainee
     plan: Plan
     carrier: Carrier
-    host: HostMemory
-    """Homes of weights and state: they last. Activations have memory of their own."""
     homes: Homes
+    """Of weights and state: they last. Activations have memory of their own."""
     state: TrainedState
     ring: Ring
     sender: Sender
@@ -49,39 +48,61 @@ class Acting:
 
     def staying(self) -> list[nn.Parameter]:
         """Parameters that the plan has on the device."""
-        visitors = {id(parameter) for block in self.ring.streamed.values() for parameter in block.parameters}
+        visitors = {id(parameter) for block in self.ring.streamed.values() for parameter in block.named.values()}
         return [parameter for parameter in self.trainee.module.parameters() if id(parameter) not in visitors]
 
-    def remove(self) -> None:
-        """Everything is on the device again, as without a plan. Only between two windows."""
+    def fetch_ahead(self, blocks: int) -> None:
+        """Fetch so many blocks ahead from now on. Only between two windows."""
+        self.ring.release()
+        self.ring.ahead = blocks
+        self.sender.at_once = max(1, blocks)
+        if self.blocks is not None:
+            self.blocks.ahead = blocks
+
+    def take_off(self) -> None:
+        """Follow the plan no more; everything stays where it is. Only between two windows."""
         if self.blocks is not None:
             self.blocks.remove()
         if self.keeper is not None:
             self.keeper.remove()
         self.trainee.keeper = None
+
+    def remove(self) -> None:
+        """Everything is on the device again, as without a plan. Only between two windows."""
+        self.take_off()
         to_device(self.trainee.module.parameters(), self.carrier.device)
+        self.state.move(self.carrier.device)
 
 
-def act(trainee: Trainee, plan: Plan, carrier: Carrier, *, least_sent_bytes: int = LEAST_SENT_BYTES) -> Acting:
+def act(
+    trainee: Trainee,
+    plan: Plan,
+    carrier: Carrier,
+    *,
+    here: bool = True,
+    homes: Homes | None = None,
+    least_sent_bytes: int = LEAST_SENT_BYTES,
+) -> Acting:
     """Put the plan to work. The module may be on the device or on the host; afterwards each part is where it is to be.
 
-    Whether activations are recomputed is the plan's business from now on, block by block.
+    Whether activations are recomputed is the plan's business from now on, block by block. An expert that is not
+    `here` yet stays where it is until it is brought. `homes` are those of a plan that was taken off, and stay in use.
     """
     module = trainee.module
     rows, refused = _rows(module, plan)
     _own_checkpointing_off(module)
-    host = HostMemory(carrier.device)
-    homes, state = Homes(carrier, host), TrainedState(trainee.optimizer, trainee.ema)
+    homes = homes or Homes(carrier, HostMemory(carrier.device))
+    state = TrainedState(trainee.optimizer, trainee.ema)
     modules = [module.get_submodule(row.name) for row in rows]
-    ring = Ring(dict(_streamed(modules, rows)), len(rows), plan.ahead, carrier)
+    ring = Ring(dict(_streamed(module, modules, rows)), len(rows), plan.ahead, carrier)
     sender = Sender(carrier, HostMemory(carrier.device), least_bytes=least_sent_bytes, at_once=max(1, plan.ahead))
     blocks = None
     if ring.streamed or any(row.activations is not Fate.KEEP for row in rows):
         blocks = Blocks(modules, [row.activations for row in rows], ring, sender, plan.ahead)
         blocks.install()
     for block in ring.streamed.values():
-        block.go_home(host)
-    away = {id(parameter) for block in ring.streamed.values() for parameter in block.parameters}
+        block.go_home(homes)
+    away = {id(parameter) for block in ring.streamed.values() for parameter in block.named.values()}
     names = [name for name, parameter in trainee.parameters.items() if id(parameter) in away]
     keeper = None
     if names or plan.stepping is not Stepping.GPU:
@@ -92,10 +113,11 @@ def act(trainee: Trainee, plan: Plan, carrier: Carrier, *, least_sent_bytes: int
         )  # fmt: skip
         keeper.install()
     trainee.keeper = keeper
-    acting = Acting(trainee, plan, carrier, host, homes, state, ring, sender, blocks, keeper, refused)
-    to_device(acting.staying(), carrier.device)
+    acting = Acting(trainee, plan, carrier, homes, state, ring, sender, blocks, keeper, refused)
     to_device(module.buffers(), carrier.device)
-    if plan.stepping is Stepping.GPU:
+    if here:
+        to_device(acting.staying(), carrier.device)
+    if here and plan.stepping is Stepping.GPU:
         state.move(carrier.device)
     return acting
 
@@ -131,12 +153,15 @@ def _rows(module: nn.Module, plan: Plan) -> tuple[list[BlockPlan], tuple[str, ..
     return rows, tuple(refused)
 
 
-def _streamed(modules: Sequence[nn.Module], rows: Sequence[BlockPlan]) -> Iterator[tuple[int, StreamedBlock]]:
+def _streamed(
+    whole: nn.Module, modules: Sequence[nn.Module], rows: Sequence[BlockPlan]
+) -> Iterator[tuple[int, StreamedBlock]]:
+    names = {id(parameter): name for name, parameter in whole.named_parameters()}
     holders = Counter(id(parameter) for module in modules for parameter in module.parameters())
     for number, (module, row) in enumerate(zip(modules, rows, strict=True)):
         if row.weights is Residence.STREAMED:
             own = [p for p in module.parameters() if holders[id(p)] == 1]  # what two blocks share stays
-            chosen = _along(own)
+            chosen = {names[id(parameter)]: parameter for parameter in _along(own)}
             if chosen:
                 yield number, StreamedBlock.of(chosen)
 

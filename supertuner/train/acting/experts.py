@@ -7,7 +7,6 @@ expert at home is complete there: it can be saved, averaged and looked at as eve
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,7 +17,6 @@ from torch.utils.hooks import RemovableHandle
 
 from supertuner.plan.decision import Stepping
 from supertuner.train.acting.apply import Acting
-from supertuner.train.acting.host import placed
 from supertuner.train.acting.leaves import Leaf, leaves
 from supertuner.train.acting.state import HOST
 
@@ -50,12 +48,9 @@ class Guest:
         acting = self.acting
         trained = {id(parameter) for parameter in acting.trainee.parameters.values()}
         staying = {id(parameter) for parameter in acting.staying()}
-        for parameter in acting.trainee.module.parameters():
+        for name, parameter in acting.trainee.module.named_parameters():
             for leaf in leaves(parameter) if id(parameter) in staying - trained else ():
-                there = leaf.get()
-                home = placed(acting.host.take(there.nbytes), there)
-                home.copy_(there)
-                self._frozen.append((leaf, home))
+                self._frozen.append((leaf, acting.homes.settle(name, leaf)))
         self._trained = {name: p for name, p in acting.trainee.parameters.items() if id(p) in staying}
         self.leave()
 
@@ -111,27 +106,24 @@ class Guest:
 class Turns:
     """The guests of one device. At most one of them is there."""
 
-    def __init__(self, guests: Sequence[Guest]) -> None:
-        self._guests = guests
-        self._hooks: list[RemovableHandle] = []
+    def __init__(self) -> None:
+        self._guests: dict[str, tuple[Guest, RemovableHandle]] = {}
         self.changes = 0
-        for guest in guests:
-            module = guest.acting.trainee.module
-            self._hooks.append(module.register_forward_pre_hook(partial(self._called, guest)))
 
-    def remove(self) -> None:
-        """All guests are on the device again."""
-        for hook in self._hooks:
-            hook.remove()
-        for guest in self._guests:
-            if not guest.here:
-                guest.come()
+    def add(self, name: str, guest: Guest) -> None:
+        hook = guest.acting.trainee.module.register_forward_pre_hook(partial(self._called, guest))
+        self._guests[name] = guest, hook
+
+    def drop(self, name: str) -> None:
+        """It is a guest no more, and stays where it is."""
+        if name in self._guests:
+            self._guests.pop(name)[1].remove()
 
     def turn(self, guest: Guest) -> None:
         if guest.here:
             guest.stay()
             return
-        for other in self._guests:
+        for other, _ in self._guests.values():
             if other.here:
                 other.leave()
         guest.come()

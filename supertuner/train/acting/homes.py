@@ -13,6 +13,7 @@ import torch
 
 from supertuner.train.acting.carrier import Carrier, Mark, Pair
 from supertuner.train.acting.host import HostMemory, placed
+from supertuner.train.acting.leaves import Leaf
 
 Key: TypeAlias = tuple[str, str]
 """The parameter's name, and what of it: `weight`, `gradient`, `average`, `state.exp_avg`."""
@@ -22,7 +23,7 @@ AT_ONCE = 8
 
 class Homes:
     def __init__(self, carrier: Carrier, host: HostMemory) -> None:
-        self._carrier, self._host = carrier, host
+        self._carrier, self.host = carrier, host
         self._homes: dict[Key, torch.Tensor] = {}
         self._under_way: deque[tuple[Mark, list[torch.Tensor]]] = deque()
         self._last: Mark = None
@@ -31,8 +32,17 @@ class Homes:
         """The home of a tensor; it is made where there is none."""
         home = self._homes.get(key)
         if home is None or (home.shape, home.dtype) != (like.shape, like.dtype):
-            home = self._homes[key] = placed(self._host.take(like.nbytes), like)
+            home = self._homes[key] = placed(self.host.take(like.nbytes), like)
         return home
+
+    def settle(self, name: str, leaf: Leaf) -> torch.Tensor:
+        """Put a copy at home in the place of a parameter's tensor, unless it is there; what is there now is freed."""
+        there, key = leaf.get(), (name, leaf.what)
+        if not self.is_home(key, there):
+            home = self.of(key, there)
+            home.copy_(there)
+            leaf.put(home)
+        return leaf.get()
 
     def is_home(self, key: Key, tensor: torch.Tensor) -> bool:
         return key in self._homes and self._homes[key].data_ptr() == tensor.data_ptr()

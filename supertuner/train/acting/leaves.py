@@ -20,6 +20,8 @@ class Leaf:
     owner: Any
     name: str | None
     """The owner's attribute; None: the owner is the parameter itself."""
+    what: str = "weight"
+    """What of the parameter it is: `weight`, or `weight.qdata`."""
 
     def get(self) -> torch.Tensor:
         found: torch.Tensor = self.owner.data if self.name is None else getattr(self.owner, self.name)
@@ -36,17 +38,18 @@ class Leaf:
 def leaves(parameter: torch.Tensor) -> list[Leaf]:
     if is_plain(parameter):
         return [Leaf(parameter, None)]
-    return _inner(parameter)
+    return _inner(parameter, "weight")
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer)
 
 
-def _inner(tensor: torch.Tensor) -> list[Leaf]:
+def _inner(tensor: torch.Tensor, what: str) -> list[Leaf]:
     names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     found = []
     for name in names:
         part = getattr(tensor, name)
-        found += [Leaf(tensor, name)] if is_plain(part) else _inner(part)
+        own = f"{what}.{name}"
+        found += [Leaf(tensor, name, own)] if is_plain(part) else _inner(part, own)
     return found

@@ -77,11 +77,9 @@ class TrainedKeeper:
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
     def remove(self) -> None:
-        """Leave everything where a run without a plan has it."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        self.state.move(self.carrier.device)
 
     # ── the keeper's verbs ───────────────────────────────────────────────────────────────────────────────────────
 

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from supertuner.train.acting.carrier import Carrier, Mark, Pair
-from supertuner.train.acting.host import ALIGNMENT, HostMemory, placed
+from supertuner.train.acting.homes import Homes
+from supertuner.train.acting.host import ALIGNMENT, placed
 from supertuner.train.acting.leaves import Leaf, leaves
 from supertuner.train.acting.order import Pass, farthest, soon
 
@@ -23,7 +24,7 @@ from supertuner.train.acting.order import Pass, farthest, soon
 class StreamedBlock:
     """The stored tensors of one block that live at home, one after the other in a slot."""
 
-    parameters: Sequence[nn.Parameter]
+    named: Mapping[str, nn.Parameter]
     leaves: Sequence[Leaf]
     offsets: Sequence[int]
     nbytes: int
@@ -31,21 +32,19 @@ class StreamedBlock:
     """Whether other values may be put in place of these: those of an average, for a while."""
 
     @classmethod
-    def of(cls, parameters: Sequence[nn.Parameter]) -> StreamedBlock:
-        own = [leaf for parameter in parameters for leaf in leaves(parameter)]
+    def of(cls, named: Mapping[str, nn.Parameter]) -> StreamedBlock:
+        own = [leaf for parameter in named.values() for leaf in leaves(parameter)]
         offsets, end = [], 0
         for leaf in own:
             offsets.append(end)
             end += -(-leaf.get().nbytes // ALIGNMENT) * ALIGNMENT
-        return cls(parameters, own, offsets, end, any(parameter.requires_grad for parameter in parameters))
+        return cls(named, own, offsets, end, any(parameter.requires_grad for parameter in named.values()))
 
-    def go_home(self, host: HostMemory) -> None:
-        """Copy the tensors into host memory, which is their home from now on."""
-        for leaf in self.leaves:
-            there = leaf.get()
-            home = placed(host.take(there.nbytes), there)
-            home.copy_(there)
-            leaf.put(home)
+    def go_home(self, homes: Homes) -> None:
+        """Have the tensors in host memory, which is their home from now on."""
+        for name, parameter in self.named.items():
+            for leaf in leaves(parameter):
+                homes.settle(name, leaf)
 
 
 @dataclass(eq=False, slots=True)

@@ -13,7 +13,7 @@ from torch import nn
 from supertuner.config.model import AdapterSettings
 from supertuner.config.optim import OptimizerSettings
 from supertuner.models import adapters
-from supertuner.models.compiled import repeated_blocks
+from supertuner.models.blocks import blocks_of
 from supertuner.models.objective import Objective, sample_noise, sample_uniform
 from supertuner.models.quantise import quantise
 from supertuner.models.spec import Expert, Tensors
@@ -165,8 +165,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 def block_names(module: nn.Module) -> list[str]:
-    names = {id(part): name for name, part in module.named_modules()}
-    return [names[id(block)] for block in repeated_blocks(module)]
+    return list(blocks_of(module))
 
 
 def a_plan(

@@ -51,7 +51,9 @@ def test_experts_in_turn_train_as_experts_side_by_side(case: Case, streamed: boo
     actings = [
         acted(one, a_plan(one.module, weights, Fate.SEND, stepping=stepping, idle_at_home=True)) for one in guests
     ]
-    turns = Turns([Guest(acting) for acting in actings])
+    turns = Turns()
+    for name, acting in zip(NAMES, actings, strict=True):
+        turns.add(name, Guest(acting))
     wanted, seen = course(case, alone)
     results, looks = course(case, guests)
     assert results == wanted
@@ -59,8 +61,8 @@ def test_experts_in_turn_train_as_experts_side_by_side(case: Case, streamed: boo
     assert turns.changes > len(COURSE)
     for one, other in zip(guests, alone, strict=True):
         same(outcome(one), outcome(other))
-    turns.remove()
-    for acting, other in zip(actings, alone, strict=True):
+    for name, acting, other in zip(NAMES, actings, alone, strict=True):
+        turns.drop(name)
         acting.remove()
         same(outcome(acting.trainee), outcome(other))
 
