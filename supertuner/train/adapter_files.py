@@ -59,8 +59,10 @@ class AdapterFile:
     def expert(self) -> str | None:
         """Whose it is, where its keys do not say: by its metadata, else by its name."""
         said = self.own_metadata.get("expert")
-        if said in ENDINGS.values():
-            return str(said)
+        return str(said) if said in ENDINGS.values() else self.expert_of_name
+
+    @property
+    def expert_of_name(self) -> str | None:
         return next((expert for end, expert in ENDINGS.items() if self.path.stem.endswith(end)), None)
 
     @property
@@ -125,9 +127,14 @@ def with_expert(file: AdapterFile, expert: str | None) -> AdapterFile:
         if expert is not None and marked != [expert]:
             raise ModelError(f"{file.path}: its keys are of {' and '.join(marked)}, not of {expert}")
         return file
-    known = file.own_metadata.get("expert")
+    known, called = file.own_metadata.get("expert"), file.expert_of_name
     if expert is not None and known in ENDINGS.values() and known != expert:
         raise ModelError(f"{file.path} says that it was trained for {known}, not for {expert}")
+    if called is not None and called != (expert or file.expert):
+        raise ModelError(
+            f"{file.path} is called a file of {called}, and is one of {expert or file.expert} by its metadata or by "
+            "--expert; an adapter on the wrong expert ruins what it draws: give it its right name"
+        )
     found = expert or file.expert
     names = {key: Name(found, name.module, name.tensor) for key, name in file.reading.names.items()}
     return replace(file, reading=replace(file.reading, names=names)) if found is not None else file

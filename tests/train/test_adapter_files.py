@@ -348,6 +348,13 @@ def test_the_expert_of_a_file_must_be_the_one_that_is_asked_for(tmp_path: Path) 
     assert with_expert(open_adapter(tmp_path / "x.safetensors"), None).reading.experts == ("high_noise",)
     with pytest.raises(ModelError, match="trained for high_noise, not for low_noise"):
         with_expert(open_adapter(tmp_path / "x.safetensors"), "low_noise")
+    (tmp_path / "x.safetensors").rename(tmp_path / "x_low_noise.safetensors")
+    with pytest.raises(ModelError, match="is called a file of low_noise, and is one of high_noise"):
+        with_expert(open_adapter(tmp_path / "x_low_noise.safetensors"), None)
+    save_file(one, tmp_path / "y_low_noise.safetensors")
+    assert with_expert(open_adapter(tmp_path / "y_low_noise.safetensors"), None).reading.experts == ("low_noise",)
+    with pytest.raises(ModelError, match="is called a file of low_noise, and is one of high_noise"):
+        with_expert(open_adapter(tmp_path / "y_low_noise.safetensors"), "high_noise")
 
 
 def test_two_experts_do_not_go_into_one_file_that_cannot_tell_them_apart(tmp_path: Path) -> None:
