@@ -123,6 +123,7 @@ def _trained(config: RunConfig, model: Model, expert: Expert) -> dict[str, JSON]
         "index": _plain({key: value for key, value in model.configs[""].items() if not isinstance(value, list)}),
         "adapter": settings.model_dump(mode="json", exclude=VALUES_ONLY),
         "base_weights": config.model.base_weights,
+        "left_out": [config.model.compile, config.model.attention],
         "precision": config.train.mixed_precision,
         "optimizer": [config.optimizer.name, config.optimizer.weight_decay],
         "averaged": config.train.ema_decay is not None,

@@ -44,7 +44,7 @@ def trace_training(
     device: Device | None = None,
 ) -> Trace:
     """One optimizer step of an expert. `checkpointing`: instead of what the configuration says."""
-    config, model = traced_config(config, checkpointing), hollowed(model)
+    given, config, model = config, traced_config(config, checkpointing), hollowed(model)
     device = device or Plain()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     trainee = fake_trainee(config, family, model, expert, mode)
@@ -73,7 +73,7 @@ def trace_training(
                 fetch=fetch,
             )
         told_state(recorder, trainee)
-    return recorder.trace(f"train {expert.name}", micro_batches=micro_batches)
+    return recorder.trace(f"train {expert.name}", micro_batches=micro_batches, notes=_left_out(given))
 
 
 def fake_trainee(config: RunConfig, family: Family, model: Model, expert: Expert, mode: FakeTensorMode) -> Trainee:
@@ -101,6 +101,16 @@ def traced_config(config: RunConfig, checkpointing: bool | None) -> RunConfig:
     return config.model_copy(
         update={"train": train, "model": config.model.model_copy(update={"compile": False, "attention": "native"})}
     )
+
+
+def _left_out(config: RunConfig) -> tuple[str, ...]:
+    """What the configuration says and a trace does not follow."""
+    found = []
+    if config.model.compile:
+        found.append("model.compile: traced as the blocks run without it; compiled, they need less")
+    if config.model.attention != "native":
+        found.append(f'model.attention "{config.model.attention}": traced as torch\'s own; others save as much')
+    return tuple(found)
 
 
 def fake_batch(shape: BatchShape) -> StepBatch:

@@ -1,0 +1,81 @@
+"""Wan2.2 14B with 81 frames of 720p, traced at full size: seconds and memory of each phase, and a second look."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
+
+from benchmarks.harness import Row, at_most, report, say
+
+NAME = "Wan-AI/Wan2.2-T2V-A14B-Diffusers"
+MEDIA = (3, 81, 720, 1280)
+PHASE_S, RSS_GB, AGAIN_S = 60.0, 1.5, 0.5
+
+
+def measured() -> dict[str, float]:
+    """Phase → seconds of CPU of this process; `rss_gb` at the end; `again_s`, the longest second look."""
+    from supertuner.config.tree import RunConfig
+    from supertuner.models.published import described
+    from supertuner.plan import remembered
+    from supertuner.plan.kept import Kept, versions
+    from supertuner.plan.kernels import Cuda
+    from supertuner.plan.shapes import Shaper
+    from supertuner.plan.trace import Unheard
+
+    config = RunConfig.model_validate({"model": {"family": "wan2.2", "path": NAME}})
+    family, model, _ = described(config.model)
+    shape, device = Shaper(config, family, model).batch(1, MEDIA), Cuda()
+    found: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        kept = Kept(Path(folder), versions(), Unheard())
+
+        def trained(checkpointing: bool) -> Callable[[], object]:
+            return lambda: remembered.training(
+                kept, config, family, model, model.experts[0], shape, checkpointing=checkpointing, device=device
+            )
+
+        phases: dict[str, Callable[[], object]] = {
+            "encode media": lambda: remembered.media(kept, family, model, MEDIA, device=device),
+            "encode text": lambda: remembered.text(kept, config, family, model, device=device),
+            "train, all kept": trained(False),
+            "train, all recomputed": trained(True),
+            "sample": lambda: remembered.sampling(kept, config, family, model, shape, device=device),
+        }
+        for name, phase in phases.items():
+            begin = time.process_time()
+            phase()
+            found[name] = time.process_time() - begin
+        found["rss_gb"] = getrusage(RUSAGE_SELF).ru_maxrss / 1e6
+        again = []
+        for phase in phases.values():
+            begin = time.process_time()
+            phase()
+            again.append(time.process_time() - begin)
+        found["again_s"] = max(again)
+    return found
+
+
+def rows() -> list[Row]:
+    code = "import json; from benchmarks.bench_trace import measured; print(json.dumps(measured()))"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    found = json.loads(done.stdout.splitlines()[-1])
+    say(", ".join(f"{name} {figure:.2f}" for name, figure in found.items()))
+    rss, again = found.pop("rss_gb"), found.pop("again_s")
+    note = "Wan2.2 14B, 81 frames, 720p; CPU time"
+    made = [at_most(f"trace: {name}", figure, PHASE_S, unit="s", note=note) for name, figure in found.items()]
+    made.append(at_most("trace: memory of the process", rss, RSS_GB, unit="GB"))
+    return [*made, at_most("trace: a second look", again, AGAIN_S, unit="s", note="the slowest phase")]
+
+
+def main() -> int:
+    return report(rows())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
