@@ -1,0 +1,225 @@
+"""Full-size training windows on the phantom, beside their forecasts: how far apart are they?
+
+A window is run as a run runs it: the family's own module, adapters, optimizer and objective by `step/trainee.py`, and
+`train_window` twice, so that the second finds what the first left behind. Its weights are CUDA tensors of no value.
+
+As a program it prints the table of docs/forecast.md: scripts/phantom_python.sh -m tests.phantom.full_size
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from supertuner.config.model import ModelSettings
+from supertuner.config.tree import RunConfig
+from supertuner.models.published import described
+from supertuner.models.spec import Expert, Family, Model
+from supertuner.plan.caching import reserved
+from supertuner.plan.kernels import Cuda
+from supertuner.plan.shapes import BatchShape, Shaper
+from supertuner.plan.trace import trace_training
+from supertuner.step.batch import StepBatch
+from supertuner.step.precision import Precision
+from supertuner.step.trainee import rules_of, store_base, trained_of, trainee_of, weight_format
+from supertuner.step.window import train_window
+
+GIB = 1 << 30
+WAN = "wan-ai/wan2.2-t2v-a14b-diffusers"
+WAN_I2V = "wan-ai/wan2.2-i2v-a14b-diffusers"
+WAN_5B = "wan-ai/wan2.2-ti2v-5b-diffusers"
+QWEN = "qwen/qwen-image"
+EDIT = "qwen/qwen-image-edit"
+FLUX = "black-forest-labs/flux.1-dev"
+SD35 = "stabilityai/stable-diffusion-3.5-large"
+SD35_MEDIUM = "stabilityai/stable-diffusion-3.5-medium"
+SDXL = "stabilityai/stable-diffusion-xl-base-1.0"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration of a run, and the samples that it trains on."""
+
+    title: str
+    family: str
+    path: str
+    media: tuple[int, ...]
+    """CHW or CFHW, in pixels."""
+    samples: int = 1
+    micro_batches: int = 1
+    adapter: Mapping[str, Any] = field(default_factory=lambda: {"type": "lora", "rank": 16})
+    train: Mapping[str, Any] = field(default_factory=lambda: {"gradient_checkpointing": True})
+    optimizer: Mapping[str, Any] = field(default_factory=dict)
+    model: Mapping[str, Any] = field(default_factory=dict)
+    denoiser: Mapping[str, Any] = field(default_factory=dict)
+    """What differs from the published config."""
+    shape: BatchShape | None = None
+    """Of a batch, where it is not learnt from the model's own encoders."""
+    convolutions: bool = False
+    """Whether convolutions decide its peak, of which the phantom knows no more than we do."""
+
+
+KEEP = {"gradient_checkpointing": False}
+FULL = {"type": "full"}
+CASES = (
+    Case("Wan2.2 14B T2V, LoRA, 81 frames of 832×480, checkpointing", "wan2.2", WAN, (3, 81, 480, 832)),
+    Case("Wan2.2 14B T2V, LoRA, 81 frames of 1280×720, checkpointing", "wan2.2", WAN, (3, 81, 720, 1280)),
+    Case("Wan2.2 14B T2V, LoRA, 4 pictures of 1024×1024, checkpointing", "wan2.2", WAN, (3, 1024, 1024), samples=4),
+    Case("Wan2.2 14B T2V, LoRA, 17 frames of 832×480", "wan2.2", WAN, (3, 17, 480, 832), train=KEEP),
+    Case("Wan2.2 14B T2V, full, 33 frames of 832×480, checkpointing", "wan2.2", WAN, (3, 33, 480, 832), adapter=FULL),
+    Case("Wan2.2 14B I2V, LoRA, 81 frames of 832×480, checkpointing", "wan2.2", WAN_I2V, (3, 81, 480, 832)),
+    Case("Wan2.2 5B, LoRA, 121 frames of 1280×704, checkpointing", "wan2.2", WAN_5B, (3, 121, 704, 1280)),
+    Case("Wan2.2 5B, full, 49 frames of 1280×704, checkpointing", "wan2.2", WAN_5B, (3, 49, 704, 1280), adapter=FULL),
+    Case("Qwen-Image, LoRA, 1024×1024, checkpointing", "qwen-image", QWEN, (3, 1024, 1024)),
+    Case("Qwen-Image, LoRA, 4 of 1024×1024", "qwen-image", QWEN, (3, 1024, 1024), samples=4, train=KEEP),
+    Case("Qwen-Image-Edit, LoRA, 2 of 1024×1024, checkpointing", "qwen-image-edit", EDIT, (3, 1024, 1024), samples=2),
+    Case("Flux dev, LoRA, 1024×1024, checkpointing", "flux", FLUX, (3, 1024, 1024)),
+    Case("Flux dev, LoRA, 4 of 1024×1024", "flux", FLUX, (3, 1024, 1024), samples=4, train=KEEP),
+    Case("Flux dev, full, 1024×1024, checkpointing", "flux", FLUX, (3, 1024, 1024), adapter=FULL),
+    Case("SD3.5 large, LoRA, 4 of 1024×1024", "sd3.5", SD35, (3, 1024, 1024), samples=4, train=KEEP),
+    Case("SD3.5 large, LoRA, 1024×1024, checkpointing", "sd3.5", SD35, (3, 1024, 1024)),
+    Case("SD3.5 medium, full, 4 of 1024×1024", "sd3.5", SD35_MEDIUM, (3, 1024, 1024), 4, adapter=FULL, train=KEEP),
+    Case("SDXL, LoRA, 4 of 1024×1024", "sdxl", SDXL, (3, 1024, 1024), 4, train=KEEP, convolutions=True),
+)
+"""The table of docs/forecast.md."""
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """The most that was allocated and reserved."""
+
+    allocated: int
+    reserved: int
+
+
+def forecast(case: Case) -> Bytes:
+    """What the trace and the allocator's model say."""
+    trace = trace_training(*_known(case), micro_batches=case.micro_batches, device=Cuda())
+    found = reserved(trace)
+    return Bytes(found.allocated_bytes, found.reserved_bytes)
+
+
+def on_the_phantom(case: Case) -> Bytes:
+    """What torch's own allocator says of the second window."""
+    config, family, model, expert, shape = _known(case)
+    device = torch.device("cuda")
+    precision = Precision(config.train.mixed_precision, device)
+    module = _on(device, family.denoiser(model, expert, weight_format(config, precision)))
+    store_base(config, module, precision, _Unheard())
+    trained = trained_of(config, family, expert, module, precision, _Unheard())
+    trainee = trainee_of(config, expert, trained, precision)
+    rules = rules_of(config, family, model, precision, _Unheard())
+    for _ in range(2):
+        torch.cuda.reset_peak_memory_stats()
+        with torch.compiler.set_stance("force_eager"):  # LyCORIS compiles a part of itself, and here is no compiler
+            train_window(
+                trainee,
+                _batches(shape, case.micro_batches, device),
+                samples=case.samples * case.micro_batches,
+                rate=1e-4,
+                rules=rules,
+                seed=0,
+            )
+    most = Bytes(torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
+    _forget_tables()
+    del module, trained, trainee, rules
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_allocated() == 0, "the next case would begin with what this one left behind"
+    return most
+
+
+def _known(case: Case) -> tuple[RunConfig, Family, Model, Expert, BatchShape]:
+    settings = {"family": case.family, "path": case.path, **case.model}
+    config = RunConfig.model_validate(
+        {
+            "model": settings,
+            "adapter": dict(case.adapter),
+            "train": {"max_grad_norm": 1.0, **case.train},
+            "optimizer": dict(case.optimizer),
+        }
+    )
+    family, model, _ = described(ModelSettings.model_validate(settings))
+    expert = model.experts[0]
+    if case.denoiser:
+        changed = {**model.configs[expert.part], **case.denoiser}
+        model = replace(model, configs={**model.configs, expert.part: changed})
+    picture = case.media if model.edits else None
+    shape = case.shape or Shaper(config, family, model).batch(case.samples, case.media, picture)
+    return config, family, model, expert, shape
+
+
+def _on(device: torch.device, module: nn.Module) -> nn.Module:
+    """A module of the meta device with its weights on this one, and its plain tables on the CPU, as loading has it."""
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                there = torch.empty_like(parameter, device=device)
+                part._parameters[name] = nn.Parameter(there, requires_grad=parameter.requires_grad)
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = torch.empty_like(buffer, device=device)
+        for name, value in vars(part).items():
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                vars(part)[name] = torch.zeros_like(value, device="cpu")
+    return module
+
+
+def _forget_tables() -> None:
+    """Qwen-Image keeps the angles of every shape that it saw for the life of the process."""
+    for one in gc.get_objects():
+        if isinstance(one, functools._lru_cache_wrapper) and one.__module__.startswith("diffusers."):
+            one.cache_clear()
+
+
+def _batches(shape: BatchShape, count: int, device: torch.device) -> Iterator[StepBatch]:
+    for _ in range(count):
+        latents = torch.zeros(shape.samples, *shape.latents, dtype=shape.latents_dtype)
+
+        def made(fields: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+            return {name: torch.zeros(shape.samples, *one.shape, dtype=one.dtype) for name, one in fields.items()}
+
+        yield StepBatch(
+            latents=latents,
+            noise=torch.zeros(latents.shape),
+            levels=torch.full((shape.samples,), 0.5),
+            text=made(shape.text),
+            conditions=made(shape.conditions),
+            counts=made(shape.counts),
+        ).to(device)
+
+
+class _Unheard:
+    def emit(self, event: object) -> None: ...
+
+
+def row(case: Case) -> str:
+    """A line of the table."""
+    begun = time.perf_counter()
+    said = forecast(case)
+    took = time.perf_counter() - begun
+    found = on_the_phantom(case)
+    parts = [case.title]
+    for ours, theirs in ((said.allocated, found.allocated), (said.reserved, found.reserved)):
+        parts += [f"{ours / GIB:.2f}", f"{theirs / GIB:.2f}", f"{100 * (ours / theirs - 1):+.2f} %"]
+    return " | ".join(["", *parts, f"{took:.0f}", ""]).strip()
+
+
+def main() -> None:
+    chosen = [case for case in CASES if all(word in case.title for word in sys.argv[1:])]
+    for case in chosen:
+        sys.stdout.write(row(case) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
