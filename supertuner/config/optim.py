@@ -9,6 +9,8 @@ from pydantic import Field
 
 from supertuner.config.block import Block, Remark
 
+USUAL_MIN_LR, USUAL_MAX_LR = 1e-7, 1e-3
+"""Between what Automagic's rates move where nothing is said."""
 Rate = Annotated[float | None, Field(gt=0, le=10)]
 
 
@@ -54,6 +56,16 @@ class OptimizerSettings(Block):
             low, high = getattr(self, lowest), getattr(self, highest)
             if low is not None and high is not None and high < low:
                 yield Remark(highest, f"{high:g} is below {lowest} {low:g}", (lowest,))
+            if self.name == "automagic" and high is None and low is not None and low > USUAL_MAX_LR:
+                message = f"{low:g} is above {highest}, which is {USUAL_MAX_LR:g} unless it is set; set both"
+                yield from () if self._replaced(stage, "max_lr") else (Remark(lowest, message),)
+            if self.name == "automagic" and low is None and high is not None and high < USUAL_MIN_LR:
+                message = f"{high:g} is below {lowest}, which is {USUAL_MIN_LR:g} unless it is set; set both"
+                yield from () if self._replaced(stage, "min_lr") else (Remark(highest, message),)
+
+    def _replaced(self, stage: str, what: str) -> bool:
+        """Whether what holds for all experts holds for none of them."""
+        return not stage and all(getattr(self, one + what) is not None for one in ("high_noise_", "low_noise_"))
 
     def _set_by(self, stage: str, what: str) -> str:
         """The setting that decides for a stage: its own if it is given."""

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from supertuner.config.optim import OptimizerSettings
+from supertuner.config.optim import USUAL_MAX_LR, USUAL_MIN_LR, OptimizerSettings
 from supertuner.core.errors import TrainError
 from supertuner.optim.automagic import Automagic
 from supertuner.optim.automagic_batch import state_shapes
@@ -243,7 +243,7 @@ def _automagic_shapes(p: nn.Parameter) -> dict[str, tuple[Shape, ...]]:
     return {key: ((length,),) for key, (length, _) in state_shapes(p.shape, PackedRates(USUAL)).items()}
 
 
-USUAL = Limits(start=1e-6, bump=1e-6, lowest=1e-7, highest=1e-3)
+USUAL = Limits(start=1e-6, bump=1e-6, lowest=USUAL_MIN_LR, highest=USUAL_MAX_LR)
 """Automagic's own settings where nothing else is said."""
 OPTIMIZERS = {
     "adamw": Entry(_adamw, 1e-4, 1e-2, _adam_shapes),

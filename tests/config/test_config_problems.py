@@ -95,6 +95,14 @@ def test_a_contradiction_with_a_value_that_is_itself_wrong_is_not_reported(refus
         ({"datasets": [{"frames": 17}]}, 'datasets[0].frames: 17 needs dataset_type "video", not "image"'),
         ({"gh200_optimizations": {"enable_batch_size_rampup": True}}, "initial_effective_batch_size: is missing"),
         ({"initial_effective_batch_size": 64, "train_batch_size": 32}, "64 is above what the ramp would end at"),
+        (
+            {"optimizer": {"name": "automagic", "high_noise_max_lr": 1e-8}},
+            "optimizer.high_noise_max_lr: 1e-08 is below min_lr, which is 1e-07 unless it is set; set both",
+        ),
+        (
+            {"optimizer": {"name": "automagic", "low_noise_min_lr": 0.01}},
+            "optimizer.low_noise_min_lr: 0.01 is above max_lr, which is 0.001 unless it is set; set both",
+        ),
         ({"optimizer": {"min_lr": 1e-3, "max_lr": 1e-4}}, "optimizer.max_lr: 0.0001 is below min_lr 0.001"),
         (
             {"optimizer": {"min_lr": 1e-3, "low_noise_max_lr": 1e-4}},
