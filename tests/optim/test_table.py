@@ -83,8 +83,6 @@ def test_limits_of_a_stage_act_whether_or_not_those_of_all_are_set() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"max_lr": 1e-8}, r"^optimizer\.max_lr 1e-08 is below min_lr 1e-07 \(unset\): .*; set both"),
-        ({"low_noise_min_lr": 1e-2}, r"^max_lr 0\.001 \(unset\) is below optimizer\.low_noise_min_lr 0\.01"),
         (
             {"learning_rate": 0.1},
             r"^optimizer\.learning_rate 0\.1, .* not between min_lr 1e-07 \(unset\) and max_lr",
@@ -96,6 +94,14 @@ def test_limits_of_a_stage_act_whether_or_not_those_of_all_are_set() -> None:
 def test_rates_that_have_nowhere_to_go_are_refused(settings: dict[str, float], words: str) -> None:
     with pytest.raises(TrainError, match=words):
         limits_of(OptimizerSettings.model_validate({"name": "automagic", **settings}), "low_noise")
+
+
+def test_limits_that_fit_two_experts_and_not_the_only_one_are_refused() -> None:
+    both = {"min_lr": 0.01, "high_noise_max_lr": 0.1, "low_noise_max_lr": 0.1}
+    settings = OptimizerSettings.model_validate({"name": "automagic", **both})
+    assert limits_of(settings, "low_noise").highest == 0.1
+    with pytest.raises(TrainError, match=r"^max_lr 0\.001 \(unset\) is below optimizer\.min_lr 0\.01: .*; set both"):
+        limits_of(settings, "model")
 
 
 def test_a_start_that_nobody_chose_gives_way_to_the_limits() -> None:
