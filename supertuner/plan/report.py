@@ -5,8 +5,10 @@ Every page says that its figures are modelled. Lines are plain text in columns, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict
+from typing import Any
 
 from supertuner.core.types import GIB, JSON, MIB, bytes_text
 from supertuner.plan.forecast import Change, Fit, Forecast, Judged, Timing, room_text
@@ -198,10 +200,19 @@ def as_json(forecast: Forecast) -> dict[str, JSON]:
         "timing": None if timing is None else asdict(timing),
         "total_s": None if timing is None else timing.paces[0].total_s,
         "why_no_timing": forecast.why_no_timing,
-        "plans": {phase: asdict(plan) for phase, plan in forecast.plans.items()},
+        "plans": {phase: _finite(asdict(plan)) for phase, plan in forecast.plans.items()},
         "changes": [asdict(one) for one in forecast.changes],
         "notes": list(forecast.notes),
     }
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity: the time of a plan that does not fit is None."""
+    if isinstance(value, dict):
+        return {name: _finite(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def duration(seconds: float) -> str:

@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from supertuner.config.load import Loaded
+from supertuner.core.durable import write_json
 from supertuner.core.events import Sink, Together
 from supertuner.core.types import JSON
 from supertuner.tools.session import Session, session
 
 CURVE = "loss_curve.png"
+FORECAST = "forecast.json"
+"""In the run's folder: what was forecast before it began, all of it modelled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,7 @@ def train(loaded: Loaded, *, resume: str | None = None, anyway: bool = False) ->
 def train_in(work: Session, *, resume: str | None = None, anyway: bool = False) -> Trained:
     """The same within a session that is open already."""
     with work.console.phase("loading libraries"):
+        from supertuner.plan.report import as_json
         from supertuner.tools.curve import draw_curve
         from supertuner.tools.verdict import before_training
         from supertuner.train.export import export
@@ -48,7 +52,9 @@ def train_in(work: Session, *, resume: str | None = None, anyway: bool = False) 
         from supertuner.train.setup import Outside, device_of, open_run
     config, folder = work.config, work.folder.path
     device = device_of(config.train.device)
-    before_training(config, device, host=work.host, sink=work.sink, progress=work.console, anyway=anyway)
+    forecast = before_training(config, device, host=work.host, sink=work.sink, progress=work.console, anyway=anyway)
+    if forecast is not None:
+        write_json(folder / FORECAST, as_json(forecast))
     with ExitStack() as opened:
         sink = with_reports(work, opened)
         run = opened.enter_context(

@@ -8,9 +8,11 @@ import pytest
 
 from supertuner.core.types import GIB
 from supertuner.plan.forecast import Fit, Pace, Timing
+from supertuner.plan.placement import place
+from supertuner.plan.rates import Limits
 from supertuner.plan.report import as_json, page, verdict
 from supertuner.plan.storage import Stored
-from tests.plan.making_forecasts import a_forecast, a_phase, a_room
+from tests.plan.making_forecasts import a_forecast, a_phase, a_room, a_table
 
 
 def test_a_run_that_fits_says_by_how_much_and_how_long_it_takes() -> None:
@@ -102,3 +104,22 @@ def test_programs_get_everything_as_json() -> None:
     assert document["phases"][0]["gpu"]["activations"] == 10 * GIB
     assert document["timing"]["paces"][0]["step_s"] == 20.0
     assert document["total_s"] == pytest.approx(40_600)
+
+
+def test_a_plan_that_does_not_fit_is_json_all_the_same() -> None:
+    table = a_table(saved=400)
+    plan = place(table, a_room().machine, Limits(GIB, GIB))
+    assert not plan.fits
+    text = json.dumps(as_json(a_forecast(plans={"train model": plan})), allow_nan=False)
+    assert json.loads(text)["plans"]["train model"]["fits"] is False
+
+
+def test_a_phase_that_follows_a_plan_is_judged_by_it() -> None:
+    table = a_table(saved=30)
+    plan = place(table, a_room().machine)
+    assert plan.fits and plan.modelled is not None and not plan.does_nothing
+    forecast = a_forecast(a_phase("train model", 150.0, plan=plan), plans={"train model": plan})
+    assert forecast.judged.fit is not Fit.DOES_NOT
+    assert forecast.phases[0].host_bytes == plan.modelled.host_peak_bytes
+    text = "\n".join(page(forecast))
+    assert "by its plan" in text and "where things would live" in text
