@@ -177,7 +177,7 @@ def _on(device: torch.device, module: nn.Module) -> nn.Module:
 def _forget_tables() -> None:
     """Qwen-Image keeps the angles of every shape that it saw for the life of the process."""
     for one in gc.get_objects():
-        if isinstance(one, functools._lru_cache_wrapper) and one.__module__.startswith("diffusers."):
+        if type(one) is functools._lru_cache_wrapper and one.__module__.startswith("diffusers."):
             one.cache_clear()
 
 
