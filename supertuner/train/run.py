@@ -15,6 +15,7 @@ from supertuner.models.adapters import Trained
 from supertuner.models.spec import Expert, Family, Model
 from supertuner.optim.schedule import Course, rate_factor
 from supertuner.step.window import Rules, Trainee
+from supertuner.train.acting.run import Acts
 from supertuner.train.feed import Feed, Maker
 from supertuner.train.loss_log import LossLog
 from supertuner.train.memory import MemoryEngine
@@ -57,6 +58,8 @@ class Run:
     samples_plan: SamplePlan
     memory: MemoryEngine
     """Hints, batches in unified memory, overflow, telemetry."""
+    acts: Acts | None
+    """Plans at work; None: everything stays on the device."""
     given: Mapping[str, str]
     """Expert and setting of each file that an adapter begins with or is trained on top of → what it is known by."""
     # ------------------------------------------------------------------

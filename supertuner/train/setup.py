@@ -31,6 +31,8 @@ from supertuner.step.batch import StepBatch
 from supertuner.step.precision import Precision
 from supertuner.step.trainee import experts_of, rules_of, store_base, trained_of, trainee_of, weight_format
 from supertuner.train import adapter_start, checkpoint
+from supertuner.train.acting.opening import acts_of, plans_of, waits_at_home
+from supertuner.train.acting.planning import Planning
 from supertuner.train.caching.encoded import open_encoded
 from supertuner.train.caching.encoders import Encoding, Identities
 from supertuner.train.checkpoint_reading import Loaded, load
@@ -67,6 +69,7 @@ def open_run(
     *,
     resume: str | None = None,
     parallel: Parallel | None = None,
+    planning: Planning | None = None,
 ) -> Iterator[Run]:
     """Everything that a run needs, ready for its loop; leaving closes it. `resume` is said instead of the setting's."""
     parallel = parallel or Alone()
@@ -102,7 +105,14 @@ def open_run(
         maker = maker_of(memory.place, corpus, done, course.total_samples)
         # Held-out batches get their noise later, by the CPU: they are only put where the GPU can fetch them.
         held_out = None if other is None else maker_of(StepBatch.pinned, other, 0, _measured(config, other))
-        trained = {expert.name: _trained(config, family, model, expert, precision, memory, sink) for expert in experts}
+        planned = plans_of(config, model, experts, planning)
+        trained = {
+            expert.name: _trained(
+                config, family, model, expert, precision, memory, sink, waits_at_home(planned.get(expert.name), device)
+            )
+            for expert in experts
+        }
+        trainees = tuple(trainee_of(config, expert, trained[expert.name], precision) for expert in experts)
         run = Run(
             name=name,
             config=config,
@@ -119,12 +129,13 @@ def open_run(
             rules=rules_of(config, family, model, precision, sink, partial(memory.placing, "state")),
             maker=maker,
             held_out=held_out,
-            trainees=tuple(trainee_of(config, expert, trained[expert.name], precision) for expert in experts),
+            trainees=trainees,
             trained=trained,
             losses=opened.enter_context(LossLog(folder / LOSSES)),
             validations=opened.enter_context(LossLog(folder / HELD_OUT)),
             samples_plan=samples_plan,
             memory=memory,
+            acts=acts_of(config, trainees, planned, planning, precision, memory, sink),
             given=given,
         )
         _begin(run, begin)
@@ -304,11 +315,12 @@ def _trained(
     precision: Precision,
     memory: MemoryEngine,
     sink: Sink,
+    device: torch.device,
 ) -> adapters.Trained:
-    """An expert's module on its device, with what is trained of it."""
+    """An expert's module on a device, with what is trained of it."""
     remedy = 'set model.base_weights: "int8", or train one of model.experts at a time'
     with fitting(f"{expert.part} does", partial(memory.remedy, remedy)), memory.placing("weights"):
-        module = family.denoiser(model, expert, weight_format(config, precision)).to(precision.device)
+        module = family.denoiser(model, expert, weight_format(config, precision)).to(device)
         files = adapter_start.given(config.adapter, family.name, expert.name, alone=len(model.experts) == 1)
         if "frozen" in files:
             said = adapter_given.freeze(module, files["frozen"].layers, files["frozen"].path)

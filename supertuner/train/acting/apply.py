@@ -46,6 +46,11 @@ class Acting:
     refused: tuple[str, ...]
     """What of the plan is not followed, and why. Results are the same."""
 
+    @property
+    def sends(self) -> bool:
+        """Whether activations of any block go to host memory."""
+        return any(row.activations is Fate.SEND for row in self.plan.blocks)
+
     def staying(self) -> list[nn.Parameter]:
         """Parameters that the plan has on the device."""
         visitors = {id(parameter) for block in self.ring.streamed.values() for parameter in block.named.values()}

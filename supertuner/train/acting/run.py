@@ -16,17 +16,10 @@ from supertuner.train.acting.apply import LEAST_SENT_BYTES, Acting, act
 from supertuner.train.acting.carrier import Carrier, Counters
 from supertuner.train.acting.experts import Guest, Turns
 from supertuner.train.acting.homes import Homes
+from supertuner.train.acting.planning import Planned
 
-Replan = Callable[[str, Observed], "Planned | None"]
-"""(expert, what was seen) → a plan from that; None: none can be made here."""
-
-
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """A plan and what it rests on."""
-
-    plan: Plan
-    basis: Basis = field(default_factory=Basis)
+Replan = Callable[[str, Basis, Observed], Planned | None]
+"""(expert, what its plan rests on, what was seen) → a plan from that; None: none can be made here."""
 
 
 @dataclass(slots=True)
@@ -58,12 +51,11 @@ class Acts:
         *,
         every: int = 0,
         replan: Replan | None = None,
-        most_ahead: Callable[[Acting], int] = lambda acting: acting.plan.ahead,
         least_sent_bytes: int = LEAST_SENT_BYTES,
     ) -> None:
-        """Every so many windows of an expert its plan is looked at; 0: never. `most_ahead` is what memory allows."""
+        """Every so many windows of an expert its plan is looked at; 0: never."""
         self._carrier, self._sink, self._every, self._replan = carrier, sink, every, replan
-        self._most_ahead, self._least = most_ahead, least_sent_bytes
+        self._least = least_sent_bytes
         self._trainees = {one.expert.name: one for one in trainees}
         self.actings: dict[str, Acting] = {}
         self._watched: dict[str, _Watched] = {}
@@ -98,12 +90,12 @@ class Acts:
     def _look(self, expert: str, watched: _Watched) -> None:
         seen, wrong = watched.taken(), self._wrong
         self._wrong = None
-        reason = wrong or drift(watched.basis, seen)
+        reason = wrong or (None if self._replan is None else drift(watched.basis, seen))
         watched.basis = watched.basis.learnt(seen)
         if reason is None:
             self._follow(expert, watched, seen)
             return
-        planned = None if self._replan is None else self._replan(expert, seen)
+        planned = None if self._replan is None else self._replan(expert, watched.basis, seen)
         old = self.actings[expert].plan
         if planned is None:
             self._sink.emit(Warned(f"plan.{expert}", f"{reason}; no other plan can be made here, so it stays"))
@@ -117,6 +109,7 @@ class Acts:
     def _follow(self, expert: str, watched: _Watched, seen: Observed) -> None:
         watched.distance, why = watched.distance.after(seen)
         if why is not None:
+            watched.basis = replace(watched.basis, sample_s=None)  # another time is expected now
             self.actings[expert].fetch_ahead(watched.distance.ahead)
             self._sink.emit(Decided(f"plan.{expert}.ahead", watched.distance.ahead, why))
 
@@ -133,7 +126,7 @@ class Acts:
         self.actings[expert] = acting
         if guest:
             self.turns.add(expert, Guest(acting))
-        most = max(plan.ahead, min(self._most_ahead(acting), len(plan.blocks)))
+        most = min(planned.most_ahead, len(plan.blocks)) if acting.ring.streamed or acting.sends else plan.ahead
         self._watched[expert] = _Watched(planned.basis, Distance(plan.ahead, most))
         why = "; ".join((*([reason] if reason else []), *plan.reasons)) or "planned"
         self._sink.emit(Decided(f"plan.{expert}", told(plan), why))

@@ -20,7 +20,8 @@ from supertuner.memory.model_figures import Figures, Parameters
 from supertuner.plan.decision import Fate, Plan, Residence, Stepping
 from supertuner.train.acting.adapting import Basis, Distance, Observed, drift
 from supertuner.train.acting.carrier import Counters, Mark, Pair
-from supertuner.train.acting.run import Acts, Planned
+from supertuner.train.acting.planning import Planned
+from supertuner.train.acting.run import Acts
 from tests.train.acting.making import CPU, Case, a_plan, outcome, same, window
 
 FAST = 1e9
@@ -98,7 +99,7 @@ class SlowRun:
             block.register_forward_hook(self._backward)
         basis = Basis(FAST, FAST, waiting=0.0)
         self.acts = Acts(
-            [self.trainee], {"model": Planned(plan, basis)}, self.carrier, self.sink, every=every,
+            [self.trainee], {"model": Planned(plan, basis, most_ahead=3)}, self.carrier, self.sink, every=every,
             least_sent_bytes=1, **options,
         )  # fmt: skip
 
@@ -118,11 +119,11 @@ class SlowRun:
         return took
 
 
-def all_stays(trainee: Any, _expert: str, seen: Observed) -> Planned:
+def all_stays(trainee: Any, _expert: str, _basis: Basis, seen: Observed) -> Planned:
     """A planner for the test: on a slow link everything is recomputed, and weights stay."""
     assert seen.to_device_bytes_s is not None and seen.to_device_bytes_s < FAST / 2
     plan = replace(a_plan(trainee.module, Residence.GPU, Fate.RECOMPUTE), reasons=("the link is slow",))
-    return Planned(plan, Basis(seen.to_device_bytes_s, seen.to_host_bytes_s))
+    return Planned(plan, Basis(seen.to_device_bytes_s, seen.to_host_bytes_s), 1)
 
 
 def test_a_link_slowed_in_the_middle_of_a_run_is_answered_by_another_plan_and_changes_no_bit() -> None:
@@ -147,7 +148,7 @@ def test_a_run_on_which_nothing_changes_keeps_its_plan_and_says_nothing() -> Non
 
 
 def test_without_another_plan_the_run_goes_on_and_says_so_once() -> None:
-    slow = SlowRun(every=2, slow_from=2, slow=FAST / 50, replan=lambda _expert, _seen: None)
+    slow = SlowRun(every=2, slow_from=2, slow=FAST / 50, replan=lambda _expert, _basis, _seen: None)
     slow.run(8)
     (told,) = slow.sink.said(Warned)
     assert "stays" in told.message and "link" in told.message
@@ -157,9 +158,9 @@ def test_a_refusal_has_the_plan_made_anew_after_the_window() -> None:
     run = SlowRun(every=1000)
     asked: list[Observed] = []
 
-    def replan(_expert: str, seen: Observed) -> Planned:
+    def replan(_expert: str, _basis: Basis, seen: Observed) -> Planned:
         asked.append(seen)
-        return Planned(a_plan(run.trainee.module, stepping=Stepping.HOST))
+        return Planned(a_plan(run.trainee.module, stepping=Stepping.HOST), Basis(), 1)
 
     run.acts._replan = replan
     run.run(1)
@@ -172,7 +173,7 @@ def test_a_refusal_has_the_plan_made_anew_after_the_window() -> None:
 
 def test_blocks_are_fetched_further_ahead_while_that_shortens_the_waits() -> None:
     """A link that is just fast enough on the whole, and blocks of which every other is large: one ahead is too late."""
-    run = SlowRun(every=1, most_ahead=lambda _acting: 3)
+    run = SlowRun(every=1)
     run.acts._watched["model"].basis = Basis()
     run.carrier.link(FAST / 1.8)
     run.run(6)
@@ -220,7 +221,7 @@ def test_drift_beyond_a_tenth_is_told_with_its_figures(basis: Basis, observed: O
 def test_a_plan_that_comes_out_the_same_is_not_put_on_again() -> None:
     run = SlowRun(every=1, slow_from=1, slow=FAST / 4)
     plan: Plan = run.acts.actings["model"].plan
-    run.acts._replan = lambda _expert, now: Planned(plan, Basis(now.to_device_bytes_s, now.to_host_bytes_s))
+    run.acts._replan = lambda _expert, _basis, now: Planned(plan, Basis(now.to_device_bytes_s, None), 1)
     before = run.acts.actings["model"]
     run.run(3)
     assert run.acts.actings["model"] is before
