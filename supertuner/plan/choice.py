@@ -66,6 +66,9 @@ class Step:
 
     table: StepTable
     rates: Rates
+    movable: Sequence[bool]
+    """What stands around the blocks, `(before)` and `(after)`, is no module of its own: its weights stay, and so do its
+    activations."""
     forward_s: Sequence[float]
     backward_s: Sequence[float]
     weights: Sequence[int]
@@ -91,6 +94,7 @@ class Step:
         return cls(
             table=table,
             rates=rates,
+            movable=[not block.name.startswith("(") for block in blocks],
             forward_s=[rates.seconds(block.forward) for block in blocks],
             backward_s=[rates.seconds(block.backward) for block in blocks],
             weights=[block.frozen_bytes + block.trained_bytes for block in blocks],
@@ -110,6 +114,12 @@ class Step:
     def micro_s(self) -> float:
         """Forward and backward of one micro-batch, nothing recomputed."""
         return sum(self.forward_s) + sum(self.backward_s)
+
+    @property
+    def host_step_s(self) -> float:
+        """How long the host steps, if the speed of its memory is known."""
+        assert self.rates.host_bytes_s is not None, "a step on a host whose memory's speed is not known"
+        return sum(self.host_step_bytes(b) for b in range(len(self.trained))) / self.rates.host_bytes_s
 
     def host_step_bytes(self, block: int) -> int:
         """Of host memory, what the CPU reads and writes to step a block: parameters and state both, gradients once."""

@@ -11,6 +11,7 @@ one, the same code runs.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -54,12 +55,17 @@ class Played:
         return self.seconds - self.computing_s
 
 
-def play(step: Step, choice: Choice, needs: Needs, gpu_bytes: int, chip: Chip) -> Played:
-    """A window as it is when others came before it: what the one before still sends home is in its way."""
+def play(
+    step: Step, choice: Choice, needs: Needs, gpu_bytes: int, chip: Chip, *, patience_s: float = math.inf
+) -> Played | None:
+    """A window as it is when others came before it: what the one before still sends home is in its way.
+
+    None: its passes waited for longer than `patience_s`, and nobody wants to know the rest.
+    """
     player = _Player(step, choice, needs, gpu_bytes, chip)
     if player.trails:
         player.update()
-    return player.window()
+    return player.window(patience_s)
 
 
 class _Player:
@@ -82,8 +88,9 @@ class _Player:
     def trails(self) -> bool:
         return any(self._needs.pieces)
 
-    def window(self) -> Played:
+    def window(self, patience_s: float = math.inf) -> Played | None:
         begin, before = self._chip.now, self._computed
+        latest = begin - before + patience_s  # the clock, less what was computed
         table, count = self._step.table, len(self._step.weights)
         played = min(table.micro_batches, PLAYED)
         passes = [*((b, False) for b in range(count)), *((b, True) for b in reversed(range(count)))]
@@ -93,6 +100,8 @@ class _Player:
                 ends.append(self._chip.now)
                 last = self._computed
             self._use(uses, number, first=number < len(passes))
+            if self._chip.now - self._computed > latest:
+                return None
         ends.append(self._chip.now)
         rest = table.micro_batches - played
         extra, extra_computed = rest * (ends[-1] - ends[-2]), rest * (self._computed - last)
@@ -115,18 +124,20 @@ class _Player:
         for other, back in uses[number : number + choice.ahead + 1]:
             if choice.streamed[other] and other not in self._slots:
                 self._slots[other] = chip.stream(step.weights[other], True)
-            if back and choice.fates[other] is Fate.SEND and other in self._gone and other not in self._back:
+            if back and other in self._gone and other not in self._back:
                 self._back[other] = chip.stream(step.saved[other], True)
-        chip.wait(self._slots.get(block, 0.0))
+        if choice.streamed[block]:
+            chip.wait(self._slots[block])
         if backward:
-            chip.wait(self._back.pop(block, 0.0))
-            self._gone.discard(block)
+            if block in self._gone:
+                chip.wait(self._back.pop(block))
+                self._gone.discard(block)
             again = step.forward_s[block] if choice.fates[block] is Fate.RECOMPUTE else 0.0
             self._compute(again + step.backward_s[block])
         else:
             self._compute(step.forward_s[block])
-        if block not in {other for other, _ in uses[number + 1 : number + choice.ahead + 1]}:
-            self._slots.pop(block, None)
+        if choice.streamed[block] and all(other != block for other, _ in uses[number + 1 : number + choice.ahead + 1]):
+            del self._slots[block]
         self._send_home(block, backward, first)
 
     def _send_home(self, block: int, backward: bool, first: bool) -> None:
@@ -175,12 +186,9 @@ class _Player:
     def _update_on_host(self) -> None:
         """When the last gradient is there; weights that live on the GPU go there and back."""
         step, chip = self._step, self._chip
-        rate = step.rates.host_bytes_s
-        assert rate is not None, "a step on a host whose memory's speed is not known"
         resident = sum(t for t, away in zip(step.trained, self._choice.streamed, strict=True) if not away)
         chip.wait(max(self._home_s, chip.stream(resident, False)))
-        touched = sum(step.host_step_bytes(b) for b in range(len(step.trained)))
-        chip.wait(chip.now + touched / rate)
+        chip.wait(chip.now + step.host_step_s)
         chip.wait(chip.stream(resident, True))
 
     def _update_by_pieces(self) -> None:
@@ -224,6 +232,8 @@ class _Room:
         self._taken = sum(nbytes for _, nbytes in leaving)
         self._begun = [(0.0, self._taken)]
         self._leaving = leaving
+        self._counted, self._counted_bytes, self._since = 0, 0, 0.0
+        """Of what is leaving, how much is counted on, and from when on it has left."""
 
     def take(self, nbytes: int, after: float) -> None:
         self._taken += nbytes
@@ -236,11 +246,9 @@ class _Room:
 
     def when(self, nbytes: int) -> float | None:
         """From when on there is room for so much; None: not before something else is told to leave."""
-        free = self.total - self._taken
-        if free >= nbytes:
-            return 0.0
-        for until, gone in self._leaving:
-            free += gone
-            if free >= nbytes:
-                return until
-        return None
+        while self.total - self._taken + self._counted_bytes < nbytes:
+            if self._counted == len(self._leaving):
+                return None
+            self._since, gone = self._leaving[self._counted]
+            self._counted, self._counted_bytes = self._counted + 1, self._counted_bytes + gone
+        return self._since

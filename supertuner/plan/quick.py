@@ -24,7 +24,7 @@ class Verdict:
     choice: Choice
     needs: Needs
     played: Played | None
-    """None: it does not fit."""
+    """None: it does not fit, or nobody had the patience."""
 
     @property
     def seconds(self) -> float:
@@ -58,10 +58,14 @@ class QuickChip:
         assert nbytes <= self._gpu_bytes, "more is held than there is"
 
 
-def judge(step: Step, choice: Choice, limits: Limits, needed: Needs | None = None) -> Verdict:
-    """How long a window of this choice takes, if it fits. `needed`: if that is known already."""
+def judge(
+    step: Step, choice: Choice, limits: Limits, *, needed: Needs | None = None, patience_s: float = math.inf
+) -> Verdict:
+    """How long a window of this choice takes, if it fits. `needed`: if that is known already; `patience_s`: with what
+    waits longer than this, nobody need bother."""
     choice = choice.settled()
     needed = needed or needs(step, choice)
     if not needed.fit(limits, step.rates.one_pool):
         return Verdict(choice, needed, None)
-    return Verdict(choice, needed, play(step, choice, needed, limits.gpu_bytes, QuickChip(step, limits)))
+    chip = QuickChip(step, limits)
+    return Verdict(choice, needed, play(step, choice, needed, limits.gpu_bytes, chip, patience_s=patience_s))

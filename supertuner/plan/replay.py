@@ -94,4 +94,5 @@ def replay(table: StepTable, plan: Plan, machine: Machine, limits: Limits, *, ra
     chip = superchip_for(machine, known, limits)
     runner = OnSuperchip(chip)
     played = play(step, choice, needs(step, choice), limits.gpu_bytes, runner)
+    assert played is not None, "patience has no end here"
     return Replayed(played, runner.peak, chip.traffic)

@@ -108,8 +108,7 @@ class _Moment:
         step = self._step
         if not self._on_host:
             return step.update_s
-        assert step.rates.host_bytes_s is not None
-        return sum(step.host_step_bytes(b) for b in range(len(step.weights))) / step.rates.host_bytes_s
+        return step.host_step_s
 
     def _things(self) -> tuple[Thing, ...]:
         step, at = self._step, self._at
@@ -129,9 +128,9 @@ class _Moment:
         ways = [Way(gpu=saved)]
         if recomputable:
             ways.append(Way(second_work_s=again, gpu=kept))
-        if step.rates.has_link:
+        if step.rates.has_link and step.movable[block]:
             ways.append(Way(micro * saved * self._down, 0.0, micro * saved * self._up, host=saved))
-        if step.rates.has_link and recomputable:
+        if step.rates.has_link and step.movable[block] and recomputable:
             ways.append(Way(micro * kept * self._down, again, micro * kept * self._up, host=kept))
         return tuple(ways)
 
@@ -154,7 +153,7 @@ class _Moment:
         home = 0 if self._on_host else step.trained[block]
         ways = [Way(first_link_s=home * self._down, second_link_s=up)]
         ways += [Way(second_link_s=up, update_down_s=home * self._update_down)] if home else []
-        return self._stay_or_go(step.weights[block], ways)
+        return self._stay_or_go(step.weights[block], ways if step.movable[block] else [])
 
     def _state(self, nbytes: float) -> Thing:
         """What is away now went there in the update or since, and comes back before the update or in it."""

@@ -18,6 +18,7 @@ from typing import Final
 from supertuner.plan.choice import Choice, Step
 from supertuner.plan.decision import Fate, Stepping
 from supertuner.plan.needs import Needs, needs
+from supertuner.plan.playing import PLAYED
 from supertuner.plan.quick import Verdict, judge
 from supertuner.plan.rates import Limits
 
@@ -25,8 +26,8 @@ FEW: Final = 3000
 """Choices that are all judged."""
 ENOUGH: Final = 1.002
 """Times the bound: not worth searching further."""
-TRIALS: Final = 1000
-"""Choices that are judged at most; each takes a millisecond."""
+USES: Final = 240_000
+"""Passes through a block that are played at most, in all choices together: some three seconds of one core."""
 STARTS: Final = 3
 """Of the coarse grid, the best points that are looked around."""
 TRAFFIC_COUNTS: Final = 1e-3
@@ -73,6 +74,18 @@ def link_seconds(step: Step, choice: Choice) -> float:
     return up / rates.to_device_bytes_s + down / rates.to_host_bytes_s
 
 
+def least_update_s(step: Step, stepping: Stepping, limits: Limits) -> float:
+    """What an update takes at least: its work, and what had no room beside the gradients or has none after them."""
+    if stepping is Stepping.HOST:
+        return step.host_step_s
+    if stepping is Stepping.GPU or step.rates.duplex:
+        return step.update_s
+    assert step.rates.to_device_bytes_s is not None and step.rates.to_host_bytes_s is not None
+    kept = sum(step.trained) + sum(step.state)
+    arrive = max(0, kept + sum(step.gradients) - limits.gpu_bytes) / step.rates.to_device_bytes_s
+    return max(step.update_s, arrive + max(0, kept - limits.gpu_bytes) / step.rates.to_host_bytes_s)
+
+
 def steppings(step: Step, limits: Limits) -> list[Stepping]:
     """Where the optimizer may step. What keeps megabytes stays on the GPU."""
     found = [Stepping.GPU]
@@ -93,13 +106,13 @@ def spread(members: Sequence[int]) -> list[int]:
 def _fates(step: Step, block: int) -> tuple[Fate, ...]:
     fates = [Fate.KEEP]
     if step.saved[block]:
-        fates += [Fate.SEND] if step.rates.has_link else []
+        fates += [Fate.SEND] if step.rates.has_link and step.movable[block] else []
         fates += [Fate.RECOMPUTE] if step.table.blocks[block].recomputable else []
     return tuple(fates)
 
 
 def _residences(step: Step, block: int) -> tuple[bool, ...]:
-    return (False, True) if step.rates.has_link and step.weights[block] else (False,)
+    return (False, True) if step.rates.has_link and step.movable[block] and step.weights[block] else (False,)
 
 
 def _size(step: Step) -> int:
@@ -128,8 +141,9 @@ def _best(step: Step, verdicts: Iterator[Verdict]) -> Verdict | None:
 class _Search:
     def __init__(self, step: Step, limits: Limits, bound_s: float) -> None:
         self._step, self._limits, self._bound_s = step, limits, bound_s
-        self._left = TRIALS
+        self._left = USES // (2 * len(step.weights) * min(step.table.micro_batches, PLAYED))
         self._known: dict[Choice, Needs] = {}
+        self._micro_s = step.micro_s
         self._best: Verdict | None = None
         self._away = _ranked(
             step, lambda b: float(step.weights[b]), [b for b in range(len(step.weights)) if any(_residences(step, b))]
@@ -159,24 +173,29 @@ class _Search:
         return near or self._left <= 0
 
     def _worth(self, choice: Choice | None) -> float:
-        if choice is None or self._hopeless(choice):
+        if choice is None:
+            return math.inf
+        spare_s = self._spare_s(choice)
+        if spare_s < 0:
             return math.inf
         self._left -= 1
-        verdict = judge(self._step, choice, self._limits, self._needs(choice))
+        verdict = judge(self._step, choice, self._limits, needed=self._needs(choice), patience_s=spare_s)
         value = worth(self._step, verdict)
         if value < (math.inf if self._best is None else worth(self._step, self._best)):
             self._best = verdict
         return value
 
-    def _hopeless(self, choice: Choice) -> bool:
-        """Its work alone, or its traffic alone, takes longer than the best: no need to play it."""
+    def _spare_s(self, choice: Choice) -> float:
+        """How much longer than its work it may take and still be better than the best; negative: its work alone, or its
+        traffic alone, takes longer."""
         if self._best is None:
-            return False
+            return math.inf
         step = self._step
         again = sum(f for f, fate in zip(step.forward_s, choice.fates, strict=True) if fate is Fate.RECOMPUTE)
-        work = step.table.micro_batches * (step.micro_s + again)
-        traffic = 0.0 if step.rates.duplex else link_seconds(step, choice)
-        return max(work, traffic) > self._best.seconds
+        work = step.table.micro_batches * (self._micro_s + again) + least_update_s(step, choice.stepping, self._limits)
+        if not step.rates.duplex and link_seconds(step, choice) > self._best.seconds:
+            return -1.0
+        return self._best.seconds - work
 
     def _numbers(self, ahead: int, stepping: Stepping, evenly: bool) -> None:
         """How many blocks are streamed and how many recomputed: a coarse grid, then closer steps around the best."""
@@ -293,7 +312,7 @@ def _exchanged(step: Step, choice: Choice, one: int, other: int) -> Iterator[Cho
     if fates[one] is not fates[other] and fates[one] in _fates(step, one) and fates[other] in _fates(step, other):
         yield replace(choice, fates=tuple(fates))
     streamed[one], streamed[other] = streamed[other], streamed[one]
-    if streamed[one] is not streamed[other] and step.weights[one] and step.weights[other]:
+    if streamed[one] is not streamed[other] and all(True in _residences(step, b) for b in (one, other)):
         yield replace(choice, streamed=tuple(streamed))
 
 

@@ -120,6 +120,15 @@ def test_an_optimizer_too_large_for_the_gpu_steps_where_it_is_quickest() -> None
     assert place(step, GH200, rates=replace(Rates.of(GH200), host_bytes_s=1e15)).stepping is Stepping.HOST
 
 
+def test_what_stands_around_the_blocks_stays_where_it_is() -> None:
+    around = replace(LARGE, name="(before)", frozen_bytes=6 * GIB, recomputable=False)
+    step = a_step(*[replace(LARGE, frozen_bytes=4 * GIB)] * 30)
+    plan = place(replace(step, blocks=(around, *step.blocks, replace(around, name="(after)"))), GH200)
+    assert plan.fits and any(block.weights is Residence.STREAMED for block in plan.blocks)
+    for block in (plan.blocks[0], plan.blocks[-1]):
+        assert (block.weights, block.activations) == (Residence.GPU, Fate.KEEP)
+
+
 def test_on_one_pool_nothing_is_sent_and_nothing_streamed() -> None:
     plan = place(a_step(*[LARGE] * 40, idle_bytes=GIB), MACHINES["gb10"])
     assert plan.fits and not fates(plan)[Fate.SEND] and not plan.idle_at_home

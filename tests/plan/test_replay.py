@@ -120,6 +120,7 @@ def test_the_software_superchip_and_the_quick_clock_say_the_same(data: st.DataOb
     limits = Limits(needed.gpu + data.draw(st.integers(0, 50)), needed.host)
     chip = OnSuperchip(superchip_for(MACHINES["gh200-96"], speeds, Limits(PAGE_BYTES, 10**6)))
     slow = play(step, choice, needed, limits.gpu_bytes, chip)
+    assert slow is not None
     assert slow == judge(step, choice, limits).played
     assert chip.peak <= limits.gpu_bytes
 
