@@ -116,6 +116,10 @@ class Parent:
     def train(self, config: Path, *arguments: str) -> int:
         return self.wait(self.start(config, *arguments))
 
+    def train_together(self, *configs: Path) -> list[int]:
+        """The exit codes of runs beside each other."""
+        return [self.wait(pid) for pid in [self.start(config) for config in configs]]
+
     def kill_after(self, config: Path, seconds: float) -> int:
         """Start a run and kill it after so long; its exit code, 0 if it had ended before."""
         pid = self.start(config)

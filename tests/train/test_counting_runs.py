@@ -76,8 +76,8 @@ def test_min_snr_on_a_flow_model_changes_nothing_is_told_once_and_the_path_is_th
         "even": {"weighting": "min_snr"},
         "path": {"weighting": "min_snr", "flow_snr": "path"},
     }
-    for name, objective in objectives.items():
-        assert parent.train(config(tmp_path, name, **BRIEF, datasets=data, objective=objective)) == 0, parent.said()
+    files = [config(tmp_path, name, **BRIEF, datasets=data, objective=one) for name, one in objectives.items()]
+    assert parent.train_together(*files) == [0, 0, 0], parent.said()
     found = {name: losses(tmp_path / name) for name in objectives}
     assert found["even"] == found["plain"]
     assert found["path"] != found["plain"]
@@ -88,9 +88,11 @@ def test_min_snr_on_a_flow_model_changes_nothing_is_told_once_and_the_path_is_th
 
 def test_min_snr_on_a_model_that_predicts_noise_weighs_by_its_table(parent: Parent, tmp_path: Path) -> None:
     data, model = datasets(tmp_path), {"family": "sdxl"}
-    for name, objective in {"plain": {}, "weighed": {"weighting": "min_snr", "snr_gamma": 0.01}}.items():
-        file = config(tmp_path, name, **BRIEF, datasets=data, model=model, objective=objective)
-        assert parent.train(file) == 0, parent.said()
+    files = [
+        config(tmp_path, name, **BRIEF, datasets=data, model=model, objective=objective)
+        for name, objective in {"plain": {}, "weighed": {"weighting": "min_snr", "snr_gamma": 0.01}}.items()
+    ]
+    assert parent.train_together(*files) == [0, 0], parent.said()
     plain, weighed = losses(tmp_path / "plain"), losses(tmp_path / "weighed")
     assert weighed[0] < plain[0] and len(weighed) == 2
     assert "objective.weighting" not in (tmp_path / "weighed" / "run" / "decisions.json").read_text()

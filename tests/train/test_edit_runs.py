@@ -11,7 +11,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from tests.train.runs import Parent, artefacts, config, pictures
-from tests.train.test_runs import SHORT, del_intermediate, trained, whole_and_again
+from tests.train.test_runs import SHORT, del_intermediate, whole_and_again
 
 
 def pairs(folder: Path, **of_all: Any) -> dict[str, Any]:
@@ -54,6 +54,8 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_a_run_stopped_and_resumed_ends_with_the_same_bits(parent: Parent, tmp_path: Path, way: str) -> None:
     changed = {**SHORT, "validation": {"at_start": False, "every_steps": 6}, **pairs(tmp_path, **WAYS[way])}
+    caches = {"cache_config": {"vae_cache_type": "none", "text_cache_type": "none"}}
+    fresh = parent.start(config(tmp_path, "fresh", **changed, **caches))
     whole, again = whole_and_again(parent, tmp_path, **changed)
     expected, found = artefacts(whole), artefacts(again)
     del_intermediate(expected), del_intermediate(found)
@@ -63,9 +65,9 @@ def test_a_run_stopped_and_resumed_ends_with_the_same_bits(parent: Parent, tmp_p
     (adapter,) = (again / "exports").rglob("*.safetensors")
     assert all(key.startswith("transformer.transformer_blocks.") for key in load_file(adapter))
     assert any(tensor.abs().max() > 0 for key, tensor in load_file(adapter).items() if "lora_B" in key)
-    caches = {"cache_config": {"vae_cache_type": "none", "text_cache_type": "none"}}
-    fresh = trained(parent, tmp_path, "fresh", **changed, **caches)
-    assert (fresh / "losses.jsonl").read_bytes() == expected["losses.jsonl"], "encoded at use, the same is learnt"
+    assert parent.wait(fresh) == 0, parent.said()
+    losses = (tmp_path / "fresh" / "run" / "losses.jsonl").read_bytes()
+    assert losses == expected["losses.jsonl"], "encoded at use, the same is learnt"
 
 
 def test_data_that_do_not_fit_the_family_are_refused_with_the_remedy(parent: Parent, tmp_path: Path) -> None:
