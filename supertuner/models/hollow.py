@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
@@ -29,6 +30,18 @@ def stand_in(skeleton: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module
                 tensor.data = tensor.data.to(torch.float32 if kept & set(name.split(".")) else dtype)
     module = module.eval().requires_grad_(False)
     return module if mode is None else filled(module, mode, torch.device("cpu"))
+
+
+class Nowhere(TorchFunctionMode):
+    """Inside, tensors are made on the meta device and stay there, whoever wants a copy on the CPU."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.cpu and args[0].is_meta:
+            return args[0]
+        with torch.device("meta"):
+            return func(*args, **(kwargs or {}))
 
 
 class Wordless:
@@ -77,6 +90,8 @@ def filled(module: nn.Module, mode: FakeTensorMode, device: torch.device) -> nn.
         for name, value in vars(part).items():  # tables that a class keeps as plain attributes
             if isinstance(value, torch.Tensor):
                 vars(part)[name] = fake(value)
+            elif isinstance(value, list):
+                vars(part)[name] = [fake(one) if isinstance(one, torch.Tensor) else one for one in value]
     # Fake tensors are where they are; torch's own `to` would swap each for another, which it refuses now and then.
     vars(module)["to"] = lambda *_where, **_how: module
     return module

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from supertuner.config.tree import RunConfig
 from supertuner.core.events import Event
 from supertuner.models.blocks import blocks_of
-from supertuner.models.hollow import filled
+from supertuner.models.hollow import Nowhere, filled
 from supertuner.models.spec import Expert, Family, Model
 from supertuner.plan.record import Kind, Trace
 from supertuner.plan.recorder import Device, Plain, Recorder
@@ -79,7 +79,7 @@ def trace_training(
 def fake_trainee(config: RunConfig, family: Family, model: Model, expert: Expert, mode: FakeTensorMode) -> Trainee:
     """An expert in training, made as a run makes it, of fake tensors."""
     nowhere = Precision(config.train.mixed_precision, torch.device("meta"))
-    with torch.device("meta"):
+    with Nowhere():
         module = family.denoiser(model, expert, weight_format(config, nowhere))
         store_base(config, module, nowhere, Unheard())
         trained = trained_of(config, family, expert, module, nowhere, Unheard())

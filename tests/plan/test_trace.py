@@ -29,6 +29,7 @@ ADAPTERS: list[dict[str, Any]] = [
     {"adapter": {"type": "lora", "rank": 4}},
     {"adapter": {"type": "lora", "rank": 4, "dora": True}},
     {"adapter": {"type": "lokr", "rank": 4}},
+    {"adapter": {"type": "diff"}},
     {"adapter": {"type": "full"}},
     {"adapter": {"type": "lora"}, "model": {"base_weights": "int8"}},
 ]
