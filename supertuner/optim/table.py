@@ -134,43 +134,43 @@ def rate_of(settings: OptimizerSettings, expert: str) -> float:
 
 def limits_of(settings: OptimizerSettings, expert: str) -> Limits:
     """Between what an expert's rates move under Automagic, and how far in a step: its own settings, else those of all,
-    else the usual ones. A start that nobody chose gives way to the limits."""
-    (bump_is, bump), (lowest_is, lowest), (highest_is, highest) = (
-        _said(settings, expert, name, usual)
-        for name, usual in (("lr_bump", USUAL.bump), ("min_lr", USUAL.lowest), ("max_lr", USUAL.highest))
-    )
+    else the usual ones. A start or a bump that nobody chose gives way to the limits."""
+    bumps = (settings.lr_bump, settings.high_noise_lr_bump, settings.low_noise_lr_bump)
+    lows = (settings.min_lr, settings.high_noise_min_lr, settings.low_noise_min_lr)
+    highs = (settings.max_lr, settings.high_noise_max_lr, settings.low_noise_max_lr)
+    lowest_is, lowest = _said("min_lr", expert, lows, USUAL.lowest)
+    highest_is, highest = _said("max_lr", expert, highs, USUAL.highest)
     if highest < lowest:
         raise TrainError(f"{highest_is} is below {lowest_is}: Automagic's rates move between them; set both")
+    bump_is, bump = _said("lr_bump", expert, bumps, min(USUAL.bump, (highest - lowest) or USUAL.bump))
     if bump > highest - lowest > 0:
         raise TrainError(
             f"{bump_is} is more than lies between {lowest_is} and {highest_is}: Automagic's rates would jump from one "
             "to the other; set a smaller one"
         )
-    start_is, start = _said(settings, expert, _start_name(settings, expert), min(max(USUAL.start, lowest), highest))
+    given = _start_of(settings, expert)
+    start = min(max(USUAL.start, lowest), highest) if given is None else given
     if not lowest <= start <= highest:
         raise TrainError(
-            f"{start_is}, where Automagic's rates start, is not between {lowest_is} and {highest_is}; leave it out, or "
-            "widen the limits"
+            f"optimizer.{'learning_rate' if start == settings.learning_rate else f'{expert}_lr'} {start:g}, where "
+            f"Automagic's rates start, is not between {lowest_is} and {highest_is}; leave it out, or widen the limits"
         )
     return Limits(start=start, bump=bump, lowest=lowest, highest=highest)
 
 
-def _said(settings: OptimizerSettings, expert: str, name: str, usual: float) -> tuple[str, float]:
-    """A setting of an expert, in words and as a number: its own, else that of all, else the usual one."""
-    for key in (f"{expert}_{name}", name):
-        given = getattr(settings, key, None)
-        if given is not None:
-            return f"optimizer.{key} {given:g}", float(given)
-    return f"{name} {usual:g} (unset)", usual
-
-
-def _start_name(settings: OptimizerSettings, expert: str) -> str:
-    return "learning_rate" if getattr(settings, f"{expert}_lr", None) is None else "lr"
+def _said(name: str, expert: str, given: tuple[float | None, ...], usual: float) -> tuple[str, float]:
+    """A setting of an expert, in words and as a number: its own, else that of all, else the usual one. `given`: that of
+    all, of the high-noise and of the low-noise expert."""
+    everyone, high, low = given
+    own = {"high_noise": high, "low_noise": low}.get(expert)
+    if own is not None:
+        return f"optimizer.{expert}_{name} {own:g}", own
+    return (f"{name} {usual:g} (unset)", usual) if everyone is None else (f"optimizer.{name} {everyone:g}", everyone)
 
 
 def _start_of(settings: OptimizerSettings, expert: str) -> float | None:
-    given: float | None = getattr(settings, f"{expert}_lr", None)
-    return settings.learning_rate if given is None else given
+    own = {"high_noise": settings.high_noise_lr, "low_noise": settings.low_noise_lr}.get(expert)
+    return settings.learning_rate if own is None else own
 
 
 def _adamw(order: Order) -> Made:

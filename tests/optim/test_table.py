@@ -104,9 +104,13 @@ def test_limits_that_fit_two_experts_and_not_the_only_one_are_refused() -> None:
         limits_of(settings, "model")
 
 
-def test_a_start_that_nobody_chose_gives_way_to_the_limits() -> None:
+def test_a_start_and_a_bump_that_nobody_chose_give_way_to_the_limits() -> None:
     settings = OptimizerSettings.model_validate({"name": "automagic", "min_lr": 1e-5})
     assert rate_of(settings, "model") == 1e-5
+    narrow = OptimizerSettings.model_validate({"name": "automagic", "max_lr": 5e-7})
+    assert limits_of(narrow, "model") == Limits(start=5e-7, bump=5e-7 - 1e-7, lowest=1e-7, highest=5e-7)
+    fixed = OptimizerSettings.model_validate({"name": "automagic", "min_lr": 1e-4, "max_lr": 1e-4})
+    assert limits_of(fixed, "model").bump == 1e-6
 
 
 def test_an_expert_with_nothing_to_train_is_refused() -> None:
