@@ -7,18 +7,16 @@ number formats) are scaled from the trace of the settings as they are, and say s
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from supertuner.config.tree import RunConfig
 from supertuner.core.types import MediaKind, bytes_text
 from supertuner.memory.machines import MACHINES, Machine
 from supertuner.plan.choice import Choice, Step
-from supertuner.plan.decision import Fate, Plan
-from supertuner.plan.forecast import Change, Room
-from supertuner.plan.needs import needs
+from supertuner.plan.forecast import Change
 from supertuner.plan.placement import least_memory, place
-from supertuner.plan.rates import Limits, Rates
-from supertuner.plan.table import Block, StepTable, Work
+from supertuner.plan.rates import Rates
+from supertuner.plan.situation import ANY_RATES, Situation, as_configured, needed, plain_seconds, scaled
+from supertuner.plan.table import Block, StepTable
 
 STATE_8BIT = 0.25
 """Of AdamW's fp32 moments: one byte for each of four, blocks' scales left out."""
@@ -27,86 +25,6 @@ NOT_MUCH_SLOWER = 1.2
 FASTER = 0.99
 FORECAST_ONLY = ("mi300a",)
 """Machines that have no driver here: nobody is sent to them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Situation:
-    """A run as its settings say, at the step that needs the most."""
-
-    config: RunConfig
-    room: Room
-    rates: Rates | None
-    """None: a figure of the machine that times are made from is not known."""
-    table: StepTable
-    """Of the step in which nothing is recomputed."""
-    choice: Choice
-    """How the settings run it."""
-    peak_bytes: int
-    """Of the training phase, as traced."""
-    other_bytes: int
-    """The fullest of the other phases."""
-    host_bytes: int
-    """What the run has in host memory already."""
-    plan: Plan | None = None
-    """The best placement there is; followed or not."""
-    acts: bool = False
-    """The run follows it, and will follow another one after a change."""
-
-    @property
-    def seconds(self) -> float | None:
-        """Of a window, as the run does it."""
-        if self.rates is None:
-            return None
-        if self.follows and self.plan is not None and self.plan.modelled is not None:
-            return self.plan.modelled.seconds
-        return plain_seconds(self.table, self.choice, self.rates)
-
-    @property
-    def follows(self) -> bool:
-        return self.acts and self.plan is not None and self.plan.fits
-
-    @property
-    def fits(self) -> bool:
-        has = self.room.gpu_bytes
-        if has is None:
-            return False
-        peak = 0 if self.follows else self.peak_bytes
-        return max(peak, self.other_bytes) + self.pooled_bytes <= has
-
-    @property
-    def limits(self) -> Limits | None:
-        if self.room.gpu_bytes is None:
-            return None
-        host = self.room.host_bytes
-        return Limits(self.room.gpu_bytes, None if host is None else max(0, host - self.host_bytes))
-
-    @property
-    def pooled_bytes(self) -> int:
-        """Host memory that is the GPU's too."""
-        return self.host_bytes if self.room.one_pool else 0
-
-
-_ANY_RATES = Rates(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, one_pool=False)
-"""Memory does not depend on speed."""
-
-
-def _needed(table: StepTable, choice: Choice) -> int:
-    return needs(Step.of(table, _ANY_RATES), choice).gpu
-
-
-def as_configured(table: StepTable, checkpointing: bool) -> Choice:
-    """How a run without a plan runs a step: everything on the GPU; activations kept, or recomputed everywhere."""
-    nothing = Choice.nothing(len(table.blocks))
-    if not checkpointing:
-        return nothing
-    return replace(nothing, fates=tuple(Fate.RECOMPUTE if b.recomputable else Fate.KEEP for b in table.blocks))
-
-
-def plain_seconds(table: StepTable, choice: Choice, rates: Rates) -> float:
-    """Of a window in which nothing crosses the link."""
-    step = Step.of(table, rates)
-    again = sum(s for s, fate in zip(step.forward_s, choice.fates, strict=True) if fate is Fate.RECOMPUTE)
-    return table.micro_batches * (step.micro_s + again) + step.update_s
 
 
 def changes(now: Situation) -> tuple[Change, ...]:
@@ -260,31 +178,6 @@ def _adapter_instead(now: Situation) -> Change:
     return _changed(now, "adapter.type=lora", table, now.choice, price, exact=False, timed=False, same_result=False)
 
 
-def scaled(table: StepTable, share: float) -> StepTable:
-    """The step of a batch with so many times the tokens."""
-    return replace(
-        table,
-        blocks=tuple(_scaled(block, share) for block in table.blocks),
-        batch_bytes=round(table.batch_bytes * share),
-    )
-
-
-def _scaled(block: Block, share: float) -> Block:
-    return replace(
-        block,
-        saved_bytes=round(block.saved_bytes * share),
-        input_bytes=round(block.input_bytes * share),
-        forward_peak_bytes=round(block.forward_peak_bytes * share),
-        backward_peak_bytes=round(block.backward_peak_bytes * share),
-        forward=_less(block.forward, share),
-        backward=_less(block.backward, share),
-    )
-
-
-def _less(work: Work, share: float) -> Work:
-    return Work(work.matmul_flops * share, work.other_flops * share, work.gpu_bytes * share, work.operators)
-
-
 def _with_state(block: Block, share: float) -> Block:
     return replace(block, state_bytes=round(block.state_bytes * share))
 
@@ -340,9 +233,9 @@ def _changed(
         host = now.host_bytes + (0 if modelled is None else modelled.host_peak_bytes)
         fits = plan.fits and now.other_bytes <= limits.gpu_bytes
         time = modelled.seconds / before if timed and modelled is not None and before else None
-        size = max(peak, now.other_bytes) if plan.fits else _needed(table, least_memory(Step.of(table, _ANY_RATES)))
+        size = max(peak, now.other_bytes) if plan.fits else needed(table, least_memory(Step.of(table, ANY_RATES)))
         return Change(what, size, host, fits, time, price, exact, same_result)
-    peak = now.peak_bytes + _needed(table, choice) - _needed(now.table, now.choice)
+    peak = now.peak_bytes + needed(table, choice) - needed(now.table, now.choice)
     worst = max(peak, now.other_bytes)
     has = now.room.gpu_bytes
     time = None

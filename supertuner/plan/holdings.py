@@ -59,6 +59,8 @@ class Holding:
     media_turns: int = 1
     """Encoded variations of each sample that are cached at once; 0: none is cached."""
     text_turns: int = 1
+    encodes: tuple[str, ...] = ()
+    """`media`, `text`: what is encoded while training goes on, so that its encoder stays on the GPU."""
 
     @property
     def entries(self) -> int | None:

@@ -18,6 +18,7 @@ from supertuner.sinks.figures import duration_text
 CLASSES = (
     "frozen weights",
     "idle experts",
+    "encoders",
     "trained weights",
     "gradients",
     "optimizer state",

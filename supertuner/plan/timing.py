@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 
 from supertuner.memory.machines import Machine
 from supertuner.optim.schedule import Course
-from supertuner.plan.changes import plain_seconds
 from supertuner.plan.choice import Choice
 from supertuner.plan.decision import Plan
 from supertuner.plan.duration import StepTime, Windows, between, mean_time, training_s, windows
@@ -20,6 +19,7 @@ from supertuner.plan.placement import judged
 from supertuner.plan.rates import Limits, Rates
 from supertuner.plan.record import Trace
 from supertuner.plan.roofline import bound
+from supertuner.plan.situation import plain_seconds
 from supertuner.plan.table import StepTable, Work
 
 UNLIMITED = 1 << 60

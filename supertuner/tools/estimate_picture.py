@@ -30,6 +30,7 @@ STEP_HEIGHT, WHAT_IF_HEIGHT = 640, 520
 COLOURS: Mapping[str, str] = {
     "frozen weights": "#4a6d8c",
     "idle experts": "#a9bccb",
+    "encoders": "#7a9a57",
     "trained weights": "#2f9c95",
     "gradients": "#d98c3f",
     "optimizer state": "#8a5fb0",

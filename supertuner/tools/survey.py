@@ -58,6 +58,9 @@ def _holding(config: RunConfig, dataset: Dataset, samples: int | None) -> Holdin
         rate=rate_of(dataset.repeats, dataset.weight),
         media_turns=turns[treated.media] * treated.media_turns,
         text_turns=turns[treated.text] * treated.text_turns,
+        encodes=tuple(
+            what for what, how in (("media", treated.media), ("text", treated.text)) if how is not How.CACHED
+        ),
     )
 
 

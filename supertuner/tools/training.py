@@ -52,14 +52,14 @@ def train_in(work: Session, *, resume: str | None = None, anyway: bool = False) 
         from supertuner.train.setup import Outside, device_of, open_run
     config, folder = work.config, work.folder.path
     device = device_of(config.train.device)
-    forecast = before_training(config, device, host=work.host, sink=work.sink, progress=work.console, anyway=anyway)
-    if forecast is not None:
-        write_json(folder / FORECAST, as_json(forecast))
+    known = before_training(config, device, host=work.host, sink=work.sink, progress=work.console, anyway=anyway)
+    if known is not None:
+        write_json(folder / FORECAST, as_json(known.forecast))
+    planning = None if known is None else known.planning
     with ExitStack() as opened:
         sink = with_reports(work, opened)
-        run = opened.enter_context(
-            open_run(config, folder.name, folder, Outside(sink, work.console, work.host), resume=resume)
-        )
+        outside = Outside(sink, work.console, work.host)
+        run = opened.enter_context(open_run(config, folder.name, folder, outside, resume=resume, planning=planning))
         ending = run_loop(run)
         exports = () if ending.stopped_by else tuple(export(run))
         curve = None

@@ -23,6 +23,8 @@ from supertuner.tools.survey import survey
 if TYPE_CHECKING:
     import torch
 
+    from supertuner.tools.forecasting import Estimated
+
 SMALL_SHARE = 0.01
 """Of a CPU's memory: weights below it are not what fills it."""
 WHAT = "forecast"
@@ -30,7 +32,7 @@ WHAT = "forecast"
 
 def before_training(
     config: RunConfig, device: torch.device, *, host: Host, sink: Sink, progress: Progress, anyway: bool = False
-) -> Forecast | None:
+) -> Estimated | None:
     """Say whether the run fits; TrainError if it cannot, unless told otherwise. None: there was nothing to work out."""
     if config.forecast.before_training == "never":
         return None
@@ -46,7 +48,8 @@ def before_training(
     except ModelError as error:  # a model that nobody knows before it is downloaded: the run itself will tell more
         sink.emit(Noted(WHAT, f"no forecast before the model is here: {error}"))
         return None
-    found = forecast_run(config, room, traces, survey(config), advise=True).forecast
+    estimated = forecast_run(config, room, traces, survey(config), advise=True)
+    found = estimated.forecast
     refused = config.forecast.refuse and not anyway
     if found.judged.fit is not Fit.DOES_NOT:
         sink.emit(Noted(WHAT, verdict(found)))
@@ -54,7 +57,7 @@ def before_training(
         raise TrainError(refusal(found))
     else:
         sink.emit(Warned(WHAT, f"{verdict(found)}; it begins all the same, as it was told to"))
-    return found
+    return estimated
 
 
 def refusal(found: Forecast) -> str:

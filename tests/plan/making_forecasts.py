@@ -7,11 +7,11 @@ from typing import Any
 from supertuner.config.tree import RunConfig
 from supertuner.core.types import GIB
 from supertuner.memory.machines import MACHINES
-from supertuner.plan.changes import Situation, as_configured
 from supertuner.plan.choice import Step
 from supertuner.plan.forecast import Forecast, Pace, Phase, Room, Timing
 from supertuner.plan.needs import needs
 from supertuner.plan.rates import Rates
+from supertuner.plan.situation import Situation, as_configured
 from supertuner.plan.storage import Stored
 from supertuner.plan.table import Block, StepTable, Work
 

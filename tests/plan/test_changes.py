@@ -9,13 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from supertuner.core.types import GIB
-from supertuner.plan.changes import as_configured, changes, plain_seconds, scaled
+from supertuner.plan.changes import changes
 from supertuner.plan.choice import Step
 from supertuner.plan.decision import Modelled, Plan, Stepping
 from supertuner.plan.forecast import Change
 from supertuner.plan.needs import needs
 from supertuner.plan.placement import place
-from supertuner.plan.rates import Rates
+from supertuner.plan.rates import Limits, Rates
+from supertuner.plan.situation import as_configured, plain_seconds, scaled
 from tests.plan.making_forecasts import a_room, a_situation, a_table
 
 VIDEO = [{"id": "clips", "dataset_type": "video", "frames": [81], "instance_data_dir": "/data"}]
@@ -108,14 +109,16 @@ def test_a_plan_that_fits_stands_with_its_own_figures() -> None:
 
 def test_a_run_that_follows_a_plan_is_compared_with_it_and_planned_anew_after_a_change() -> None:
     now = a_situation(a_table(frozen=60, saved=30, idle=7), a_room(host_gib=100), datasets=VIDEO)
-    nowhere = replace(now, plan=place(now.table, now.room.machine, now.limits), acts=True)
+    limits = Limits(96 * GIB, 100 * GIB)
+    nowhere = replace(now, plan=place(now.table, now.room.machine, limits), acts=True, limits=limits)
     assert not nowhere.follows and not nowhere.fits
     found = changes(nowhere)
     assert not any("checkpointing" in one.what or "plan." in one.what for one in found)
     eight = named(found, "model.base_weights=int8")
     assert eight.fits, "half the weights find room by a plan, and would not without one"
     easy = a_situation(a_table(saved=30), datasets=VIDEO)
-    planned = replace(easy, plan=place(easy.table, easy.room.machine, easy.limits), acts=True)
+    limits = Limits.of(easy.room.machine)
+    planned = replace(easy, plan=place(easy.table, easy.room.machine, limits), acts=True, limits=limits)
     assert planned.follows and planned.fits and not easy.fits
     assert all(one.time is not None and one.time < 1 for one in changes(planned))
 

@@ -89,13 +89,20 @@ def test_a_machine_without_figures_has_memory_and_no_time(folder: Path) -> None:
     assert all(phase.reserved_bytes is None for phase in forecast.phases)
 
 
-def test_checkpointing_needs_less_and_takes_longer(folder: Path) -> None:
-    plain, again = (
-        asked(folder, f"train.gradient_checkpointing={value}", machine="gh200-96") for value in ("false", "true")
-    )
+def test_checkpointing_needs_less_and_takes_longer_unless_a_plan_is_followed(folder: Path) -> None:
+    def asked_for(checkpointing: str, act: str) -> Answer:
+        return asked(folder, f"train.gradient_checkpointing={checkpointing}", f"plan.act={act}", machine="gh200-96")
+
+    def step_s(found: Answer) -> float:
+        assert found.forecast.timing is not None
+        return found.forecast.timing.paces[0].step_s
+
+    plain, again = asked_for("false", "never"), asked_for("true", "never")
     assert again.estimated.fullest().traced.peak()[0] < plain.estimated.fullest().traced.peak()[0]
-    assert again.forecast.timing is not None and plain.forecast.timing is not None
-    assert again.forecast.timing.paces[0].step_s > 1.2 * plain.forecast.timing.paces[0].step_s
+    assert step_s(again) > 1.2 * step_s(plain)
+    faster = {change.what for change in again.forecast.changes}
+    assert faster == {"train.gradient_checkpointing=false", "plan.act=auto"}
+    assert step_s(asked_for("true", "auto")) == pytest.approx(step_s(plain)), "there is room to keep everything"
 
 
 @pytest.mark.parametrize(
@@ -141,3 +148,20 @@ def test_the_command_prints_json_and_begins_nothing(folder: Path) -> None:
 
 def test_the_help_names_every_machine() -> None:
     assert NAMES.split(", ") == [name for name in MACHINES if name != "cpu"]
+
+
+def test_a_run_on_a_gpu_is_given_its_plans_and_one_that_follows_none_is_not(folder: Path) -> None:
+    planning = asked(folder, machine="gh200-96").estimated.planning
+    assert planning is not None and planning.plans.keys() == planning.tables.keys() == {"high_noise", "low_noise"}
+    assert all(plan.fits for plan in planning.plans.values())
+    assert asked(folder, "plan.act=never", machine="gh200-96").estimated.planning is None
+    assert asked(folder, machine="this").estimated.planning is None, "there is no second memory"
+
+
+def test_what_the_plan_settings_ask_for_is_what_is_forecast(folder: Path) -> None:
+    usual = asked(folder, machine="gh200-96").forecast
+    streamed = asked(folder, "plan.weights=streamed", "plan.idle_experts=host", machine="gh200-96").forecast
+    plan = streamed.plans["train high_noise"]
+    assert plan.fits and plan.idle_at_home and plan.modelled is not None
+    assert any(block.weights == "streamed" for block in plan.blocks)
+    assert streamed.phases[2].host_bytes > usual.phases[2].host_bytes
