@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import functools
 import gc
+import json
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -214,12 +215,25 @@ def row(case: Case) -> str:
     return " | ".join(["", *parts, f"{took:.0f}", ""]).strip()
 
 
-def main() -> None:
-    chosen = [case for case in CASES if all(word in case.title for word in sys.argv[1:])]
-    for case in chosen:
-        sys.stdout.write(row(case) + "\n")
-        sys.stdout.flush()
+def main(words: Sequence[str]) -> None:
+    if words[:1] == ["--json"]:
+        case = _named(words[1])
+        sys.stdout.write(json.dumps([astuple(forecast(case)), astuple(on_the_phantom(case))]) + "\n")
+        return
+    for case in CASES:
+        if all(word in case.title for word in words):
+            sys.stdout.write(row(case) + "\n")
+            sys.stdout.flush()
+
+
+def _named(title: str) -> Case:
+    """A case of the table, or `seed 7`."""
+    if title.startswith("seed "):
+        from tests.phantom.random_cases import random_case
+
+        return random_case(int(title.removeprefix("seed ")))
+    return next(case for case in CASES if case.title == title)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
