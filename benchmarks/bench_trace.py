@@ -21,19 +21,19 @@ PHASE_S, RSS_GB, AGAIN_S = 60.0, 1.5, 0.5
 def measured() -> dict[str, float]:
     """Phase → seconds of CPU of this process; `rss_gb` at the end; `again_s`, the longest second look."""
     from supertuner.config.tree import RunConfig
+    from supertuner.core.events import Silence
     from supertuner.models.published import described
     from supertuner.plan import remembered
     from supertuner.plan.kept import Kept, versions
     from supertuner.plan.kernels import Cuda
     from supertuner.plan.shapes import Shaper
-    from supertuner.plan.trace import Unheard
 
     config = RunConfig.model_validate({"model": {"family": "wan2.2", "path": NAME}})
     family, model, _ = described(config.model)
     shape, device = Shaper(config, family, model).batch(1, MEDIA), Cuda()
     found: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
-        kept = Kept(Path(folder), versions(), Unheard())
+        kept = Kept(Path(folder), versions(), Silence())
 
         def trained(checkpointing: bool) -> Callable[[], object]:
             return lambda: remembered.training(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -22,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from supertuner.core.durable import write_bytes
-from supertuner.core.events import Sink, Warned
+from supertuner.core.events import Progress, Sink, Warned
 from supertuner.core.types import JSON
 from supertuner.plan.record import Pass, Stretch, Trace
 from supertuner.plan.table import Work
@@ -51,26 +52,35 @@ COLUMNS: Final[Mapping[str, Any]] = {
 class Kept:
     """Traces below a folder, or nowhere."""
 
-    def __init__(self, folder: Path | None, versions: Mapping[str, str], sink: Sink) -> None:
-        """`versions`: of the programs that made them; a trace of another one is not found."""
-        self._folder, self._versions, self._sink = folder, dict(versions), sink
+    def __init__(
+        self, folder: Path | None, versions: Mapping[str, str], sink: Sink, progress: Progress | None = None
+    ) -> None:
+        """`versions`: of the programs that made them; a trace of another one is not found. Progress is told of what is
+        made, not of what is found."""
+        self._folder, self._versions, self._sink, self._progress = folder, dict(versions), sink, progress
+        self._seen: dict[str, Trace] = {}
 
-    def trace(self, what: Mapping[str, JSON], make: Callable[[], Trace]) -> Trace:
-        """The trace that `what` describes completely, kept from earlier or made now. A folder that cannot be written
-        costs time, not the trace."""
-        if self._folder is None:
-            return make()
+    def trace(self, what: Mapping[str, JSON], make: Callable[[], Trace], title: str = "a step") -> Trace:
+        """The trace that `what` describes completely: seen before, kept from earlier or made now. A folder that cannot
+        be written costs time, not the trace."""
         key = self.key(what)
-        file = self._folder / f"{key}.safetensors"
-        found = read(file, key)
-        if found is None:
-            found = make()
-            try:
-                self._folder.mkdir(parents=True, exist_ok=True)
-                write_bytes(file, packed(found, key))
-            except OSError as error:
-                self._sink.emit(Warned("traces", f"{file} cannot be written ({error}); it is made anew next time"))
-        return found
+        if key not in self._seen:
+            file = None if self._folder is None else self._folder / f"{key}.safetensors"
+            found = None if file is None else read(file, key)
+            if found is None:
+                with nullcontext() if self._progress is None else self._progress.phase(f"tracing {title}"):
+                    found = make()
+                if file is not None:
+                    self._write(file, packed(found, key))
+            self._seen[key] = found
+        return self._seen[key]
+
+    def _write(self, file: Path, content: bytes) -> None:
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_bytes(file, content)
+        except OSError as error:
+            self._sink.emit(Warned("traces", f"{file} cannot be written ({error}); it is made anew next time"))
 
     def key(self, what: Mapping[str, JSON]) -> str:
         text = json.dumps({"format": FORMAT, "versions": self._versions, "what": what}, sort_keys=True)

@@ -16,6 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from supertuner.config.tree import RunConfig
+from supertuner.core.events import Silence
 from supertuner.models import loading
 from supertuner.models.blocks import blocks_of
 from supertuner.models.spec import Family, MediaEncoder, Model, TextEncoder
@@ -23,7 +24,7 @@ from supertuner.plan.record import Kind, Trace
 from supertuner.plan.recorder import Device, Plain, Recorder
 from supertuner.plan.shapes import CPU, BatchShape, Shaper, hollowed
 from supertuner.plan.table import Work
-from supertuner.plan.trace import Unheard, fake_batch, fake_trainee, told_state, traced_config
+from supertuner.plan.trace import fake_batch, fake_trainee, told_state, traced_config
 from supertuner.step.precision import Precision
 from supertuner.step.trainee import experts_of, rules_of
 from supertuner.step.window import Trainee
@@ -117,7 +118,7 @@ def trace_sampling(
             encoder: TextEncoder = family.text_encoder(model, CPU, precision.dtype)
             _watch(recorder, encoder)
             recorder.watch(vae, {})
-            rules = rules_of(config, family, model, precision, Unheard())
+            rules = rules_of(config, family, model, precision, Silence())
             batch = fake_batch(batch_shape)
             for tensor in batch.tensors():
                 recorder.known(tensor, Kind.BATCH)

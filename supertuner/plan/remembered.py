@@ -35,8 +35,9 @@ def training(
     device: Device,
     checkpointing: bool | None = None,
     micro_batches: int = 1,
+    of: str = "",
 ) -> Trace:
-    """`trace_training`, or what was kept of it."""
+    """`trace_training`, or what was kept of it. `of` is for people: what the shape is called."""
     recomputed = config.train.gradient_checkpointing if checkpointing is None else checkpointing
     what = {
         **_phase("train", family, device),
@@ -59,15 +60,18 @@ def training(
             micro_batches=micro_batches,
             device=device,
         ),
+        f"a step of {expert.name}{of and ' with ' + of}",
     )
     return replace(made, phase=f"train {expert.name}")
 
 
-def media(kept: Kept, family: Family, model: Model, shape: tuple[int, ...], *, device: Device) -> Trace:
+def media(
+    kept: Kept, family: Family, model: Model, shape: tuple[int, ...], *, device: Device, of: str = "a sample"
+) -> Trace:
     """`trace_media`, or what was kept of it."""
     what = {**_phase("media", family, device), "config": _plain(model.configs["vae"]), "shape": list(shape)}
     what["conditioned"] = model.starts_from_frame
-    return kept.trace(what, lambda: trace_media(family, model, shape, device=device))
+    return kept.trace(what, lambda: trace_media(family, model, shape, device=device), f"the encoding of {of}")
 
 
 def text(
@@ -91,11 +95,19 @@ def text(
     return kept.trace(
         what,
         lambda: trace_text(config, family, model, picture=picture, text_tokens=text_tokens, device=device),
+        "the encoding of a caption",
     )
 
 
 def sampling(
-    kept: Kept, config: RunConfig, family: Family, model: Model, shape: BatchShape, *, device: Device
+    kept: Kept,
+    config: RunConfig,
+    family: Family,
+    model: Model,
+    shape: BatchShape,
+    *,
+    device: Device,
+    of: str = "",
 ) -> SampleTrace:
     """`trace_sampling`, or what was kept of it."""
     what = {
@@ -107,7 +119,12 @@ def sampling(
         "shape": str(shape),
         "guided": config.validation.guidance_scale > 1,
     }
-    return SampleTrace(kept.trace(what, lambda: trace_sampling(config, family, model, shape, device=device).trace))
+    made = kept.trace(
+        what,
+        lambda: trace_sampling(config, family, model, shape, device=device).trace,
+        f"a sample{of and ' of ' + of}",
+    )
+    return SampleTrace(made)
 
 
 def _phase(name: str, family: Family, device: Device) -> dict[str, JSON]:
@@ -128,6 +145,7 @@ def _trained(config: RunConfig, model: Model, expert: Expert) -> dict[str, JSON]
         "optimizer": [config.optimizer.name, config.optimizer.weight_decay],
         "averaged": config.train.ema_decay is not None,
         "prior": any(dataset.prior for dataset in config.datasets),
+        "told": [model.starts_from_frame, model.edits, model.told_framing, model.prediction],
     }
 
 

@@ -13,7 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from supertuner.config.tree import RunConfig
-from supertuner.core.events import Event
+from supertuner.core.events import Silence
 from supertuner.models.blocks import blocks_of
 from supertuner.models.hollow import Nowhere, filled
 from supertuner.models.spec import Expert, Family, Model
@@ -24,12 +24,6 @@ from supertuner.step.batch import StepBatch
 from supertuner.step.precision import Precision
 from supertuner.step.trainee import rules_of, store_base, trained_of, trainee_of, weight_format
 from supertuner.step.window import Trainee, train_window
-
-
-class Unheard:
-    """A sink that nobody listens to."""
-
-    def emit(self, event: Event) -> None: ...
 
 
 def trace_training(
@@ -69,7 +63,7 @@ def trace_training(
                 recorder.micro_batches(batch for _ in range(micro_batches)),
                 samples=shape.samples * micro_batches,
                 rate=trainee.optimizer.base_rate,
-                rules=rules_of(config, family, model, Precision(config.train.mixed_precision, CPU), Unheard()),
+                rules=rules_of(config, family, model, Precision(config.train.mixed_precision, CPU), Silence()),
                 fetch=fetch,
             )
         told_state(recorder, trainee)
@@ -81,8 +75,8 @@ def fake_trainee(config: RunConfig, family: Family, model: Model, expert: Expert
     nowhere = Precision(config.train.mixed_precision, torch.device("meta"))
     with Nowhere():
         module = family.denoiser(model, expert, weight_format(config, nowhere))
-        store_base(config, module, nowhere, Unheard())
-        trained = trained_of(config, family, expert, module, nowhere, Unheard())
+        store_base(config, module, nowhere, Silence())
+        trained = trained_of(config, family, expert, module, nowhere, Silence())
     ours = {id(parameter): name for name, parameter in trained.parameters.items()}
     theirs = {name: ours[id(parameter)] for name, parameter in module.named_parameters() if id(parameter) in ours}
     filled(module, mode, CPU)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
@@ -13,18 +10,17 @@ from supertuner.config.tree import RunConfig
 from supertuner.core.events import Progress, Sink
 from supertuner.data.ordering.buckets import Bucket
 from supertuner.data.originals import Originals
-from supertuner.models import adapters
 from supertuner.models.published import described
 from supertuner.models.spec import Expert
+from supertuner.plan import remembered
 from supertuner.plan.forecast import Room
 from supertuner.plan.kept import Kept, versions
 from supertuner.plan.kernels import Cuda
-from supertuner.plan.phases import SampleTrace, trace_media, trace_sampling, trace_text
+from supertuner.plan.phases import SampleTrace
 from supertuner.plan.record import Trace
 from supertuner.plan.recorder import Device, Plain
 from supertuner.plan.shapes import BatchShape, Field, Shaper
 from supertuner.plan.storage import Sizes
-from supertuner.plan.trace import trace_training
 
 FOLDER: Final = ".traces"
 """Below `run.output_dir`."""
@@ -34,12 +30,11 @@ class Traces:
     """Of one configuration on one kind of device. Experts that are alike are traced once."""
 
     def __init__(self, config: RunConfig, room: Room, sink: Sink, progress: Progress) -> None:
-        self._config, self._progress = config, progress
+        self._config = config
         self.family, self.model, self.source = described(config.model)
         self._shaper = Shaper(config, self.family, self.model)
         self._device: Device = Plain() if room.on_cpu else Cuda()
-        self._kept = Kept(config.run.output_dir / FOLDER, versions(), sink)
-        self._made: dict[str, Trace] = {}
+        self._kept = Kept(config.run.output_dir / FOLDER, versions(), sink, progress)
 
     def shape(self, bucket: Bucket) -> BatchShape:
         return self._shaper.batch(self._config.train.batch_size, bucket.shape, self._picture(bucket))
@@ -50,91 +45,35 @@ class Traces:
 
     def training(self, expert: Expert, bucket: Bucket, checkpointing: bool, micro_batches: int = 1) -> Trace:
         """A step of an expert; of those that differ in their names and noise levels alone it is the same."""
-        shape = self.shape(bucket)
-        settings = adapters.for_expert(self._config.adapter, expert.name)
-        trace = self._once(
-            f"a step of {expert.name} with {bucket.label}",
-            {
-                "phase": "train",
-                "module": self.model.configs[expert.part],
-                "adapter": settings.model_dump(mode="json", exclude={"high_noise", "low_noise"}),
-                "shape": str(shape),
-                "checkpointing": checkpointing,
-                "micro_batches": micro_batches,
-                **self._trained(),
-            },
-            lambda: trace_training(
-                self._config,
-                self.family,
-                self.model,
-                expert,
-                shape,
-                checkpointing=checkpointing,
-                micro_batches=micro_batches,
-                device=self._device,
-            ),
+        return remembered.training(
+            self._kept,
+            self._config,
+            self.family,
+            self.model,
+            expert,
+            self.shape(bucket),
+            device=self._device,
+            checkpointing=checkpointing,
+            micro_batches=micro_batches,
+            of=bucket.label,
         )
-        return replace(trace, phase=f"train {expert.name}")
 
     def media(self, bucket: Bucket) -> Trace:
         """One sample through the media encoder."""
-        return self._once(
-            f"the encoding of {bucket.label}",
-            {"phase": "media", "parts": self.model.configs, "shape": str(bucket.shape)},
-            lambda: trace_media(self.family, self.model, bucket.shape, device=self._device),
-        )
+        return remembered.media(self._kept, self.family, self.model, bucket.shape, device=self._device, of=bucket.label)
 
     def text(self) -> Trace:
         """One caption through the text encoders."""
-        picture = self._square()
-        precision = self._config.train.mixed_precision
-        return self._once(
-            "the encoding of a caption",
-            {"phase": "text", "parts": self.model.configs, "picture": str(picture), "precision": precision},
-            lambda: trace_text(self._config, self.family, self.model, picture=picture, device=self._device),
+        return remembered.text(
+            self._kept, self._config, self.family, self.model, device=self._device, picture=self._square()
         )
 
     def sampling(self, bucket: Bucket) -> SampleTrace:
         """One sample of a validation."""
         shape = self._shaper.batch(1, bucket.shape, self._picture(bucket))
-        trace = self._once(
-            f"a sample of {bucket.label}",
-            {
-                "phase": "sample",
-                "parts": self.model.configs,
-                "adapter": self._config.adapter.model_dump(mode="json"),
-                "experts": self._config.model.experts,
-                "guided": self._config.validation.guidance_scale > 1,
-                "shape": str(shape),
-                **self._trained(),
-            },
-            lambda: trace_sampling(self._config, self.family, self.model, shape, device=self._device).trace,
+        return remembered.sampling(
+            self._kept, self._config, self.family, self.model, shape, device=self._device, of=bucket.label
         )
-        return SampleTrace(trace)
-
-    def _trained(self) -> dict[str, Any]:
-        """What else decides a step: who computes, in which formats, and what is kept about what is trained."""
-        config, model = self._config, self.model
-        return {
-            "optimizer": config.optimizer.model_dump(mode="json"),
-            "objective": config.objective.model_dump(mode="json"),
-            "train": config.train.model_dump(mode="json", include={"mixed_precision", "max_grad_norm", "ema_decay"}),
-            "base_weights": config.model.base_weights,
-            "prior": any(dataset.prior for dataset in config.datasets),
-            "model": [model.starts_from_frame, model.edits, model.told_framing, model.prediction],
-        }
-
-    def _once(self, title: str, what: Mapping[str, Any], make: Callable[[], Trace]) -> Trace:
-        whole = json.loads(json.dumps({**what, "family": self.family.name, "device": str(self._device)}, default=str))
-
-        def made() -> Trace:
-            with self._progress.phase(f"tracing {title}"):
-                return make()
-
-        key = self._kept.key(whole)
-        if key not in self._made:
-            self._made[key] = self._kept.trace(whole, made)
-        return self._made[key]
 
     def sizes(self) -> Sizes:
         """Of what the caches keep: latents as stored, captions as long as they can be."""

@@ -85,8 +85,9 @@ def test_what_is_kept_is_not_made_again_and_damage_is_mended(tmp_path: Path) -> 
     assert len(made) == 3
     for file in (tmp_path / "new" / "folder").iterdir():
         file.write_bytes(b"nothing")
-    assert same(kept.trace({"a": 1}, make), a_trace()) and len(made) == 4
-    kept.trace({"a": 1}, make)
+    later = Kept(tmp_path / "new" / "folder", {"torch": "1"}, Heard())
+    assert same(later.trace({"a": 1}, make), a_trace()) and len(made) == 4
+    Kept(tmp_path / "new" / "folder", {"torch": "1"}, Heard()).trace({"a": 1}, make)
     assert len(made) == 4
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from supertuner.config.tree import RunConfig
+from supertuner.core.events import Silence
 from supertuner.models.blocks import blocks_of
 from supertuner.models.spec import Family, Model, Source
 from supertuner.models.table import family as family_of
@@ -18,7 +19,7 @@ from supertuner.plan.record import AFTER, BEFORE, Kind, Pass, Trace
 from supertuner.plan.recorder import plain_tensors
 from supertuner.plan.shapes import CPU, BatchShape, Field, Shaper
 from supertuner.plan.summary import table_of
-from supertuner.plan.trace import Unheard, trace_training
+from supertuner.plan.trace import trace_training
 from supertuner.step.batch import StepBatch
 from supertuner.step.precision import Precision, stored_dtype
 from supertuner.step.trainee import rules_of, store_base, trained_of, trainee_of, weight_format
@@ -70,8 +71,8 @@ def real(config: RunConfig, family: Family, model: Model, media: tuple[int, ...]
     """The same window, computed; gradients are counted before they are dropped."""
     precision, expert = Precision(config.train.mixed_precision, CPU), model.experts[0]
     module = family.denoiser(model, expert, weight_format(config, precision))
-    store_base(config, module, precision, Unheard())
-    trained = trained_of(config, family, expert, module, precision, Unheard())
+    store_base(config, module, precision, Silence())
+    trained = trained_of(config, family, expert, module, precision, Silence())
     trainee = trainee_of(config, expert, trained, precision)
     shape = shaped(config, family, model, media)
     batch = StepBatch(
@@ -87,7 +88,7 @@ def real(config: RunConfig, family: Family, model: Model, media: tuple[int, ...]
         found["gradients"] = sum(p.grad.nbytes for p in trainee.parameters.values() if p.grad is not None)
         return figures.tolist()
 
-    rules = rules_of(config, family, model, precision, Unheard())
+    rules = rules_of(config, family, model, precision, Silence())
     train_window(trainee, [batch], samples=1, rate=1e-4, rules=rules, fetch=fetch)
     return trainee, found
 
