@@ -18,4 +18,7 @@ static inline cudaError_t from_driver(CUresult result) { return note((cudaError_
 /* Make the thread's device the driver's current one, as a call that needs a context does. */
 INTERNAL cudaError_t use_device(void);
 
+/* A line in the record that FAKECUDA_LOG asks for; of the fake driver. */
+void fakecuda_said(const char *format, ...) __attribute__((format(printf, 1, 2)));
+
 #endif

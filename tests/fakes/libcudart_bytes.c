@@ -109,6 +109,7 @@ cudaError_t cudaMemcpy(void *target, const void *source, size_t count, enum cuda
 }
 
 cudaError_t cudaMemcpyAsync(void *target, const void *source, size_t count, enum cudaMemcpyKind kind, cudaStream_t stream) {
+    fakecuda_said("cudaMemcpyAsync %p %p %zu %p", target, source, count, (void *)stream);
     return copy_bytes(target, source, count);
 }
 

@@ -54,26 +54,28 @@ cudaError_t __cudaGetKernel(cudaKernel_t *kernel, const void *function) {
 }
 
 /* A launch that a GPU would refuse is refused: an empty or oversized grid or block is a bug in the caller. */
-static cudaError_t launch(dim3 grid, dim3 block, size_t shared) {
+static cudaError_t launch(dim3 grid, dim3 block, size_t shared, cudaStream_t stream) {
     cudaError_t error = use_device(); /* a launch makes the thread's context, which cuBLAS then expects to find */
     if (error != cudaSuccess) return error;
     unsigned long long threads = (unsigned long long)block.x * block.y * block.z;
     if (threads == 0 || threads > 1024 || block.z > 64) return note(cudaErrorInvalidConfiguration);
     if (grid.x == 0 || grid.y == 0 || grid.z == 0) return note(cudaErrorInvalidConfiguration);
     if (grid.x > 2147483647u || grid.y > 65535 || grid.z > 65535) return note(cudaErrorInvalidConfiguration);
-    return shared > 232448 ? note(cudaErrorInvalidValue) : cudaSuccess;
+    if (shared > 232448) return note(cudaErrorInvalidValue);
+    fakecuda_said("cudaLaunchKernel %p", (void *)stream);
+    return cudaSuccess;
 }
 
 cudaError_t cudaLaunchKernel(const void *function, dim3 grid, dim3 block, void **arguments, size_t shared, cudaStream_t stream) {
-    return launch(grid, block, shared);
+    return launch(grid, block, shared, stream);
 }
 
 cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void **arguments, size_t shared, cudaStream_t stream) {
-    return launch(grid, block, shared);
+    return launch(grid, block, shared, stream);
 }
 
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *config, const void *function, void **arguments) {
-    return launch(config->gridDim, config->blockDim, config->dynamicSmemBytes);
+    return launch(config->gridDim, config->blockDim, config->dynamicSmemBytes, config->stream);
 }
 
 /* ---- attributes ---- */

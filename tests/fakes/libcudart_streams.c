@@ -33,7 +33,9 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
 
 cudaError_t cudaStreamQuery(cudaStream_t stream) { return cudaSuccess; }
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) { return cudaSuccess; }
-cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags) { return cudaSuccess; }
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags) {
+    return from_driver(cuStreamWaitEvent(stream, event, flags));
+}
 
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void *data) {
     function(data);
@@ -79,7 +81,10 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, uns
 }
 
 cudaError_t cudaEventQuery(cudaEvent_t event) { return cudaSuccess; }
-cudaError_t cudaEventSynchronize(cudaEvent_t event) { return cudaSuccess; }
+cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+    fakecuda_said("cudaEventSynchronize %p", (void *)event);
+    return cudaSuccess;
+}
 
 cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t begin, cudaEvent_t end) {
     return from_driver(cuEventElapsedTime(milliseconds, begin, end));

@@ -182,7 +182,7 @@ API CUresult cuStreamSynchronize(CUstream stream) {
 }
 API CUresult cuStreamQuery(CUstream stream) { CALL("cuStreamQuery", have_context(), "%p", (void *)stream); }
 API CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned flags) {
-    CALL("cuStreamWaitEvent", event ? OK : INVALID_HANDLE, "%p %u", (void *)stream, flags);
+    CALL("cuStreamWaitEvent", event ? OK : INVALID_HANDLE, "%p %p %u", (void *)stream, (void *)event, flags);
 }
 API CUresult cuStreamGetPriority(CUstream stream, int *priority) {
     CALL("cuStreamGetPriority", (*priority = is_builtin(stream) ? 0 : stream->priority, OK), "%p", (void *)stream);
@@ -202,7 +202,7 @@ static CUresult elapsed(float *milliseconds, CUevent start, CUevent end) {
 API CUresult cuEventCreate(CUevent *event, unsigned flags) { CALL("cuEventCreate", new_event(event), "flags=%u", flags); }
 API CUresult cuEventDestroy_v2(CUevent event) { CALL("cuEventDestroy", (free(event), OK), "%p", (void *)event); }
 API CUresult cuEventRecord(CUevent event, CUstream stream) {
-    CALL("cuEventRecord", (clock_gettime(CLOCK_MONOTONIC, &event->recorded), OK), "%p", (void *)stream);
+    CALL("cuEventRecord", (clock_gettime(CLOCK_MONOTONIC, &event->recorded), OK), "%p %p", (void *)event, (void *)stream);
 }
 API CUresult cuEventQuery(CUevent event) { CALL("cuEventQuery", event ? OK : INVALID_HANDLE, "%p", (void *)event); }
 API CUresult cuEventSynchronize(CUevent event) {
