@@ -1,5 +1,5 @@
-"""Wan2.2 14B with both experts under a plan, on the phantom: the whole schedule runs. The driver's record shows that each
-fetch stands before its block's first launch and not too early, and that no copy races with the computation.
+"""Wan2.2 14B with both experts under a plan, on the phantom: the whole schedule runs. The driver's record shows that
+each fetch stands before its block's first launch and not too early, and that no copy races with the computation.
 """
 
 from __future__ import annotations
