@@ -3,7 +3,7 @@
     <folder>/<key>.safetensors      arrays of one trace; its metadata has the format, the key, a checksum, and the rest
 
 What is opened is checked: another format, another key, a checksum or an array that does not fit make it as if nothing
-was there, and it is written anew. A file appears whole or not at all.
+was there, and it is written anew. A file appears whole or not at all; of many, the oldest are removed.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from supertuner.plan.record import Pass, Stretch, Trace
 from supertuner.plan.table import Work
 
 FORMAT: Final = "supertuner trace 1"
+MOST: Final = 256
+"""Files in a folder, of a megabyte or two each; the oldest go. A new version of a library leaves all of them behind."""
 LIBRARIES: Final = (
     "torch",
     "diffusers",
@@ -79,6 +81,8 @@ class Kept:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             write_bytes(file, content)
+            for old in sorted(file.parent.glob("*.safetensors"), key=_age)[MOST:]:
+                old.unlink(missing_ok=True)
         except OSError as error:
             self._sink.emit(Warned("traces", f"{file} cannot be written ({error}); it is made anew next time"))
 
@@ -168,6 +172,14 @@ def _unpacked(arrays: Mapping[str, NDArray[Any]], facts: Mapping[str, Any]) -> T
         notes=tuple(facts["notes"]),
         parts=tuple((name, Work(*work)) for name, *work in facts["parts"]),
     )
+
+
+def _age(file: Path) -> float:
+    """Newest first; one that somebody else has just removed is older than any."""
+    try:
+        return -file.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 def _checksum(arrays: Mapping[str, NDArray[Any]], told: str) -> str:

@@ -132,6 +132,8 @@ def told_state(recorder: Recorder, trainee: Trainee, prefix: str = "") -> None:
         for value in state.values():
             if isinstance(value, torch.Tensor):
                 recorder.known(value, Kind.STATE, place)
-    if trainee.ema is not None:
-        for name, average in trainee.ema.averages.items():
-            recorder.known(average, Kind.STATE, recorder.place_of(prefix + name))
+    beside = [] if trainee.ema is None else [trainee.ema.averages]
+    beside += getattr(trainee.untrained, "args", ())[1:]  # the values that keep the prior: `adapters.applied`'s second
+    for values in beside:
+        for name, value in values.items():
+            recorder.known(value, Kind.STATE, recorder.place_of(prefix + name))

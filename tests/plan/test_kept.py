@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from supertuner.core.events import Event, Warned
 from supertuner.models.spec import Expert, Family, Model, Source
 from supertuner.models.table import family as family_of
 from supertuner.plan import remembered
-from supertuner.plan.kept import Kept, packed, read, versions
+from supertuner.plan.kept import MOST, Kept, packed, read, versions
 from supertuner.plan.phases import SampleTrace, trace_media, trace_sampling, trace_text
 from supertuner.plan.record import AFTER, BEFORE, Kind, Pass, Stretch, Trace
 from supertuner.plan.recorder import Plain
@@ -96,6 +97,15 @@ def test_a_folder_that_cannot_be_written_costs_a_warning_and_not_the_trace(tmp_p
     heard = Heard()
     assert same(Kept(tmp_path / "file" / "below", {}, heard).trace({}, a_trace), a_trace())
     assert any(isinstance(event, Warned) and "cannot be written" in event.message for event in heard.events)
+
+
+def test_of_many_traces_the_oldest_are_removed(tmp_path: Path) -> None:
+    for number in range(MOST):
+        (tmp_path / f"{number}.safetensors").write_bytes(b"old")
+        os.utime(tmp_path / f"{number}.safetensors", (number, number))
+    Kept(tmp_path, {}, Heard()).trace({}, a_trace)
+    left = {file.name for file in tmp_path.iterdir()}
+    assert len(left) == MOST and "0.safetensors" not in left and "1.safetensors" in left
 
 
 def test_without_a_folder_everything_is_made_now() -> None:

@@ -224,6 +224,16 @@ def test_samples_that_keep_the_prior_cost_a_second_forward_pass(wan: tuple[Famil
     plain = traced(configured(), *wan, (3, 5, 32, 48))
     prior = traced(configured(datasets=[{"prior": True}]), *wan, (3, 5, 32, 48))
     assert prior.work(Pass.FORWARD).matmul_flops == pytest.approx(2 * plain.work(Pass.FORWARD).matmul_flops)
+    assert of(prior, Kind.STATE) == of(plain, Kind.STATE) + of(plain, Kind.TRAINED)  # as they were
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+def test_every_precision_is_traced_with_clipping(wan: tuple[Family, Model], precision: str) -> None:
+    config = configured(train={"mixed_precision": precision, "max_grad_norm": 1.0})
+    trace = traced(config, *wan, (3, 5, 32, 48))
+    assert trace.work(Pass.UPDATE).operators > 0
+    frozen = of(traced(configured(train={"mixed_precision": "bf16"}), *wan, (3, 5, 32, 48)), Kind.FROZEN)
+    assert (of(trace, Kind.FROZEN) > frozen) == (precision == "fp32")
 
 
 def test_the_table_of_a_trace_adds_up_to_its_peak(wan: tuple[Family, Model]) -> None:
