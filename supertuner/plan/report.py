@@ -41,12 +41,13 @@ _SHORT = {
 def verdict(forecast: Forecast) -> str:
     """The one line: does it fit, by how much, how long does it take."""
     judged = forecast.judged
-    return "; ".join([_fit_text(judged, forecast.room.title), *_time_text(forecast)])
+    planned = any(phase.name == judged.phase and phase.planned is not None for phase in forecast.phases)
+    return "; ".join([_fit_text(judged, forecast.room.title, planned), *_time_text(forecast)])
 
 
-def _fit_text(judged: Judged, machine: str) -> str:
+def _fit_text(judged: Judged, machine: str, planned: bool) -> str:
     need, have = bytes_text(judged.need_bytes), judged.have_bytes
-    at = f"{judged.phase} needs {need}"
+    at = f"{judged.phase} {'takes by its plan' if planned else 'needs'} {need}"
     if have is None or judged.spare_bytes is None:
         return f"modelled: {at} of {judged.where}, and how much {machine} has is not known"
     of = f"of {bytes_text(have)} {judged.where}"

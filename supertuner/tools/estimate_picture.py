@@ -145,7 +145,7 @@ def _areas(pen: ImageDraw, course: Course, order: Sequence[str], across: Axis, d
     """One column of pixels at a time, each as high as its fullest moment: no peak is lost however many moments are in
     a column."""
     first, last = int(across.low_px), int(across.high_px)
-    columns = np.arange(first, last + 1, dtype=np.float64)
+    columns = np.arange(first, last + 1, SCALE, dtype=np.float64)  # of the finished picture
     low, high = across.low, across.high
     begin = low + (columns - first) / max(1, last - first) * (high - low)
     owner = np.clip(np.searchsorted(course.edges, begin, side="right") - 1, 0, len(course.edges) - 2)
@@ -159,7 +159,7 @@ def _areas(pen: ImageDraw, course: Course, order: Sequence[str], across: Axis, d
             below += value
             above = down.clamped(below)
             if above < y:
-                pen.line((column, y, column, above), fill=COLOURS.get(name, OTHER))
+                pen.rectangle((column, above, column + SCALE - 1, y), fill=COLOURS.get(name, OTHER))
             y = above
 
 

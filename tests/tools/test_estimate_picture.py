@@ -1,0 +1,113 @@
+"""The picture of a forecast shows what its figures say: classes in their colours, the limit where it is, every peak."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from supertuner.core.types import GIB, MIB
+from supertuner.tools.estimate_picture import (
+    COLOURS,
+    LEFT,
+    LIMIT,
+    RIGHT,
+    STEP_HEIGHT,
+    WHAT_IF_HEIGHT,
+    WIDTH,
+    Bar,
+    Course,
+    Passing,
+    WhatIf,
+    draw_estimate,
+    stacked,
+)
+
+CHART = slice(LEFT + 4, WIDTH - RIGHT - 4)
+
+
+def a_course(limit_gib: float | None = 96.0, scale: float = GIB, spike: int | None = None) -> Course:
+    moments = 5000
+    rising = np.concatenate([np.linspace(0, 40, moments // 2), np.linspace(40, 0, moments // 2)])
+    temporary = np.zeros(moments)
+    if spike is not None:
+        temporary[spike] = 30.0
+    return Course(
+        title="train model",
+        note="by hand",
+        edges=np.linspace(0.0, 50.0, moments + 1),
+        bytes_by_class={
+            "frozen weights": np.full(moments, 26.0 * scale),
+            "activations": rising * scale,
+            "temporaries": temporary * scale,
+        },
+        passes=(Passing("forward", 0, 25), Passing("backward", 25, 49.9), Passing("update", 49.9, 50)),
+        unit="seconds, modelled",
+        limit_bytes=None if limit_gib is None else int(limit_gib * GIB),
+        limit_name="GH200 96 GB",
+    )
+
+
+def drawn(course: Course | None, what_ifs: tuple[WhatIf, ...] = ()) -> np.ndarray:
+    return np.asarray(draw_estimate(course, what_ifs)).astype(int)
+
+
+def where(picture: np.ndarray, colour: str) -> np.ndarray:
+    """Pixels of a colour, or one very like it: making the picture smaller blends edges."""
+    rgb = [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
+    found: np.ndarray = np.abs(picture - rgb).max(axis=2) < 16
+    return found
+
+
+def test_classes_are_stacked_in_their_colours_and_the_limit_lies_above() -> None:
+    picture = drawn(a_course())
+    assert picture.shape == (STEP_HEIGHT, WIDTH, 3)
+    middle = picture[:, CHART]
+    frozen, active, limit = (np.flatnonzero(where(middle, colour).any(axis=1)) for colour in (
+        COLOURS["frozen weights"], COLOURS["activations"], LIMIT,
+    ))  # fmt: skip
+    assert frozen.max() > active.max(), "what stays is below what comes and goes"
+    assert limit.min() < active.min(), "96 is above 66"
+
+
+def test_one_moment_of_five_thousand_is_seen_if_it_is_the_peak() -> None:
+    spike = 1234
+    picture = drawn(a_course(spike=spike))
+    column = LEFT + round(spike / 5000 * (WIDTH - LEFT - RIGHT))
+    near = where(picture[100:, column - 3 : column + 4], COLOURS["temporaries"])
+    assert near.any()
+    elsewhere = where(picture[100:, CHART], COLOURS["temporaries"])
+    assert elsewhere.sum() < 40 * near.sum()
+
+
+def test_a_small_step_is_not_flattened_by_a_large_limit() -> None:
+    picture = drawn(a_course(scale=MIB))[:, CHART]
+    rows = np.flatnonzero(where(picture, COLOURS["frozen weights"]).any(axis=1))
+    assert rows.max() - rows.min() > 100
+    assert not where(picture, LIMIT)[110:].any(), "the limit is told beside the chart"
+
+
+def test_a_machine_without_a_limit_has_no_line() -> None:
+    assert not where(drawn(a_course(limit_gib=None)), LIMIT).any()
+
+
+def test_bars_are_as_high_as_what_they_show() -> None:
+    bars = tuple(
+        Bar(str(n), {"frozen weights": 20 * GIB, "activations": n * 10 * GIB}, 2.0 * n, n == 1) for n in (1, 4)
+    )
+    picture = drawn(None, (WhatIf("What if", bars, 96 * GIB, "GH200 96 GB"),))
+    assert picture.shape == (WHAT_IF_HEIGHT, WIDTH, 3)
+    half = (LEFT + WIDTH - RIGHT) // 2
+    colours = where(picture, COLOURS["frozen weights"]) | where(picture, COLOURS["activations"])
+    heights = [np.flatnonzero(colours[:, side].any(axis=1)) for side in (slice(LEFT, half), slice(half, WIDTH - RIGHT))]
+    small, large = (rows.max() - rows.min() for rows in heights)
+    assert large / small == pytest.approx(2.0, rel=0.05), "60 against 30"
+
+
+@pytest.mark.parametrize("values", [[], [{}], [{"unheard of": 1}], [{"activations": 0}], [{"activations": 1 << 50}]])
+def test_any_bars_can_be_drawn(values: list[dict[str, int]]) -> None:
+    bars = tuple(Bar("x" * 200, value, None, note="not known") for value in values)
+    assert drawn(a_course(), (WhatIf("t" * 500, bars, None, "n"),)).shape[0] == STEP_HEIGHT + WHAT_IF_HEIGHT
+
+
+def test_classes_without_a_colour_come_last() -> None:
+    assert stacked(["zebra", "activations", "frozen weights"]) == ["frozen weights", "activations", "zebra"]
