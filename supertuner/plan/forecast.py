@@ -77,11 +77,14 @@ class Phase:
         return None if self.plan is None or not self.plan.fits else self.plan.modelled
 
     @property
-    def gpu_bytes(self) -> int:
-        """What must be there: by the plan; without one what the allocator takes, where that is forecast."""
-        if self.planned is not None:
-            return self.planned.gpu_peak_bytes
+    def everything_bytes(self) -> int:
+        """With everything on the GPU: what the allocator takes, where that is forecast."""
         return max(sum(self.gpu.values()), self.reserved_bytes or 0)
+
+    @property
+    def gpu_bytes(self) -> int:
+        """What must be there: by the plan, if one is followed."""
+        return self.everything_bytes if self.planned is None else self.planned.gpu_peak_bytes
 
     @property
     def host_bytes(self) -> int:
@@ -183,8 +186,8 @@ class Forecast:
 
     @property
     def fullest(self) -> Phase | None:
-        """The phase that needs the most GPU memory."""
-        return max(self.phases, key=lambda phase: phase.gpu_bytes, default=None)
+        """The phase that would need the most with everything on the GPU."""
+        return max(self.phases, key=lambda phase: phase.everything_bytes, default=None)
 
     @property
     def stored_bytes(self) -> int:

@@ -139,7 +139,7 @@ def lines(found: Answer) -> list[str]:
 
 
 def _table(what_if: WhatIf) -> list[str]:
-    rows = [[f"what if {what_if.key} were", "peak", "", "a step", "samples/s", "the run"]]
+    rows = [[f"what if {what_if.key} were", "all on the GPU", "", "a step", "samples/s", "the run"]]
     for one in what_if.tried:
         forecast = one.estimated.forecast
         judged, timing, fullest = forecast.judged, forecast.timing, forecast.fullest
@@ -148,7 +148,7 @@ def _table(what_if: WhatIf) -> list[str]:
         rows.append(
             [
                 one.value + (" (as now)" if one.current else ""),
-                "" if fullest is None else bytes_text(fullest.gpu_bytes),
+                "" if fullest is None else bytes_text(fullest.everything_bytes),
                 judged.fit.value,
                 "" if pace is None else duration(pace.step_s),
                 "" if pace is None or timing is None else f"{timing.window / pace.step_s:.3g}",
@@ -202,9 +202,11 @@ def picture(found: Answer) -> Image:
     per, name = _unit(float(line.edges[-1])) if line.in_seconds else (1.0, "operators")
     unit = f"{name}, modelled at the machine's published rates" if line.in_seconds else name
     limit = room.host_bytes if room.on_cpu else room.gpu_bytes
+    followed = any(phase.planned is not None for phase in forecast.phases)
+    planned = "a micro-batch and the update, modelled" + (", before any plan" if followed else "")
     step = drawn.Course(
         title=f"{forecast.model}: {trace.phase}",
-        note=f"one micro-batch and the update, modelled; {forecast.settings}",
+        note=f"{planned}; {forecast.settings}",
         edges=line.edges / per,
         bytes_by_class=line.bytes_by_class,
         passes=tuple(drawn.Passing(span.name, span.begin / per, span.end / per) for span in line.spans),

@@ -183,7 +183,12 @@ def _draw_what_if(pen: ImageDraw, what_if: WhatIf, top: int) -> None:
         max(highest, float(what_if.limit_bytes or 0)), highest, top, floor - top + BOTTOM, what_if.limit_bytes
     )
     across = linear(0.0, float(max(1, len(what_if.bars))), LEFT * SCALE, (WIDTH - RIGHT) * SCALE)
-    _title(pen, what_if.title, "peak of GPU memory, and time of a step: modelled", top)
+    _title(
+        pen,
+        what_if.title,
+        "the fullest phase with everything on the GPU, and the time of a step as the run does it: modelled",
+        top,
+    )
     _grid(pen, across, down, _unit(highest), upright=False)
     order = stacked(sorted({name for bar in what_if.bars for name, size in bar.bytes_by_class.items() if size > 0}))
     room = (across.high_px - across.low_px) / max(1, len(what_if.bars))

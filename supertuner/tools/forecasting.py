@@ -157,7 +157,7 @@ def _advice(run: KnownRun, parts: Sequence[Phase]) -> tuple[Change, ...]:
         rates=run.rates if run.timed else None,
         table=worst.steps.table,
         choice=worst.steps.choice,
-        peak_bytes=max(sum(mine.gpu.values()), mine.reserved_bytes or 0),
+        peak_bytes=mine.everything_bytes,
         other_bytes=max((one.gpu_bytes for one in parts if not one.name.startswith("train ")), default=0),
         host_bytes=together(run.kept, "memory")[0],
         plan=run.plans.get(worst.phase),
