@@ -69,9 +69,9 @@ def table(name: str) -> StepTable:
 def _blocks(rows: Sequence[Mapping[str, Any]]) -> list[Block]:
     found = []
     for row in rows:
-        fields = {key: value for key, value in row.items() if key not in ("names", "forward", "backward")}
-        works = {key: Work(**row[key]) for key in ("forward", "backward")}
-        found += [Block(name=name, **fields, **works) for name in row["names"]]
+        fields: dict[str, Any] = {key: value for key, value in row.items() if key != "names"}
+        fields |= {key: Work(**row[key]) for key in ("forward", "backward")}
+        found += [Block(name=name, **fields) for name in row["names"]]
     return found
 
 

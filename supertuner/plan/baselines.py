@@ -61,7 +61,7 @@ def _best(step: Step, limits: Limits, fates: Sequence[tuple[Fate, ...]], distanc
     """The best number of blocks at home, for each place of the optimizer."""
     found = []
     count = len(step.weights)
-    order = spread([b for b in range(count) if step.weights[b] and step.movable[b]]) if step.rates.has_link else []
+    order = spread([b for b in range(count) if step.travels[b] and step.movable[b]]) if step.rates.has_link else []
     for fate in fates:
         for stepping in steppings(step, limits):
             for ahead in distances:

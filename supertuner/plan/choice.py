@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from supertuner.plan.decision import Fate, Plan, Residence, Stepping
 from supertuner.plan.rates import Rates
-from supertuner.plan.table import StepTable
+from supertuner.plan.table import Block, StepTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +43,6 @@ class Choice:
         is sent, or their backward pass is over."""
         return max(1, self.ahead)
 
-    def gradient_leaves(self, block: int) -> bool:
-        """Gradients are with their weights; if the host steps, with the host."""
-        return self.streamed[block] or self.stepping is Stepping.HOST
-
     def settled(self) -> Choice:
         """The same, but activations that are fetched again the moment they were sent are kept instead.
 
@@ -72,6 +68,10 @@ class Step:
     forward_s: Sequence[float]
     backward_s: Sequence[float]
     weights: Sequence[int]
+    travels: Sequence[int]
+    """Of a block's weights, what is streamed if they are: an adapter beside larger frozen weights stays."""
+    trained_travel: Sequence[bool]
+    """Whether what is trained is among it."""
     trained: Sequence[int]
     gradients: Sequence[int]
     state: Sequence[int]
@@ -98,6 +98,8 @@ class Step:
             forward_s=[rates.seconds(block.forward) for block in blocks],
             backward_s=[rates.seconds(block.backward) for block in blocks],
             weights=[block.frozen_bytes + block.trained_bytes for block in blocks],
+            travels=[b.frozen_bytes + (b.trained_bytes if _along(b) else 0) for b in blocks],
+            trained_travel=[_along(block) for block in blocks],
             trained=[block.trained_bytes for block in blocks],
             gradients=[block.gradient_bytes for block in blocks],
             state=[block.state_bytes for block in blocks],
@@ -109,6 +111,18 @@ class Step:
             shares=[block.trained_bytes / trained if trained else 1.0 / len(blocks) for block in blocks],
             update_s=rates.seconds(table.update),
         )
+
+    def leaving_gradients(self, choice: Choice) -> list[int]:
+        """By block, gradients that are not on the GPU: they are with their weights, or with a host that steps."""
+        if choice.stepping is Stepping.HOST:
+            return list(self.gradients)
+        away = zip(self.gradients, choice.streamed, self.trained_travel, strict=True)
+        return [gradient if streamed and along else 0 for gradient, streamed, along in away]
+
+    def returning(self, choice: Choice) -> list[int]:
+        """By block, trained weights that come to be stepped on the GPU and go home again."""
+        away = zip(self.trained, choice.streamed, self.trained_travel, strict=True)
+        return [trained if streamed and along else 0 for trained, streamed, along in away]
 
     @property
     def micro_s(self) -> float:
@@ -124,3 +138,7 @@ class Step:
     def host_step_bytes(self, block: int) -> int:
         """Of host memory, what the CPU reads and writes to step a block: parameters and state both, gradients once."""
         return 2 * (self.trained[block] + self.state[block]) + self.gradients[block]
+
+
+def _along(block: Block) -> bool:
+    return block.trained_bytes > block.frozen_bytes

@@ -3,17 +3,25 @@
 A step is a row of uses: forward through the blocks, backward through them, for every micro-batch, then the update. The
 need of a use is what must be on the GPU while it computes: weights that live there, the ring of slots, what earlier
 blocks left, activations on their way home or fetched ahead, its own activations and temporaries, gradients. Gradients
-and pieces of an update that are on their way home come on top, and are waited for where there is no room.
+on their way home come on top, and are waited for where there is no room.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
+from supertuner.core.types import MIB
 from supertuner.plan.choice import Choice, Step
 from supertuner.plan.decision import Fate, Stepping
 from supertuner.plan.rates import Limits
+
+PIECE_BYTES: Final = 256 * MIB
+"""An update for which something comes to the GPU is done in pieces of whole parameters, of about this many bytes."""
+PIECES: Final = 10
+"""On the GPU at once: one is stepped, one comes, eight go home (`train.acting.homes.AT_ONCE`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,15 +32,14 @@ class Needs:
     """By block."""
     backward: list[int]
     update: int
-    """Before any piece of state, or of weights at home, has come: gradients, what lives on the GPU, temporaries."""
     pieces: list[int]
-    """By block, what comes to the GPU in the update and goes home again."""
+    """By block, what comes to the GPU in the update. Not all at once: a block is several pieces."""
     host: int
 
     @property
     def gpu(self) -> int:
-        """The most that is needed at once; at least one piece must find room in the update."""
-        return max(max(self.forward), max(self.backward), self.update + max(self.pieces))
+        """The most that is needed at once."""
+        return max(max(self.forward), max(self.backward), self.update)
 
     def fit(self, limits: Limits, one_pool: bool) -> bool:
         if one_pool:
@@ -43,27 +50,25 @@ class Needs:
 def needs(step: Step, choice: Choice) -> Needs:
     base = _base(step, choice)
     forward, backward = _passes(step, choice, base)
-    return Needs(forward, backward, base + _update_extra(step, choice), _pieces(step, choice), _host(step, choice))
+    pieces = _pieces(step, choice)
+    update = base + _update_extra(step, choice, pieces)
+    return Needs(forward, backward, update, pieces, _host(step, choice))
 
 
 def _pieces(step: Step, choice: Choice) -> list[int]:
     if choice.stepping is Stepping.HOST:
         return [0] * len(step.weights)
+    home = zip(step.returning(choice), step.leaving_gradients(choice), step.state, strict=True)
     moves = choice.stepping is Stepping.STREAMED
-    return [
-        (state if moves else 0) + (trained + gradient if away else 0) if trained else 0
-        for trained, gradient, state, away in zip(
-            step.trained, step.gradients, step.state, choice.streamed, strict=True
-        )
-    ]
+    return [trained + gradient + (state if moves else 0) for trained, gradient, state in home]
 
 
 def _base(step: Step, choice: Choice) -> int:
     """What is on the GPU all the time."""
     table = step.table
-    away = [w for w, streamed in zip(step.weights, choice.streamed, strict=True) if streamed]
+    away = [w for w, streamed in zip(step.travels, choice.streamed, strict=True) if streamed]
     total = sum(step.weights) - sum(away) + table.batch_bytes
-    total += (choice.ahead + 1) * max(away, default=0)
+    total += min(choice.ahead + 1, len(away)) * max(away, default=0)
     total += 0 if choice.idle_at_home else table.idle_bytes
     return total + (sum(step.state) if choice.stepping is Stepping.GPU else 0)
 
@@ -97,36 +102,36 @@ def _passes(step: Step, choice: Choice, base: int) -> tuple[list[int], list[int]
 
 def _add_gradients(step: Step, choice: Choice, forward: list[int], backward: list[int]) -> None:
     """Those of earlier micro-batches, and as the backward pass makes them. To what is away it must be added: twice."""
-    count = len(forward)
-    staying = [0 if choice.gradient_leaves(b) else step.gradients[b] for b in range(count)]
     several = step.table.micro_batches > 1
-    there = sum(staying) if several else 0
-    for b in range(count):
+    leaving = step.leaving_gradients(choice)
+    there = sum(step.gradients) - sum(leaving) if several else 0
+    for b in range(len(forward)):
         forward[b] += there
-    for b in reversed(range(count)):
-        there += 0 if several else staying[b]
-        leaving = step.gradients[b] - staying[b]
-        backward[b] += there + leaving * (2 if several else 1)
+    for b in reversed(range(len(forward))):
+        there += 0 if several else step.gradients[b] - leaving[b]
+        backward[b] += there + leaving[b] * (2 if several else 1)
 
 
-def _update_extra(step: Step, choice: Choice) -> int:
-    """Gradients and temporaries. A step taken piece by piece has the temporaries of its largest piece."""
+def _update_extra(step: Step, choice: Choice, pieces: Sequence[int]) -> int:
+    """Gradients and temporaries. A step taken piece by piece has the temporaries of one piece, and several pieces."""
     if choice.stepping is Stepping.HOST:
         return 0
-    share = 1.0
-    if choice.stepping is Stepping.STREAMED or any(choice.streamed):
-        share = max(step.shares)
-    staying = sum(g for b, g in enumerate(step.gradients) if not choice.gradient_leaves(b))
-    return staying + int(step.table.update_peak_bytes * share)
+    staying = sum(step.gradients) - sum(step.leaving_gradients(choice))
+    if not any(pieces):
+        return staying + step.table.update_peak_bytes
+    share = min(max(step.shares), PIECE_BYTES / sum(step.trained))
+    moved = max(piece / trained for piece, trained in zip(pieces, step.trained, strict=True) if trained)
+    together = min(sum(pieces), int(PIECES * min(PIECE_BYTES, max(step.trained)) * moved))
+    return staying + int(step.table.update_peak_bytes * share) + together
 
 
 def _host(step: Step, choice: Choice) -> int:
-    total = sum(w for w, streamed in zip(step.weights, choice.streamed, strict=True) if streamed)
+    total = sum(w for w, streamed in zip(step.travels, choice.streamed, strict=True) if streamed)
     total += sum(s for s, fate in zip(step.saved, choice.fates, strict=True) if fate is Fate.SEND)
     total += step.table.idle_bytes if choice.idle_at_home else 0
     if choice.stepping is not Stepping.GPU:
         total += sum(step.state)
-    total += sum(g for b, g in enumerate(step.gradients) if choice.gradient_leaves(b))
+    total += sum(step.leaving_gradients(choice))
     if choice.stepping is Stepping.HOST:
-        total += sum(t for t, streamed in zip(step.trained, choice.streamed, strict=True) if not streamed)
+        total += sum(step.trained) - sum(step.returning(choice))
     return total

@@ -108,7 +108,7 @@ def least_memory(step: Step) -> Choice:
     """As little on the GPU as can be."""
     away = step.rates.has_link
     fates = tuple(Fate.RECOMPUTE if block.recomputable else Fate.KEEP for block in step.table.blocks)
-    streamed = tuple(away and step.weights[b] > 0 and step.movable[b] for b in range(len(step.weights)))
+    streamed = tuple(away and step.travels[b] > 0 and step.movable[b] for b in range(len(step.weights)))
     large = away and sum(step.state) > 0
     return Choice(streamed, fates, 0, Stepping.STREAMED if large else Stepping.GPU, away)
 

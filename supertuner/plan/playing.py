@@ -2,11 +2,10 @@
 
 The rules are one set for every choice, plans and baselines alike. At the start of a use, what it and the next `ahead`
 uses need is asked for, unless it is there or on its way; the use waits for its own weights and activations. What a
-block sends home leaves behind its forward pass, some blocks at once at most. Gradients and pieces of the update on
-their way out still take their place on the GPU: a use that finds no room waits for the oldest. Copies take the link in
-the order in which they are asked for. The update begins when every gradient is there, and no forward pass begins before
-the update is over: only what it sends home may still be on its way. Given a clock of the software superchip or a quick
-one, the same code runs.
+block sends home leaves behind its forward pass, some blocks at once at most. Gradients on their way out still take
+their place on the GPU: a use that finds no room waits for the oldest. Copies take the link in the order in which they
+are asked for. The update begins when every gradient is there, and between two windows everything is at home, so that
+whoever saves it finds it there. Given a clock of the software superchip or a quick one, the same code runs.
 """
 
 from __future__ import annotations
@@ -35,20 +34,16 @@ class Chip(Protocol):
     def hold(self, nbytes: int) -> None:
         """So much of the GPU's memory is in use now."""
 
-    @property
-    def audits(self) -> bool:
-        """Whether it wants to be told of every piece of an update, too."""
-
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """One window in a run of many."""
+    """One window."""
 
     seconds: float
     computing_s: float
     """Of these, the GPU computed."""
     update_s: float
-    """Of these, from the last gradient to the next forward pass."""
+    """Of these, from the last gradient on."""
 
     @property
     def waiting_s(self) -> float:
@@ -58,19 +53,14 @@ class Played:
 def play(
     step: Step, choice: Choice, needs: Needs, gpu_bytes: int, chip: Chip, *, patience_s: float = math.inf
 ) -> Played | None:
-    """A window as it is when others came before it: what the one before still sends home is in its way.
-
-    None: its passes waited for longer than `patience_s`, and nobody wants to know the rest.
-    """
-    player = _Player(step, choice, needs, gpu_bytes, chip)
-    if player.trails:
-        player.update()
-    return player.window(patience_s)
+    """One window. None: its passes waited for longer than `patience_s`, and nobody wants to know the rest."""
+    return _Player(step, choice, needs, gpu_bytes, chip).window(patience_s)
 
 
 class _Player:
     def __init__(self, step: Step, choice: Choice, needs: Needs, gpu_bytes: int, chip: Chip) -> None:
         self._step, self._choice, self._needs, self._gpu_bytes, self._chip = step, choice, needs, gpu_bytes, chip
+        self._made = step.leaving_gradients(choice)
         self._leaving: deque[tuple[float, int]] = deque()
         """On their way home: when they will have left, and how many bytes."""
         self._slots: dict[int, float] = {}
@@ -83,10 +73,6 @@ class _Player:
         self._home_s = 0.0
         """When the last gradient that leaves will have arrived."""
         self._computed = 0.0
-
-    @property
-    def trails(self) -> bool:
-        return any(self._needs.pieces)
 
     def window(self, patience_s: float = math.inf) -> Played | None:
         begin, before = self._chip.now, self._computed
@@ -107,7 +93,7 @@ class _Player:
         extra, extra_computed = rest * (ends[-1] - ends[-2]), rest * (self._computed - last)
         self._slots.clear()
         begin_update = self._chip.now
-        self.update()
+        self._update()
         seconds = self._chip.now - begin + extra
         return Played(seconds, self._computed - before + extra_computed, self._chip.now - begin_update)
 
@@ -123,7 +109,7 @@ class _Player:
         self._make_room(need)
         for other, back in uses[number : number + choice.ahead + 1]:
             if choice.streamed[other] and other not in self._slots:
-                self._slots[other] = chip.stream(step.weights[other], True)
+                self._slots[other] = chip.stream(step.travels[other], True)
             if back and other in self._gone and other not in self._back:
                 self._back[other] = chip.stream(step.saved[other], True)
         if choice.streamed[block]:
@@ -148,10 +134,10 @@ class _Player:
                 gone, until = self._flying.popleft()
                 self._chip.wait(until)
                 self._gone.add(gone)
-        if backward and choice.gradient_leaves(block) and step.gradients[block]:
+        if backward and self._made[block]:
             if not first:  # what is at home comes to be added to
-                self._chip.wait(self._chip.stream(step.gradients[block], True))
-            self._home_s = self._leave(step.gradients[block])
+                self._chip.wait(self._chip.stream(self._made[block], True))
+            self._home_s = self._leave(self._made[block])
 
     def _leave(self, nbytes: int) -> float:
         gone = self._chip.stream(nbytes, False)
@@ -173,82 +159,36 @@ class _Player:
 
     # ── the update ───────────────────────────────────────────────────────────────────────────────────────────────
 
-    def update(self) -> None:
+    def _update(self) -> None:
         if self._choice.stepping is Stepping.HOST:
             self._update_on_host()
-        elif self.trails:
-            self._make_room(self._needs.update)
+            return
+        self._make_room(self._needs.update)
+        if any(self._needs.pieces):
+            self._chip.wait(self._home_s)
             self._update_by_pieces()
         else:
-            self._make_room(self._needs.update)
             self._compute(self._step.update_s)
 
     def _update_on_host(self) -> None:
-        """When the last gradient is there; weights that live on the GPU go there and back."""
+        """When the last gradient is there; weights that live on the GPU come there anew."""
         step, chip = self._step, self._chip
-        resident = sum(t for t, away in zip(step.trained, self._choice.streamed, strict=True) if not away)
-        chip.wait(max(self._home_s, chip.stream(resident, False)))
+        resident = sum(step.trained) - sum(step.returning(self._choice))
+        chip.wait(self._home_s)
         chip.wait(chip.now + step.host_step_s)
         chip.wait(chip.stream(resident, True))
 
     def _update_by_pieces(self) -> None:
-        """Pieces come as far ahead as there is room, and go home when the next needs theirs, or at the end.
-
-        A block's gradient makes room when its piece has been stepped.
-        """
-        step, pieces = self._step, self._needs.pieces
-        order = [b for b in range(len(pieces)) if pieces[b] or step.trained[b]]
-        room = _Room(self._gpu_bytes - self._needs.update, self._leaving)
-        stepped: deque[int] = deque()
-        arrivals: dict[int, float] = {}
-        coming = 0
+        """Each piece comes while the one before is stepped, and goes home while the next is; gradients do not go."""
+        step, chip, pieces = self._step, self._chip, self._needs.pieces
+        leaving = step.leaving_gradients(self._choice)
+        order = [b for b in range(len(pieces)) if step.trained[b]]
+        sent, coming = 0.0, chip.stream(pieces[order[0]], True)
         for number, block in enumerate(order):
-            while coming < len(order):
-                after = room.when(pieces[order[coming]])
-                while after is None and stepped and coming <= number + 1:
-                    self._leave(stepped.popleft())
-                    after = room.when(pieces[order[coming]])
-                if after is None:
-                    break
-                room.take(pieces[order[coming]], after)
-                arrivals[order[coming]] = self._chip.stream(pieces[order[coming]], True, after)
-                coming += 1
-            self._chip.wait(arrivals[block])
-            if self._chip.audits:
-                self._chip.hold(room.held(self._chip.now) + self._gpu_bytes - room.total)
+            here = coming
+            if number + 1 < len(order):
+                coming = chip.stream(pieces[order[number + 1]], True, sent)
+            chip.wait(here)
             self._compute(step.update_s * step.shares[block])
-            room.total += step.gradients[block]
-            stepped.append(pieces[block] - (step.gradients[block] if self._choice.streamed[block] else 0))
-        while stepped:
-            self._leave(stepped.popleft())
-
-
-class _Room:
-    """Places on the GPU during the update: what is free now, and what leaves later."""
-
-    def __init__(self, total: int, leaving: deque[tuple[float, int]]) -> None:
-        self.total = total
-        """For pieces, whether they come, stay or leave; grows as gradients go."""
-        self._taken = sum(nbytes for _, nbytes in leaving)
-        self._begun = [(0.0, self._taken)]
-        self._leaving = leaving
-        self._counted, self._counted_bytes, self._since = 0, 0, 0.0
-        """Of what is leaving, how much is counted on, and from when on it has left."""
-
-    def take(self, nbytes: int, after: float) -> None:
-        self._taken += nbytes
-        self._begun.append((after, nbytes))
-
-    def held(self, now: float) -> int:
-        """What pieces hold now: those that left make room for those that come after."""
-        begun = sum(nbytes for after, nbytes in self._begun if after <= now)
-        return begun - sum(nbytes for until, nbytes in self._leaving if until <= now)
-
-    def when(self, nbytes: int) -> float | None:
-        """From when on there is room for so much; None: not before something else is told to leave."""
-        while self.total - self._taken + self._counted_bytes < nbytes:
-            if self._counted == len(self._leaving):
-                return None
-            self._since, gone = self._leaving[self._counted]
-            self._counted, self._counted_bytes = self._counted + 1, self._counted_bytes + gone
-        return self._since
+            sent = chip.stream(pieces[block] - leaving[block], False)
+        chip.wait(sent)

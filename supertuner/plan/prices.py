@@ -33,6 +33,8 @@ class Way:
     update_down_s: float = 0.0
     gpu: float = 0.0
     host: float = 0.0
+    late: float = 0.0
+    """Of the GPU's memory, in the update."""
 
 
 Thing: TypeAlias = tuple[Way, ...]
@@ -54,6 +56,8 @@ class Program:
     """Home in the update at least: what cannot stay after it."""
     gpu_room: float
     host_room: float
+    late_room: float
+    """On the GPU in the update, for what stays there between windows."""
     things: tuple[Thing, ...]
 
     @property
@@ -61,8 +65,9 @@ class Program:
         """Whether the memories hold the least that there is. True does not say that there is a plan."""
         least = sum(min(way.gpu + way.host for way in thing) for thing in self.things)
         on_gpu = sum(min(way.gpu for way in thing) for thing in self.things)
+        late = sum(min(way.late for way in thing) for thing in self.things)
         both = self.gpu_room + self.host_room
-        return self.host_room >= 0 and on_gpu <= self.gpu_room and least <= both
+        return self.host_room >= 0 and on_gpu <= self.gpu_room and least <= both and late <= self.late_room
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +83,7 @@ class Priced:
 LIMITS: Final = ("first work", "first link", "second work", "second link", "update work",
                  "arrive and depart", "arrive and sent", "brought and depart", "brought and sent")  # fmt: skip
 """What each phase takes at least as long as: two of the first phase, two of the second, five of the update."""
+ROOMS: Final = 3
 PHASES: Final = (slice(0, 2), slice(2, 4), slice(4, 9))
 
 
@@ -99,7 +105,8 @@ def _fixed(program: Program) -> Array:
     arrive, depart = program.arrive_s, program.depart_s
     update = [program.update_s, arrive + depart, arrive, depart, 0.0]
     phases = [program.first_work_s, program.first_link_s, program.second_work_s, program.second_link_s]
-    return np.array([*phases, *update, -program.gpu_room / GB, -program.host_room / GB])
+    rooms = [-program.gpu_room / GB, -program.host_room / GB, -program.late_room / GB]
+    return np.array([*phases, *update, *rooms])
 
 
 def _counted(things: tuple[Thing, ...]) -> list[tuple[int, Array]]:
@@ -112,13 +119,13 @@ def _counted(things: tuple[Thing, ...]) -> list[tuple[int, Array]]:
 
 def _costs(way: Way) -> list[float]:
     seconds = [way.first_link_s, way.second_work_s, way.second_link_s, way.update_up_s, way.update_down_s]
-    return [*seconds, way.gpu / GB, way.host / GB]
+    return [*seconds, way.gpu / GB, way.host / GB, way.late / GB]
 
 
 def _matrix() -> Array:
     """From a way's costs to the prices that they are paid at."""
-    found = np.zeros((7, len(LIMITS) + 2))
-    for cost, paid in enumerate(((1,), (2,), (3,), (7, 8), (6, 8), (9,), (10,))):
+    found = np.zeros((8, len(LIMITS) + ROOMS))
+    for cost, paid in enumerate(((1,), (2,), (3,), (7, 8), (6, 8), (9,), (10,), (11,))):
         found[cost, list(paid)] = 1.0
     return found
 
@@ -126,7 +133,7 @@ def _matrix() -> Array:
 def _guess(program: Program, things: list[tuple[int, Array]]) -> tuple[Array, Array]:
     """The best prices: as large a sum as can be, no thing above the cheapest of its ways, each phase counted once. And
     what it is worth to count a phase: how long it takes."""
-    prices, count = len(LIMITS) + 2, len(things)
+    prices, count = len(LIMITS) + ROOMS, len(things)
     gain = np.concatenate([_fixed(program), [float(many) for many, _ in things]])
     rows = np.zeros((len(PHASES) + sum(len(ways) for _, ways in things), prices + count))
     for number, phase in enumerate(PHASES):

@@ -50,10 +50,6 @@ class QuickChip:
     def wait(self, until: float) -> None:
         self._clock.wait(until)
 
-    @property
-    def audits(self) -> bool:
-        return False
-
     def hold(self, nbytes: int) -> None:
         assert nbytes <= self._gpu_bytes, "more is held than there is"
 

@@ -52,10 +52,6 @@ class OnSuperchip:
     def now(self) -> float:
         return self._chip.clock.now
 
-    @property
-    def audits(self) -> bool:
-        return True
-
     def compute(self, seconds: float) -> None:
         self._chip.compute(seconds)
 
@@ -88,7 +84,7 @@ def superchip_for(machine: Machine, rates: Rates, limits: Limits, page_bytes: in
 
 
 def replay(table: StepTable, plan: Plan, machine: Machine, limits: Limits, *, rates: Rates | None = None) -> Replayed:
-    """Play one window of a plan, others having come before it. Refused (`memory.driver.Refused`) if it does not fit."""
+    """Play one window of a plan. Refused (`memory.driver.Refused`) if it does not fit."""
     known = Rates.of(machine) if rates is None else rates
     step, choice = Step.of(table, known), Choice.of(plan).settled()
     chip = superchip_for(machine, known, limits)

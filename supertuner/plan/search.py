@@ -63,27 +63,26 @@ def link_seconds(step: Step, choice: Choice) -> float:
         return 0.0
     assert rates.to_device_bytes_s is not None and rates.to_host_bytes_s is not None
     sent = sum(s for s, fate in zip(step.saved, choice.fates, strict=True) if fate is Fate.SEND)
-    streamed = sum(w for w, away in zip(step.weights, choice.streamed, strict=True) if away)
-    up, down = micro * (sent + 2 * streamed), micro * sent
-    trained = sum(t for t, away in zip(step.trained, choice.streamed, strict=True) if away)
+    streamed = sum(w for w, away in zip(step.travels, choice.streamed, strict=True) if away)
+    gradients, trained = sum(step.leaving_gradients(choice)), sum(step.returning(choice))
+    up, down = micro * (sent + 2 * streamed) + (micro - 1) * gradients, micro * (sent + gradients)
     if choice.stepping is Stepping.HOST:
-        up, down = up + sum(step.trained) - trained, down + micro * sum(step.gradients)
+        up += sum(step.trained) - trained
     else:
         state = sum(step.state) if choice.stepping is Stepping.STREAMED else 0
-        up, down = up + state + trained, down + state + trained
+        up, down = up + state + trained + gradients, down + state + trained
     return up / rates.to_device_bytes_s + down / rates.to_host_bytes_s
 
 
-def least_update_s(step: Step, stepping: Stepping, limits: Limits) -> float:
-    """What an update takes at least: its work, and what had no room beside the gradients or has none after them."""
+def least_update_s(step: Step, stepping: Stepping) -> float:
+    """What an update takes at least: its work, and the way of the state there and back."""
     if stepping is Stepping.HOST:
         return step.host_step_s
     if stepping is Stepping.GPU or step.rates.duplex:
         return step.update_s
     assert step.rates.to_device_bytes_s is not None and step.rates.to_host_bytes_s is not None
-    kept = sum(step.trained) + sum(step.state)
-    arrive = max(0, kept + sum(step.gradients) - limits.gpu_bytes) / step.rates.to_device_bytes_s
-    return max(step.update_s, arrive + max(0, kept - limits.gpu_bytes) / step.rates.to_host_bytes_s)
+    state = sum(step.state)
+    return max(step.update_s, state / step.rates.to_device_bytes_s + state / step.rates.to_host_bytes_s)
 
 
 def steppings(step: Step, limits: Limits) -> list[Stepping]:
@@ -112,7 +111,7 @@ def _fates(step: Step, block: int) -> tuple[Fate, ...]:
 
 
 def _residences(step: Step, block: int) -> tuple[bool, ...]:
-    return (False, True) if step.rates.has_link and step.movable[block] and step.weights[block] else (False,)
+    return (False, True) if step.rates.has_link and step.movable[block] and step.travels[block] else (False,)
 
 
 def _size(step: Step) -> int:
@@ -146,7 +145,7 @@ class _Search:
         self._micro_s = step.micro_s
         self._best: Verdict | None = None
         self._away = _ranked(
-            step, lambda b: float(step.weights[b]), [b for b in range(len(step.weights)) if any(_residences(step, b))]
+            step, lambda b: float(step.travels[b]), [b for b in range(len(step.weights)) if any(_residences(step, b))]
         )
         again = [b for b in range(len(step.weights)) if Fate.RECOMPUTE in _fates(step, b)]
         self._again = _ranked(step, lambda b: (step.saved[b] - step.inputs[b]) / max(step.forward_s[b], 1e-12), again)
@@ -192,7 +191,7 @@ class _Search:
             return math.inf
         step = self._step
         again = sum(f for f, fate in zip(step.forward_s, choice.fates, strict=True) if fate is Fate.RECOMPUTE)
-        work = step.table.micro_batches * (self._micro_s + again) + least_update_s(step, choice.stepping, self._limits)
+        work = step.table.micro_batches * (self._micro_s + again) + least_update_s(step, choice.stepping)
         if not step.rates.duplex and link_seconds(step, choice) > self._best.seconds:
             return -1.0
         return self._best.seconds - work

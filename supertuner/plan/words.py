@@ -43,14 +43,14 @@ def _of_activations(step: Step, choice: Choice, block: int) -> str:
 
 
 def _of_weights(step: Step, choice: Choice, block: int) -> str:
-    weights = step.weights[block]
-    if not weights:
+    weights = step.travels[block]
+    if not step.weights[block]:
         return "no weights"
     if not choice.streamed[block]:
         return "weights stay"
     rate = step.rates.to_device_bytes_s
     assert rate is not None
-    back = "" if step.trained[block] else ", nothing goes back"
+    back = "" if step.trained_travel[block] else ", nothing goes back"
     return f"weights come in {seconds_text(weights / rate)}, {choice.ahead} ahead, forward and backward{back}"
 
 

@@ -114,10 +114,10 @@ def test_weights_beyond_the_gpu_are_streamed_ahead() -> None:
 
 
 def test_an_optimizer_too_large_for_the_gpu_steps_where_it_is_quickest() -> None:
-    full = replace(LARGE, frozen_bytes=0, trained_bytes=GIB, gradient_bytes=GIB, state_bytes=2 * GIB, saved_bytes=GIB)
-    step = a_step(*[full] * 40, update_s=0.0)
-    assert place(step, GH200).stepping is Stepping.STREAMED
-    assert place(step, GH200, rates=replace(Rates.of(GH200), host_bytes_s=1e15)).stepping is Stepping.HOST
+    plan = place(table("flux-full"), GH200)
+    assert plan.stepping is Stepping.STREAMED and any("crosses the link in 576 ms" in reason for reason in plan.reasons)
+    quick = replace(Rates.of(GH200), host_bytes_s=1e15)
+    assert place(table("flux-full"), GH200, rates=quick).stepping is Stepping.HOST
 
 
 def test_what_stands_around_the_blocks_stays_where_it_is() -> None:
