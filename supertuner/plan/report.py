@@ -169,7 +169,8 @@ def _plans(forecast: Forecast) -> list[str]:
     alike: dict[tuple[object, ...], list[str]] = {}
     for phase, plan in forecast.plans.items():
         alike.setdefault((plan.fits, plan.modelled, plan.reasons), []).append(phase)
-    lines = ["where things would live, by a plan"]
+    followed = any(phase.planned is not None for phase in forecast.phases)
+    lines = ["where things live, by the plan that it follows" if followed else "where things would live, by a plan"]
     for (_, _, reasons), phases in alike.items():
         assert isinstance(reasons, tuple)
         lines += [f"  {', '.join(phases)}", *(f"    {reason}" for reason in reasons)]

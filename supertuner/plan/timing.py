@@ -82,6 +82,8 @@ class Whole:
     encoding: tuple[Repeated, ...] | None
     """None: how often is not known."""
     sampling: tuple[Repeated, ...] | None
+    switch_every: int = 1
+    """Steps after which another expert has its turn."""
     left_out: tuple[str, ...] = ()
 
 
@@ -112,7 +114,7 @@ def _pace(whole: Whole, parts: Sequence[Windows], machine: Machine, limits: Limi
         step_s=slowest.seconds(slowest.table, machine, limits, rates),
         bound_s=least.seconds if bounded else least.compute_s,
         bounded_by=least.by if bounded else "compute, if there were room",
-        training_s=training_s(parts, times) if whole.course is not None else None,
+        training_s=None if whole.course is None else training_s(parts, times) + _switching_s(whole, rates),
         encoding_s=_seconds(whole.encoding, rates),
         sampling_s=_seconds(whole.sampling, rates),
     )
@@ -130,3 +132,13 @@ def _mean(steps: Steps, shares: Mapping[int, float], machine: Machine, limits: L
 
 def _seconds(repeated: Sequence[Repeated] | None, rates: Rates) -> float | None:
     return None if repeated is None else sum(one.seconds(rates) for one in repeated)
+
+
+def _switching_s(whole: Whole, rates: Rates) -> float:
+    """Where experts wait in host memory, whoever has its turn is fetched first; what is frozen does not go back."""
+    first = whole.experts[0]
+    waits = first.plan is not None and first.plan.idle_at_home
+    if not waits or len(whole.experts) < 2 or whole.course is None or not rates.to_device_bytes_s:
+        return 0.0
+    changes = whole.course.total_steps // whole.switch_every
+    return changes * first.table.idle_bytes / (len(whole.experts) - 1) / rates.to_device_bytes_s

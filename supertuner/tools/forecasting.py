@@ -104,6 +104,7 @@ def _timing(run: KnownRun, compute_share: float | None) -> tuple[Timing | None, 
         batch_size=run.config.train.batch_size,
         encoding=_encoded(run),
         sampling=_sampled(run),
+        switch_every=run.config.model.switch_boundary_every,
         left_out=(*unknown, "reading and decoding files, loading weights, writing checkpoints"),
     )
     share = ASSUMED_SHARE if compute_share is None else compute_share

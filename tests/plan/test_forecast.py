@@ -122,4 +122,4 @@ def test_a_phase_that_follows_a_plan_is_judged_by_it() -> None:
     assert forecast.judged.fit is not Fit.DOES_NOT
     assert forecast.phases[0].host_bytes == plan.modelled.host_peak_bytes
     text = "\n".join(page(forecast))
-    assert "by its plan" in text and "where things would live" in text
+    assert "by its plan" in text and "by the plan that it follows" in text
