@@ -54,13 +54,18 @@ def table_of(trace: Trace, *, micro_batches: int = 1, idle_bytes: int = 0) -> St
 
 
 def _holders(trace: Trace) -> NDArray[np.int64]:
-    """For each tensor the block that it is counted with: what one block alone is given is that block's own, as it is
-    what the block would be recomputed from; what several are given stays with the one that made it."""
+    """For each tensor the block that it is counted with: what blocks are given is counted with the first of them, as it
+    is what that one would be recomputed from. What is made before all blocks, saved, and given to several stays where
+    it was made: no recomputation begins there."""
     holder = trace.block.astype(np.int64)
-    takers = np.bincount(trace.inputs[:, 0], minlength=len(holder)) if len(trace.inputs) else np.zeros(len(holder))
-    alone = trace.inputs[takers[trace.inputs[:, 0]] == 1]
-    of_pass = np.isin(trace.kind[alone[:, 0]], (Kind.ACTIVATION, Kind.TEMPORARY))
-    holder[alone[of_pass, 0]] = alone[of_pass, 1]
+    given, taker = trace.inputs[:, 0], trace.inputs[:, 1].astype(np.int64)
+    first = np.full(len(holder), len(trace.blocks), dtype=np.int64)
+    np.minimum.at(first, given, taker)
+    several = np.bincount(given, minlength=len(holder)) > 1
+    saved = trace.kind == Kind.ACTIVATION
+    moves = (first < len(trace.blocks)) & (saved | (trace.kind == Kind.TEMPORARY))
+    moves &= ~(several & saved & (trace.block == 0)) & (first != trace.block)
+    holder[moves] = first[moves]
     return holder
 
 
