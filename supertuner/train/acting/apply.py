@@ -14,6 +14,7 @@ from torch import nn
 
 from supertuner.core.errors import TrainError
 from supertuner.plan.decision import BlockPlan, Fate, Plan, Residence, Stepping
+from supertuner.plan.needs import PIECE_BYTES
 from supertuner.step.window import Trainee
 from supertuner.train.acting.blocks import Blocks
 from supertuner.train.acting.carrier import Carrier
@@ -183,11 +184,22 @@ def _along(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
 
 
 def _pieces(trainee: Trainee, modules: Sequence[nn.Module]) -> list[list[str]]:
-    """Names of trained parameters, block by block; those of no block are the first piece."""
+    """Names of trained parameters, block by block; those of no block come first. A large block is several pieces, so
+    that an update takes no more room than plans count for it."""
     block_of = {id(parameter): number for number, module in enumerate(modules, 1) for parameter in module.parameters()}
-    pieces: list[list[str]] = [[] for _ in range(len(modules) + 1)]
+    blocks: list[list[str]] = [[] for _ in range(len(modules) + 1)]
     for name, parameter in trainee.parameters.items():
-        pieces[block_of.get(id(parameter), 0)].append(name)
+        blocks[block_of.get(id(parameter), 0)].append(name)
+    pieces: list[list[str]] = []
+    for names in blocks:
+        room = 0
+        for name in names:
+            nbytes = trainee.parameters[name].nbytes
+            if nbytes > room or not pieces:
+                pieces.append([])
+                room = PIECE_BYTES
+            pieces[-1].append(name)
+            room -= nbytes
     return pieces
 
 

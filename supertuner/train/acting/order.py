@@ -46,10 +46,18 @@ def soon(block: int, blocks: int, now: Pass, ahead: int) -> list[Use]:
     return list(islice(upcoming(block, blocks, now), ahead))
 
 
+def distance(block: int, other: int, blocks: int, now: Pass) -> int:
+    """How many uses lie between that of `block` in this pass and the next one of `other`."""
+    match now:
+        case Pass.FORWARD:
+            return other - block - 1 if other > block else 2 * (blocks - 1) - block - other
+        case Pass.BACKWARD:
+            return block - other - 1 if other < block else block + other
+        case Pass.SAMPLING:
+            return other - block - 1 if other > block else blocks - 1 - block + other
+
+
 def farthest(held: Collection[int], block: int, blocks: int, now: Pass, *, spared: Callable[[int], bool]) -> int | None:
     """Of the blocks that are held, the one to give up: the last to be used again; None: all are spared."""
-    when: dict[int, int] = {}
-    for distance, use in enumerate(upcoming(block, blocks, now)):
-        when.setdefault(use.block, distance)
     found = [one for one in held if one != block and not spared(one)]
-    return max(found, key=lambda one: (when[one], one), default=None)
+    return max(found, key=lambda one: (distance(block, one, blocks, now), one), default=None)

@@ -28,6 +28,8 @@ class _Watched:
 
     basis: Basis
     distance: Distance
+    every: int
+    """Windows until it is looked at: more of them each time that planning anew changed nothing."""
     windows: int = 0
     samples: int = 0
     seconds: float = 0.0
@@ -80,7 +82,7 @@ class Acts:
             watched.windows + 1, watched.samples + samples, watched.seconds + seconds
         )  # fmt: skip
         _add(watched.counters, self._carrier.take())
-        if watched.windows >= self._every or self._wrong is not None:
+        if watched.windows >= watched.every or self._wrong is not None:
             self._look(expert, watched)
 
     def refused(self, reason: str) -> None:
@@ -90,19 +92,20 @@ class Acts:
     def _look(self, expert: str, watched: _Watched) -> None:
         seen, wrong = watched.taken(), self._wrong
         self._wrong = None
-        reason = wrong or (None if self._replan is None else drift(watched.basis, seen))
+        old = self.actings[expert].plan
+        may_drift = self._replan is not None and not old.does_nothing  # where all stays, no plan is faster
+        reason = wrong or (drift(watched.basis, seen) if may_drift else None)
         watched.basis = watched.basis.learnt(seen)
         if reason is None:
             self._follow(expert, watched, seen)
             return
         planned = None if self._replan is None else self._replan(expert, watched.basis, seen)
-        old = self.actings[expert].plan
         if planned is None:
             self._sink.emit(Warned(f"plan.{expert}", f"{reason}; no other plan can be made here, so it stays"))
             watched.basis = Basis(seen.to_device_bytes_s, seen.to_host_bytes_s, seen.waiting, None, seen.sample_s)
         elif _same(planned.plan, old):
             self._sink.emit(Noted(f"plan.{expert}", f"{reason}; made anew, it comes out the same"))
-            self._watched[expert] = _Watched(planned.basis, watched.distance)
+            self._watched[expert] = _Watched(planned.basis, watched.distance, 2 * watched.every)
         else:
             self._change(expert, planned, reason)
 
@@ -127,7 +130,7 @@ class Acts:
         if guest:
             self.turns.add(expert, Guest(acting))
         most = min(planned.most_ahead, len(plan.blocks)) if acting.ring.streamed or acting.sends else plan.ahead
-        self._watched[expert] = _Watched(planned.basis, Distance(plan.ahead, most))
+        self._watched[expert] = _Watched(planned.basis, Distance(plan.ahead, most), self._every)
         why = "; ".join((*([reason] if reason else []), *plan.reasons)) or "planned"
         self._sink.emit(Decided(f"plan.{expert}", told(plan), why))
         for line in acting.refused:

@@ -1,0 +1,128 @@
+"""What acting on a plan costs the host: nothing if the plan does nothing, and little for each block if it does.
+
+Forty blocks that compute nearly nothing, on the CPU, so that what is timed is the acting itself: hooks, lookups, and
+copies of a few kilobytes. On a GPU this is the time of the host, which runs ahead of the device: it shows only where a
+block computes for less than it takes to ask for it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from benchmarks.harness import Row, Spread, at_most, interleave, paired, report, say
+from supertuner.config.optim import OptimizerSettings
+from supertuner.models.objective import Objective
+from supertuner.models.spec import Expert, Tensors
+from supertuner.optim.table import build
+from supertuner.plan.decision import BlockPlan, Fate, Plan, Residence, Stepping
+from supertuner.step.batch import StepBatch
+from supertuner.step.precision import Precision
+from supertuner.step.window import Rules, Trainee, train_window
+from supertuner.train.acting.apply import act
+from supertuner.train.acting.carrier import InPlace
+
+CPU = torch.device("cpu")
+BLOCKS, WIDTH, WINDOWS = 40, 16, 10
+NOTHING_LIMIT = 1.02
+BLOCK_LIMIT_MS = 1.0
+
+
+class Layer(nn.Module):
+    """Frozen weights, and a little that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.ModuleList(nn.Linear(WIDTH, WIDTH).requires_grad_(False) for _ in range(8))
+        self.trained = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for layer in self.frozen:
+            hidden = layer(hidden)
+        made: torch.Tensor = hidden + self.trained(hidden)
+        return made
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Layer() for _ in range(BLOCKS))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden
+
+
+def trainee() -> Trainee:
+    torch.manual_seed(0)
+    module = Stack()
+    parameters = {name: one for name, one in module.named_parameters() if one.requires_grad}
+    optimizer = build(OptimizerSettings.model_validate({"name": "adamw"}), parameters, "model")
+    return Trainee(Expert("model", "transformer"), module, parameters, optimizer)
+
+
+def plan(weights: Residence, fate: Fate) -> Plan:
+    rows = tuple(BlockPlan(f"blocks.{number}", weights, fate, "a bench") for number in range(BLOCKS))
+    return Plan("train", "cpu", True, rows, 1, Stepping.GPU, False, None)
+
+
+def windows(one: Trainee) -> Callable[[], None]:
+    rules = Rules(_denoise, Objective(), Precision("fp32", CPU))
+    shape = (2, 4, WIDTH)
+    batch = StepBatch(torch.ones(shape), torch.ones(shape), torch.full((2,), 0.5), {}, {})
+
+    def run() -> None:
+        for _ in range(WINDOWS):
+            train_window(one, [batch], samples=2, rate=1e-4, rules=rules)
+
+    return run
+
+
+def _denoise(module: nn.Module, noisy: torch.Tensor, _levels: torch.Tensor, _t: Tensors, _c: Tensors) -> torch.Tensor:
+    found: torch.Tensor = module(noisy)
+    return found
+
+
+def rows() -> list[Row]:
+    rivals = {"none": windows(trainee()), "again": windows(trainee())}
+    for name, weights, fate in (
+        ("nothing", Residence.GPU, Fate.KEEP),
+        ("streamed", Residence.STREAMED, Fate.KEEP),
+        ("sent", Residence.GPU, Fate.SEND),
+        ("recomputed", Residence.GPU, Fate.RECOMPUTE),
+    ):
+        one = trainee()
+        act(one, plan(weights, fate), InPlace(CPU), least_sent_bytes=1)
+        rivals[name] = windows(one)
+    times = interleave(rivals, rounds=15)
+    for name, timing in times.items():
+        say(f"{name:10} {timing} for {WINDOWS} windows of {BLOCKS} blocks")
+    noise = paired(times["again"], times["none"])
+    found = [
+        at_most(
+            "a plan that does nothing, against no plan",
+            paired(times["nothing"], times["none"]),
+            NOTHING_LIMIT,
+            note=f"two runs without a plan: {noise.median:.3f} ({noise.low:.3f} to {noise.high:.3f})",
+        )
+    ]
+    for name in ("streamed", "sent"):
+        beyond = sorted(
+            (a - b) / (WINDOWS * BLOCKS) * 1e3
+            for a, b in zip(times[name].rounds_s, times["none"].rounds_s, strict=True)
+        )
+        spread = Spread(beyond[len(beyond) // 2], beyond[0], beyond[-1])
+        found.append(at_most(f"a block that is {name}, both passes", spread, BLOCK_LIMIT_MS, unit="ms"))
+    return found
+
+
+def main() -> int:
+    return report(rows())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
