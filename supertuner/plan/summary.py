@@ -22,6 +22,7 @@ def table_of(trace: Trace, *, micro_batches: int = 1, idle_bytes: int = 0) -> St
     inputs = _by_block(trace, taken, holder, holder != trace.block)
     columns = {kind: held(kind) for kind in (Kind.FROZEN, Kind.TRAINED, Kind.GRADIENT, Kind.STATE)}
     temporaries = trace.live_of(Kind.TEMPORARY)
+    passing, so_far = temporaries + trace.live_of(Kind.ACTIVATION), np.cumsum(saved)
     blocks = tuple(
         Block(
             name=name,
@@ -33,8 +34,8 @@ def table_of(trace: Trace, *, micro_batches: int = 1, idle_bytes: int = 0) -> St
             input_bytes=int(inputs[number]),
             forward=_worked(trace, Pass.FORWARD, number),
             backward=_worked(trace, Pass.BACKWARD, number),
-            forward_peak_bytes=_most(trace, temporaries, Pass.FORWARD, number),
-            backward_peak_bytes=_beyond_saved(trace, temporaries, holder, number, int(saved[number])),
+            forward_peak_bytes=max(_most(trace, passing, Pass.FORWARD, number) - int(so_far[number]), 0),
+            backward_peak_bytes=max(_most(trace, passing, Pass.BACKWARD, number) - int(so_far[number]), 0),
             recomputable=name not in (BEFORE, AFTER),
         )
         for number, name in enumerate(trace.blocks)
@@ -84,22 +85,3 @@ def _worked(trace: Trace, during: Pass, block: int) -> Work:
 def _most(trace: Trace, live: NDArray[np.int64], during: Pass, block: int) -> int:
     """The most bytes of a kind while operators of the block run, whoever made them."""
     return max((int(live[one.begin : one.end + 1].max()) for one in trace.of(during, block)), default=0)
-
-
-def _beyond_saved(
-    trace: Trace, temporaries: NDArray[np.int64], holder: NDArray[np.int64], block: int, saved: int
-) -> int:
-    """What the block's backward pass needs at most beyond what its forward pass left: as it goes on, that is freed."""
-    own = np.flatnonzero((holder == block) & (trace.kind == Kind.ACTIVATION))
-    taken = trace.taken()[own]
-    most = 0
-    for one in trace.of(Pass.BACKWARD, block):
-        change = np.zeros(one.end - one.begin + 2, dtype=np.int64)
-        at_begin = (trace.birth[own] <= one.begin) & (trace.death[own] > one.begin)
-        change[0] = taken[at_begin].sum()
-        for moment, sign in ((trace.birth[own], 1), (trace.death[own], -1)):
-            inside = (moment > one.begin) & (moment <= one.end)
-            np.add.at(change, moment[inside] - one.begin, sign * taken[inside])
-        live = np.cumsum(change)[:-1] + temporaries[one.begin : one.end + 1]
-        most = max(most, int(live.max()))
-    return max(most - saved, 0)

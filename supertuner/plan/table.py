@@ -49,8 +49,9 @@ class Block:
     backward: Work
     """Without recomputation."""
     forward_peak_bytes: int
-    """Of tensors that are born and die within its forward pass, the most at once."""
+    """The most that its forward pass takes at once beyond what it and the blocks before it save."""
     backward_peak_bytes: int
+    """The same of its backward pass, with what they saved still there."""
     recomputable: bool = True
     """Whether it can be run again in the backward pass, as a whole."""
 
