@@ -8,7 +8,6 @@ As a program it prints the table of docs/forecast.md: scripts/phantom_python.sh 
 
 from __future__ import annotations
 
-import functools
 import gc
 import json
 import sys
@@ -130,7 +129,7 @@ def on_the_phantom(case: Case) -> Bytes:
                 seed=0,
             )
     most = Bytes(torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
-    _forget_tables()
+    _forget_tables(module)
     del module, trained, trainee, rules
     gc.collect()
     torch._C._cuda_clearCublasWorkspaces()
@@ -175,11 +174,13 @@ def _on(device: torch.device, module: nn.Module) -> nn.Module:
     return module
 
 
-def _forget_tables() -> None:
-    """Qwen-Image keeps the angles of every shape that it saw for the life of the process."""
-    for one in gc.get_objects():
-        if type(one) is functools._lru_cache_wrapper and one.__module__.startswith("diffusers."):
-            one.cache_clear()
+def _forget_tables(module: nn.Module) -> None:
+    """Qwen-Image keeps the angles of every shape that it saw for the life of the process, behind a decorator."""
+    for kind in {type(part) for part in module.modules()}:
+        for value in vars(kind).values():
+            for cell in getattr(value, "__closure__", None) or ():
+                if hasattr(cell.cell_contents, "cache_clear"):
+                    cell.cell_contents.cache_clear()
 
 
 def _batches(shape: BatchShape, count: int, device: torch.device) -> Iterator[StepBatch]:
