@@ -42,7 +42,8 @@ def sample_size(run: KnownRun) -> Bucket:
 
 
 def _training(run: KnownRun, one: Expertise) -> Phase:
-    phase = _phase(run, one.traced, idle_bytes=one.steps.table.idle_bytes)
+    certain = not run.tracing.convolves(one.expert)
+    phase = _phase(run, one.traced, idle_bytes=one.steps.table.idle_bytes, certain=certain)
     if run.micro_batches > 1:
         gradients = sum(block.gradient_bytes for block in one.steps.table.blocks)
         phase = _more(phase, Kind.GRADIENT.text, max(0, gradients - phase.gpu.get(Kind.GRADIENT.text, 0)))

@@ -37,6 +37,8 @@ SHAPES_TRACED = 3
 """Sizes of batches that are traced for their time; the others lie between them."""
 ALIKE = 0.05
 """Sizes that differ by less are taken for one."""
+HOST_SHARE = 0.9
+"""Of host memory, for a plan and what the run stores; `memory.overflow` leaves the same 10 % to others."""
 STANDING = (Kind.FROZEN, Kind.TRAINED, Kind.STATE)
 
 
@@ -49,6 +51,9 @@ class Tracing(Protocol):
     def model(self) -> Model: ...
     def tokens(self, bucket: Bucket) -> int:
         """Of one sample."""
+
+    def convolves(self, expert: Expert) -> bool:
+        """Whether much of it is convolutions, whose workspaces nobody knows without the GPU."""
 
     def training(self, expert: Expert, bucket: Bucket, checkpointing: bool, micro_batches: int = 1) -> Trace: ...
     def media(self, bucket: Bucket) -> Trace:
@@ -114,13 +119,13 @@ class KnownRun:
 
     @property
     def limits(self) -> Limits | None:
-        """What a plan may use: not the last of the GPU's memory, which a driver and gaps between tensors need; nor what
-        caches and staged files have of the host's."""
+        """What a plan may use: not the last of the GPU's memory, which a driver and gaps between tensors need; nor the
+        last of the host's, nor what caches and staged files have of it."""
         if self.room.gpu_bytes is None:
             return None
         taken, host = together(self.kept, "memory")[0], self.room.host_bytes
         gpu = int(self.room.gpu_bytes * TIGHT_SHARE) - self.encoder_bytes
-        return Limits(max(0, gpu), None if host is None else max(0, host - taken))
+        return Limits(max(0, gpu), None if host is None else max(0, int(host * HOST_SHARE) - taken))
 
     def _experts(self) -> tuple[Expertise, ...]:
         chosen = experts_of(self.config, self.tracing.model)

@@ -10,6 +10,7 @@ from supertuner.config.tree import RunConfig
 from supertuner.core.events import Progress, Sink
 from supertuner.data.ordering.buckets import Bucket
 from supertuner.data.originals import Originals
+from supertuner.models import loading
 from supertuner.models.published import described
 from supertuner.models.spec import Expert
 from supertuner.plan import remembered
@@ -24,6 +25,8 @@ from supertuner.plan.storage import Sizes
 
 FOLDER: Final = ".traces"
 """Below `run.output_dir`."""
+MUCH: Final = 0.1
+"""Of a module's parameters."""
 
 
 class Traces:
@@ -42,6 +45,15 @@ class Traces:
     def tokens(self, bucket: Bucket) -> int:
         """Of one sample."""
         return self.family.tokens(self.model, self._shaper.encoded(bucket.shape)["latents"].shape)
+
+    def convolves(self, expert: Expert) -> bool:
+        """Whether much of an expert is convolutions; one that makes patches of latents is little."""
+        from torch import nn
+
+        module = loading.skeleton(self.model, expert.part)
+        kinds = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+        inside = sum(one.numel() for part in module.modules() if isinstance(part, kinds) for one in part.parameters())
+        return inside > MUCH * sum(one.numel() for one in module.parameters())
 
     def training(self, expert: Expert, bucket: Bucket, checkpointing: bool, micro_batches: int = 1) -> Trace:
         """A step of an expert; of those that differ in their names and noise levels alone it is the same."""

@@ -66,6 +66,16 @@ def test_the_whole_of_the_seeds_run_takes_little_beside_the_gpu(traces: Traces) 
 
 
 @pytest.mark.parametrize(
+    ("family", "path", "much"),
+    [("sdxl", "stabilityai/stable-diffusion-xl-base-1.0", True), ("flux", "black-forest-labs/FLUX.1-dev", False)],
+)
+def test_a_denoiser_of_convolutions_is_told_from_one_of_attention(family: str, path: str, much: bool) -> None:
+    config = load(None, sets=[f"model.family={family}", f"model.path={path}"], environ={}).config
+    traces = Traces(config, known("gh200-96"), Silence(), Silence())
+    assert traces.convolves(traces.model.experts[0]) is much
+
+
+@pytest.mark.parametrize(
     ("family", "path", "side", "tokens"),
     [
         ("flux", "black-forest-labs/FLUX.1-dev", 1024, 4096),
