@@ -53,7 +53,7 @@ def alone(name: str) -> tuple[list[WindowResult], torch.Tensor, dict[str, Any], 
 
 
 @pytest.mark.parametrize("name", CASES)
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(data=st.data())
 def test_any_plan_gives_the_same_bits(name: str, data: st.DataObject) -> None:
     results, looked, left, blocks = alone(name)
@@ -68,9 +68,18 @@ def test_any_plan_gives_the_same_bits(name: str, data: st.DataObject) -> None:
     same(outcome(trainee), left)
 
 
-@pytest.mark.parametrize("name", ["lora", "full in bf16", "8 bits", "unet", "flux"])
-@pytest.mark.parametrize("fate", Fate)
 @pytest.mark.parametrize("stepping", Stepping)
+@pytest.mark.parametrize(
+    ("name", "fate"),
+    [
+        ("lora", Fate.SEND),
+        ("full in bf16", Fate.KEEP),
+        ("full in bf16", Fate.SEND),
+        ("full in bf16", Fate.RECOMPUTE),
+        ("8 bits", Fate.KEEP),
+        ("unet", Fate.RECOMPUTE),
+    ],
+)
 def test_everything_away_gives_the_same_bits(name: str, fate: Fate, stepping: Stepping) -> None:
     results, looked, left, _ = alone(name)
     case = CASES[name]
