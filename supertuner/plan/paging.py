@@ -2,9 +2,9 @@
 
 Each use touches its weights, activations and temporaries; what is not on the GPU faults and comes, least recently used
 blocks of memory leave for it, and the use waits: the same rule as in `playing`, where a use waits for its own data.
-Charitable to paging: memory that is dead is dropped and not evicted; memory that is new costs no fault, as if it were a
-caching allocator's, used before; touching what is there costs nothing beyond the work itself; and activations are kept
-or recomputed, whichever is quicker. Times are modelled.
+Charitable to paging: touching what is there costs nothing beyond the work itself; activations are kept or recomputed,
+whichever is quicker; and memory that is dead is given back to the driver, which drops it and faults it in anew, or kept
+by a caching allocator, which faults once but has dead pages evicted like others, whichever is quicker. Modelled.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from supertuner.memory.driver import HOST, Advice, Gpu, Kind, Refused, Span
 from supertuner.memory.machines import Machine
@@ -23,7 +24,6 @@ from supertuner.plan.rates import Limits, figures_of
 from supertuner.plan.replay import PAGE_BYTES
 
 GPU = Gpu(0)
-FAULT_BATCH_BYTES = Parameters().fault_batch_pages * 65536
 MICRO_BATCHES = 2
 """Of a window that are played; further ones take as long as the last."""
 
@@ -45,20 +45,26 @@ def paged(step: Step, machine: Machine, limits: Limits, *, latents_at_home: bool
     `latents_at_home`: the batch prefers host memory and is read there, as in the seeds' policy.
     """
     found = []
-    for fate in (Fate.KEEP, Fate.RECOMPUTE):
+    for fate, caching in product((Fate.KEEP, Fate.RECOMPUTE), (False, True)):
         try:
-            found.append(_Pager(step, machine, limits, fate, latents_at_home).window())
+            found.append(_Pager(step, machine, limits, fate, latents_at_home, caching).window())
         except Refused:
-            continue  # too large for both memories; the other may fit
+            continue  # too large for both memories; another may fit
     return min(found, key=lambda paged: paged.seconds, default=None)
 
 
 class _Pager:
-    def __init__(self, step: Step, machine: Machine, limits: Limits, fate: Fate, latents_at_home: bool) -> None:
-        self._step, self._fate = step, fate
+    def __init__(
+        self, step: Step, machine: Machine, limits: Limits, fate: Fate, latents_at_home: bool, caching: bool
+    ) -> None:
+        self._step, self._fate, self._caching = step, fate, caching
+        self._unused: dict[int, list[Span]] = {}
+        """Dead ranges that the caching allocator keeps, by their size."""
+        self._space: Span | None = None
         figures = figures_of(machine.title, step.rates, limits, ats=machine.ats)
         figures = replace(figures, gpu_read_bytes_s=math.inf, gpu_write_bytes_s=math.inf, host_bytes_s=math.inf)
-        parameters = Parameters(fault_batch_s=0.0, duplex=step.rates.duplex)  # faults are charged in `_touch`
+        pages = Parameters().fault_batch_pages * 65536 // PAGE_BYTES  # batches of as many bytes, whatever the page
+        parameters = Parameters(fault_batch_pages=pages, duplex=step.rates.duplex)
         self._chip = Superchip(figures, page_bytes=PAGE_BYTES, parameters=parameters)
         blocks = step.table.blocks
         self._weights = [self._loaded(b.frozen_bytes) for b in blocks]
@@ -122,19 +128,16 @@ class _Pager:
         return self._fate is Fate.RECOMPUTE and self._step.table.blocks[block].recomputable
 
     def _working(self, transient: int, written: Sequence[Span | None], seconds: float) -> None:
-        space = self._new(transient)
+        space = self._scratch(transient) if self._caching else self._new(transient)
         self._touch([space, *written], write=True)
         self._chip.compute(seconds)
-        if space is not None:
-            self._chip.free(space.address)
+        if not self._caching:
+            self._free(space)
 
     def _touch(self, spans: Sequence[Span | None], write: bool = False) -> None:
-        before = self._chip.traffic.to_device_bytes
         for span in spans:
             if span is not None:
                 self._chip.touch(span, GPU, write=write)
-        faulted = self._chip.traffic.to_device_bytes - before
-        self._chip.compute(faulted / FAULT_BATCH_BYTES * Parameters().fault_batch_s)
 
     def _loaded(self, nbytes: int) -> Span | None:
         """Managed memory that the host has filled."""
@@ -144,12 +147,28 @@ class _Pager:
         return span
 
     def _new(self, nbytes: int) -> Span | None:
+        if self._unused.get(nbytes):
+            return self._unused[nbytes].pop()
         return Span(self._chip.allocate(Kind.MANAGED, nbytes), nbytes) if nbytes else None
 
-    def _drop(self, spans: list[Span | None], block: int) -> None:
-        span = spans[block]
-        if span is not None:
+    def _scratch(self, nbytes: int) -> Span | None:
+        """The beginning of one range that all temporaries share."""
+        if self._space is None:
+            blocks = self._step.table.blocks
+            most = max(b.saved_bytes + max(b.forward_peak_bytes, b.backward_peak_bytes) for b in blocks)
+            self._space = self._new(most)
+        return None if self._space is None or not nbytes else Span(self._space.address, nbytes)
+
+    def _free(self, span: Span | None) -> None:
+        if span is None:
+            return
+        if self._caching:
+            self._unused.setdefault(span.nbytes, []).append(span)
+        else:
             self._chip.free(span.address)
+
+    def _drop(self, spans: list[Span | None], block: int) -> None:
+        self._free(spans[block])
         spans[block] = None
 
     def _link_s(self) -> float:
