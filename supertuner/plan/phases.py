@@ -36,7 +36,7 @@ PREDICTION, REST = "prediction", "rest"
 
 def trace_media(family: Family, model: Model, media: tuple[int, ...], *, device: Device | None = None) -> Trace:
     """One sample of this shape (CHW or CFHW) through the media encoder: samples are encoded one by one."""
-    recorder = Recorder(device or Plain())
+    recorder = Recorder(device or Plain(), threads=1)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         encoder: MediaEncoder = family.media_encoder(hollowed(model), CPU)
         _watch(recorder, encoder)
@@ -57,7 +57,7 @@ def trace_text(
     device: Device | None = None,
 ) -> Trace:
     """One caption, as long as it can be, through the text encoders."""
-    recorder = Recorder(device or Plain())
+    recorder = Recorder(device or Plain(), threads=1)
     shaper = Shaper(config, family, model, text_tokens)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         encoder: TextEncoder = family.text_encoder(hollowed(model, text_tokens), CPU, _dtype(config))

@@ -79,9 +79,11 @@ class Plain:
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Between `with` and its end, everything that is computed is recorded."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, threads: int = 2) -> None:
+        """`threads`: how many compute in this process by the end of it. Autograd's engine has one of its own."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = device
+        self._threads = threads
         self.clock = 0
         self.blocks = [BEFORE, AFTER]
         self.nbytes: list[int] = []
@@ -128,7 +130,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             kind = Kind.TRAINED if tensor.requires_grad else Kind.FROZEN
             self.known(tensor, kind, place)
         if not self._stands:
-            self._stands = [self._take(nbytes, 0, at=0) for nbytes in self.device.standing()]
+            self._stands = [self._take(nbytes, 0, at=0) for nbytes in self.device.standing()[: self._threads]]
 
     def place_of(self, name: str) -> int:
         """The block that a parameter of this name is in."""
