@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,7 +26,8 @@ ALIGNED = 128
 class Cpu:
     """A CPU as a trace sees it. Implements the recorder's `Device`."""
 
-    threads: int
+    threads: int = field(default_factory=torch.get_num_threads)
+    """Each has buffers of its own."""
     name: str = "cpu"
     granule: int = 1
 

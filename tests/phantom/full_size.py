@@ -112,7 +112,7 @@ def on_the_phantom(case: Case) -> Bytes:
     config, family, model, expert, shape = _known(case)
     device = torch.device("cuda")
     precision = Precision(config.train.mixed_precision, device)
-    module = _on(device, family.denoiser(model, expert, weight_format(config, precision)))
+    module = placed(device, family.denoiser(model, expert, weight_format(config, precision)))
     store_base(config, module, precision, _Unheard())
     trained = trained_of(config, family, expert, module, precision, _Unheard())
     trainee = trainee_of(config, expert, trained, precision)
@@ -158,13 +158,16 @@ def _known(case: Case) -> tuple[RunConfig, Family, Model, Expert, BatchShape]:
     return config, family, model, expert, shape
 
 
-def _on(device: torch.device, module: nn.Module) -> nn.Module:
+def placed(device: torch.device, module: nn.Module) -> nn.Module:
     """A module of the meta device with its weights on this one, and its plain tables on the CPU, as loading has it."""
+    made: dict[int, nn.Parameter] = {}
     for part in module.modules():
         for name, parameter in part._parameters.items():
             if parameter is not None:
-                there = torch.empty_like(parameter, device=device)
-                part._parameters[name] = nn.Parameter(there, requires_grad=parameter.requires_grad)
+                if id(parameter) not in made:
+                    there = torch.empty_like(parameter, device=device)
+                    made[id(parameter)] = nn.Parameter(there, requires_grad=parameter.requires_grad)
+                part._parameters[name] = made[id(parameter)]
         for name, buffer in part._buffers.items():
             if buffer is not None:
                 part._buffers[name] = torch.empty_like(buffer, device=device)

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.phantom import encoders
+from tests.phantom.encoders import ENCODINGS, Encoding
 from tests.phantom.full_size import CASES, Bytes, Case, forecast, on_the_phantom
 from tests.phantom.random_cases import random_case
 
@@ -53,6 +55,18 @@ def test_every_configuration_of_the_table_takes_what_was_forecast(case: Case) ->
 @pytest.mark.parametrize("seed", range(100, 140))
 def test_forty_more_windows_of_chance_take_what_was_forecast(seed: int) -> None:
     close(*_in_its_own_process(f"seed {seed}"))
+
+
+@pytest.mark.parametrize("title", ("Flux: VAE, 1024×1024", "SDXL: text"))
+def test_an_encoder_takes_what_was_forecast(title: str) -> None:
+    one = next(one for one in ENCODINGS if one.title == title)
+    close(encoders.forecast(one), encoders.on_the_phantom(one))
+
+
+@pytest.mark.phantom_long
+@pytest.mark.parametrize("one", ENCODINGS, ids=lambda one: one.title)
+def test_every_encoder_takes_what_was_forecast(one: Encoding) -> None:
+    close(encoders.forecast(one), encoders.on_the_phantom(one))
 
 
 def _in_its_own_process(what: str) -> tuple[Bytes, Bytes]:

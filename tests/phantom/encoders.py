@@ -1,0 +1,114 @@
+"""Encoders of full size on the phantom, beside their forecasts. VAEs are convolutions, of which the phantom has a rule
+of its own for what cuDNN takes: agreement there says that shapes and lifetimes are right, not cuDNN's bytes.
+
+As a program it prints their table of docs/forecast.md: scripts/phantom_python.sh -m tests.phantom.encoders
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from supertuner.config.model import ModelSettings
+from supertuner.config.tree import RunConfig
+from supertuner.models import hollow
+from supertuner.models.published import described
+from supertuner.plan.caching import reserved
+from supertuner.plan.kernels import Cuda
+from supertuner.plan.phases import trace_media, trace_text
+from supertuner.plan.shapes import hollowed
+from tests.phantom.full_size import FLUX, GIB, QWEN, SD35, SDXL, WAN, WAN_5B, Bytes, placed
+
+CUDA = torch.device("cuda")
+
+
+@dataclass(frozen=True)
+class Encoding:
+    title: str
+    family: str
+    path: str
+    media: tuple[int, ...] | None = None
+    """CHW or CFHW in pixels; None: captions."""
+
+
+ENCODINGS = (
+    Encoding("Wan2.2 14B: VAE, 81 frames of 832×480", "wan2.2", WAN, (3, 81, 480, 832)),
+    Encoding("Wan2.2 5B: VAE, 49 frames of 1280×704", "wan2.2", WAN_5B, (3, 49, 704, 1280)),
+    Encoding("Flux: VAE, 1024×1024", "flux", FLUX, (3, 1024, 1024)),
+    Encoding("SDXL: VAE, 1024×1024", "sdxl", SDXL, (3, 1024, 1024)),
+    Encoding("Qwen-Image: VAE, 1024×1024", "qwen-image", QWEN, (3, 1024, 1024)),
+    Encoding("Wan2.2: text", "wan2.2", WAN),
+    Encoding("Flux: text", "flux", FLUX),
+    Encoding("SD3.5: text", "sd3.5", SD35),
+    Encoding("SDXL: text", "sdxl", SDXL),
+    Encoding("Qwen-Image: text", "qwen-image", QWEN),
+)
+
+
+def forecast(one: Encoding) -> Bytes:
+    family, model, _ = described(ModelSettings(family=one.family, path=one.path))
+    config = RunConfig.model_validate({"model": {"family": one.family, "path": one.path}})
+    if one.media is not None:
+        trace = trace_media(family, model, one.media, device=Cuda())
+    else:
+        trace = trace_text(config, family, model, device=Cuda())
+    found = reserved(trace)
+    return Bytes(found.allocated_bytes, found.reserved_bytes)
+
+
+def on_the_phantom(one: Encoding) -> Bytes:
+    """The second of two samples or captions."""
+    family, model, _ = described(ModelSettings(family=one.family, path=one.path))
+    with torch.no_grad(), _on_the_gpu():
+        encode: Callable[[], object]
+        if one.media is not None:
+            vae, media = family.media_encoder(hollowed(model), CUDA), torch.zeros(1, *one.media, dtype=torch.uint8)
+            encode = lambda: vae.encode(media)  # noqa: E731
+        else:
+            encoder = family.text_encoder(hollowed(model), CUDA, torch.bfloat16)
+            encode = lambda: encoder.encode(["a"])  # noqa: E731
+        for _ in range(2):
+            torch.cuda.reset_peak_memory_stats()
+            encode()
+    found = Bytes(torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
+    del encode
+    vae = encoder = None
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    return found
+
+
+@contextmanager
+def _on_the_gpu() -> Iterator[None]:
+    """Modules without weights are made of CUDA tensors of no value."""
+    before = hollow.stand_in
+
+    def there(skeleton: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
+        return placed(CUDA, before(skeleton, dtype))
+
+    hollow.stand_in = there
+    try:
+        yield
+    finally:
+        hollow.stand_in = before
+
+
+def main() -> None:
+    for one in ENCODINGS:
+        said, found = forecast(one), on_the_phantom(one)
+        parts = [one.title]
+        for ours, theirs in ((said.allocated, found.allocated), (said.reserved, found.reserved)):
+            parts += [f"{ours / GIB:.2f}", f"{theirs / GIB:.2f}", f"{100 * (ours / theirs - 1):+.2f} %"]
+        sys.stdout.write(" | ".join(["", *parts, ""]).strip() + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
