@@ -119,6 +119,8 @@ def _update_extra(step: Step, choice: Choice, pieces: Sequence[int]) -> int:
     staying = sum(step.gradients) - sum(step.leaving_gradients(choice))
     if not any(pieces):
         return staying + step.table.update_peak_bytes
+    if not step.table.by_pieces:
+        return staying + step.table.update_peak_bytes + sum(pieces)
     share = min(max(step.shares), PIECE_BYTES / sum(step.trained))
     moved = max(piece / trained for piece, trained in zip(pieces, step.trained, strict=True) if trained)
     together = min(sum(pieces), int(PIECES * min(PIECE_BYTES, max(step.trained)) * moved))

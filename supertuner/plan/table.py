@@ -74,6 +74,9 @@ class StepTable:
     """Of tensors that live within it only, the most at once."""
     idle_bytes: int = 0
     """Weights, gradients' and optimizer's bytes of experts that are not in training in this phase."""
+    by_pieces: bool = True
+    """Whether the optimizer can step some parameters before others. Where it cannot, what comes to the GPU for its step
+    comes all at once."""
 
     @property
     def weight_bytes(self) -> int:

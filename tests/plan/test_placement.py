@@ -120,6 +120,12 @@ def test_an_optimizer_too_large_for_the_gpu_steps_where_it_is_quickest() -> None
     assert place(table("flux-full"), GH200, rates=quick).stepping is Stepping.HOST
 
 
+def test_an_optimizer_that_steps_all_at_once_must_find_room_for_all_at_once() -> None:
+    full = table("flux-full")
+    assert place(full, GH200).stepping is Stepping.STREAMED
+    assert place(replace(full, by_pieces=False), GH200).stepping is Stepping.HOST
+
+
 def test_what_stands_around_the_blocks_stays_where_it_is() -> None:
     around = replace(LARGE, name="(before)", frozen_bytes=6 * GIB, recomputable=False)
     step = a_step(*[replace(LARGE, frozen_bytes=4 * GIB)] * 30)
