@@ -31,6 +31,7 @@ from supertuner.plan.table import StepTable
 from supertuner.plan.timing import Steps
 from supertuner.step.trainee import experts_of
 from supertuner.train.acting.planning import Planning
+from supertuner.train.acting.stepping import PIECEWISE
 from supertuner.train.acting.wishes import wished
 
 SHAPES_TRACED = 3
@@ -147,7 +148,8 @@ class KnownRun:
     def _steps(self, expert: Expert, idle: int) -> Steps:
         def table(bucket: Bucket) -> StepTable:
             trace = self.tracing.training(expert, bucket, False)
-            return table_of(trace, micro_batches=self.micro_batches, idle_bytes=idle)
+            found = table_of(trace, micro_batches=self.micro_batches, idle_bytes=idle)
+            return replace(found, by_pieces=self.config.optimizer.name in PIECEWISE)
 
         largest = table(self.largest)
         others = {self.tracing.tokens(one): table(one) for one in self._other_sizes()} if self.timed else {}
