@@ -51,7 +51,7 @@ class Blocks:
     at: int = -1
     """The block that computes."""
     _lent: int | None = None
-    """The block whose trained weights are in place for its backward pass."""
+    """The block whose weights are in place for all of its backward pass."""
     _inputs: Inputs = field(default_factory=Inputs)
     _inner: list[Call] = field(default_factory=list)
 
@@ -109,6 +109,7 @@ class Blocks:
             calls += 1
             if calls > 1:  # the backward pass asks again
                 self._begin(number, Pass.BACKWARD)
+                self._lend(number)
             return self._run(number, inner, args, kwargs)
 
         return checkpoint(run, *args, use_reentrant=False)
@@ -177,12 +178,22 @@ class Blocks:
         if now is Pass.BACKWARD:
             self.sender.bring(number)
             if number in self.ring.streamed and self.ring.streamed[number].trained:
-                # autograd may copy a gradient to where the parameter is
-                self.ring.lend(number)
-                self._lent = number
+                self._lend(number)
         for use in soon(number, len(self.modules), now, self.ahead):
             if use.backward:
                 self.sender.bring(use.block)
+
+    def _lend(self, number: int) -> None:
+        """Put a streamed block's weights in place until another block begins.
+
+        Where they are trained, autograd may copy a gradient to where the parameter is; where the block is recomputed,
+        torch's checkpoint keeps parameters themselves, not what they were, until the block's backward pass is over.
+        """
+        if number in self.ring.streamed and number != self._lent:
+            self.rest()
+            self.ring.need(number, Pass.BACKWARD)
+            self.ring.lend(number)
+            self._lent = number
 
     def rest(self) -> None:
         """No block computes: all weights that were lent are at home."""

@@ -1,0 +1,85 @@
+"""Full-size windows under the plans that are made for them, on the phantom: does what was planned to fit, fit?
+
+A step is traced, a plan is made of it for a GH200, and the window runs under that plan on torch's own allocator. As a
+program it prints a line each: scripts/phantom_python.sh -m tests.phantom.planned_full_size [WORDS OF A TITLE]
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from supertuner.memory.machines import MACHINES
+from supertuner.plan.decision import Plan
+from supertuner.plan.kernels import Cuda
+from supertuner.plan.placement import place
+from supertuner.plan.rates import Limits, Rates
+from supertuner.plan.summary import table_of
+from supertuner.plan.trace import trace_training
+from supertuner.step.precision import Precision
+from supertuner.step.trainee import rules_of, trained_of, trainee_of, weight_format
+from supertuner.step.window import train_window
+from supertuner.train.acting.apply import act
+from supertuner.train.acting.carrier import SideStreams
+from supertuner.train.acting.run import told
+from tests.phantom.full_size import FLUX, FULL, GIB, KEEP, WAN, Case, _batches, _known, _Unheard, placed
+
+CASES = (
+    Case("Wan2.2 14B T2V, LoRA, 81 frames of 1280×720", "wan2.2", WAN, (3, 81, 720, 1280), train=KEEP),
+    Case("Wan2.2 14B T2V, LoRA, 81 frames of 832×480", "wan2.2", WAN, (3, 81, 480, 832), train=KEEP),
+    Case("Wan2.2 14B T2V, full, 33 frames of 832×480", "wan2.2", WAN, (3, 33, 480, 832), adapter=FULL, train=KEEP),
+    Case("Flux dev, full, 1024×1024", "flux", FLUX, (3, 1024, 1024), adapter=FULL, train=KEEP),
+)
+MARGIN = 0.94
+"""Of the phantom's memory: what the allocator holds beyond what is allocated is not planned."""
+
+
+@dataclass(frozen=True)
+class Found:
+    plan: Plan
+    peak: int
+    reserved: int
+
+
+def run(case: Case, machine: str = "gh200-96", compute_share: float = 0.4) -> Found:
+    config, family, model, expert, shape = _known(case)
+    trace = trace_training(config, family, model, expert, shape, device=Cuda())
+    known = MACHINES[machine]
+    total = torch.cuda.get_device_properties(0).total_memory
+    limits = replace(Limits.of(known), gpu_bytes=int(MARGIN * total))
+    rates = Rates.of(known, config.train.mixed_precision, compute_share=compute_share)
+    plan = place(table_of(trace, micro_batches=case.micro_batches), known, limits, rates=rates)
+    assert plan.fits, plan.reasons
+    device = torch.device("cuda", 0)
+    precision = Precision(config.train.mixed_precision, device)
+    module = family.denoiser(model, expert, weight_format(config, precision))
+    # On the device a while, which is as large as the model here: host memory that torch gives is real memory.
+    trained = trained_of(config, family, expert, placed(device, module), precision, _Unheard())
+    trainee = trainee_of(config, expert, trained, precision)
+    act(trainee, plan, SideStreams(device))
+    rules = rules_of(config, family, model, precision, _Unheard())
+    for _ in range(2):
+        torch.cuda.reset_peak_memory_stats()
+        batches = _batches(shape, case.micro_batches, device)
+        train_window(trainee, batches, samples=case.samples * case.micro_batches, rate=1e-4, rules=rules, seed=0)
+    return Found(plan, torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
+
+
+def main(words: Sequence[str]) -> None:
+    for case in CASES:
+        if all(word in case.title for word in words):
+            found = run(case)
+            modelled = found.plan.modelled
+            planned = "?" if modelled is None else f"{modelled.gpu_peak_bytes / GIB:.2f}"
+            line = (
+                f"{case.title} | {planned} | {found.peak / GIB:.2f} | {found.reserved / GIB:.2f} | {told(found.plan)}"
+            )
+            sys.stdout.write(line + "\n")
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
