@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 from numpy.typing import NDArray
 
-from supertuner.plan.record import AFTER, BEFORE, Kind, Pass, Trace
+from supertuner.plan.record import AFTER, BEFORE, Kind, Pass, Stretch, Trace
 from supertuner.plan.table import Block, StepTable, Work
 
 
@@ -23,6 +25,7 @@ def table_of(trace: Trace, *, micro_batches: int = 1, idle_bytes: int = 0) -> St
     columns = {kind: held(kind) for kind in (Kind.FROZEN, Kind.TRAINED, Kind.GRADIENT, Kind.STATE)}
     temporaries = trace.live_of(Kind.TEMPORARY)
     passing, so_far = temporaries + trace.live_of(Kind.ACTIVATION), np.cumsum(saved)
+    turns = _turns(trace)
     blocks = tuple(
         Block(
             name=name,
@@ -34,8 +37,8 @@ def table_of(trace: Trace, *, micro_batches: int = 1, idle_bytes: int = 0) -> St
             input_bytes=int(inputs[number]),
             forward=_worked(trace, Pass.FORWARD, number),
             backward=_worked(trace, Pass.BACKWARD, number),
-            forward_peak_bytes=max(_most(trace, passing, Pass.FORWARD, number) - int(so_far[number]), 0),
-            backward_peak_bytes=max(_most(trace, passing, Pass.BACKWARD, number) - int(so_far[number]), 0),
+            forward_peak_bytes=max(_most(passing, trace.of(Pass.FORWARD, number)) - int(so_far[number]), 0),
+            backward_peak_bytes=max(_most(passing, turns[number]) - int(so_far[number]), 0),
             recomputable=name not in (BEFORE, AFTER),
         )
         for number, name in enumerate(trace.blocks)
@@ -82,6 +85,18 @@ def _worked(trace: Trace, during: Pass, block: int) -> Work:
     return sum((one.work for one in trace.of(during, block)), Work())
 
 
-def _most(trace: Trace, live: NDArray[np.int64], during: Pass, block: int) -> int:
-    """The most bytes of a kind while operators of the block run, whoever made them."""
-    return max((int(live[one.begin : one.end + 1].max()) for one in trace.of(during, block)), default=0)
+def _turns(trace: Trace) -> list[list[Stretch]]:
+    """For each block what the backward pass does while it is there: until the next block's turn. What belongs to no
+    block is done in between too, while earlier blocks still have their activations: gradients of what several blocks
+    are given are added up so."""
+    found: list[list[Stretch]] = [[] for _ in trace.blocks]
+    furthest = 0
+    for one in reversed([stretch for stretch in trace.stretches if stretch.during is Pass.BACKWARD]):
+        furthest = max(furthest, one.block)
+        found[furthest].append(one)
+    return found
+
+
+def _most(live: NDArray[np.int64], stretches: Iterable[Stretch]) -> int:
+    """The most bytes of a kind while these run, whoever made them."""
+    return max((int(live[one.begin : one.end + 1].max()) for one in stretches), default=0)
