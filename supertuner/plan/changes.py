@@ -232,7 +232,7 @@ def _changed(
         peak = modelled.gpu_peak_bytes if modelled is not None else now.peak_bytes
         host = now.host_bytes + (0 if modelled is None else modelled.host_peak_bytes)
         fits = plan.fits and now.other_bytes <= limits.gpu_bytes
-        time = modelled.seconds / before if timed and modelled is not None and before else None
+        time = modelled.seconds / before if timed and plan.fits and modelled is not None and before else None
         size = max(peak, now.other_bytes) if plan.fits else needed(table, least_memory(Step.of(table, ANY_RATES)))
         return Change(what, size, host, fits, time, price, exact, same_result)
     peak = now.peak_bytes + needed(table, choice) - needed(now.table, now.choice)

@@ -147,3 +147,11 @@ def test_the_time_of_a_window_is_that_of_its_micro_batches() -> None:
     rates = Rates.of(a_room().machine)
     assert plain_seconds(table, as_configured(table, False), rates) == pytest.approx(3 * 4 * 300 / 990)
     assert plain_seconds(table, as_configured(table, True), rates) == pytest.approx(3 * 4 * 400 / 990)
+
+
+def test_a_change_by_which_no_plan_fits_has_no_time() -> None:
+    now = a_situation(a_table(blocks=2, frozen=0, trained=60, saved=5), a_room(host_gib=50), adapter={"type": "full"})
+    limits = Limits(96 * GIB, 50 * GIB)
+    found = changes(replace(now, plan=place(now.table, now.room.machine, limits), acts=True, limits=limits))
+    assert found
+    assert all(change.fits or change.time is None or change.time < 100 for change in found)
