@@ -58,7 +58,7 @@ _CAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 @contextmanager
 def as_on_cuda(capability: tuple[int, int]) -> Iterator[None]:
     """Inside, what is done with fake CPU tensors is what would be done with CUDA tensors on such a chip."""
-    library = Library("aten", "IMPL")
+    library: Any = Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     try:
         for name in IN_FP32:
             library.impl(name, _casting(operator(name), _to_fp32), "AutocastCPU")
@@ -74,6 +74,7 @@ def as_on_cuda(capability: tuple[int, int]) -> Iterator[None]:
                 library.impl(name, fallthrough_kernel, "AutocastCPU", allow_override=True)
         library.impl("scaled_dot_product_attention", _attending(capability), "AutogradCPU")
         library.impl("rms_norm", _rms_norm, "AutogradCPU")
+        library.impl("group_norm", _group_norm, "AutogradCPU")
         yield
     finally:
         library._destroy()
@@ -214,7 +215,7 @@ class _FusedRmsNorm(torch.autograd.Function):
         return normed  # type: ignore[no-any-return]
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         values, weight, scale = ctx.saved_tensors
         wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
         with torch._C._AutoDispatchBelowAutograd():
@@ -226,8 +227,24 @@ def _rms_norm(
     values: torch.Tensor, normalized_shape: Sequence[int], weight: torch.Tensor | None = None, eps: float | None = None
 ) -> torch.Tensor:
     if weight is None or weight.dtype == values.dtype:
-        return _FusedRmsNorm.apply(values, normalized_shape, weight, eps)  # type: ignore[no-any-return]
+        return _FusedRmsNorm.apply(values, normalized_shape, weight, eps)  # type: ignore[no-any-return, no-untyped-call]
     dimensions = tuple(range(-len(normalized_shape), 0))
     widened = values.float()
     scale = torch.rsqrt(widened.pow(2).mean(dimensions, keepdim=True).add_(eps or torch.finfo(values.dtype).eps))
     return (widened * scale * weight).type_as(values)
+
+
+def _group_norm(
+    values: torch.Tensor,
+    num_groups: int,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+) -> torch.Tensor:
+    """CUDA's has its values in the plain order, and copies them if they are not; the CPU's takes channels last too
+    (`group_norm`, native/group_norm.cpp)."""
+    batch, channels = values.shape[:2]
+    inner = values.numel() // (batch * channels)
+    normed = aten.native_group_norm(values.contiguous(), weight, bias, batch, channels, inner, num_groups, eps)
+    return normed[0]  # type: ignore[no-any-return]
