@@ -46,8 +46,8 @@ def expert(name: str, layers: int) -> Trainee:
             module = WanTransformer3DModel(num_layers=layers)
     finally:
         torch.set_default_dtype(torch.float32)
-    for name, parameter in module.named_parameters():  # as loading has it
-        if any(part in name for part in WanTransformer3DModel._keep_in_fp32_modules):
+    for own, parameter in module.named_parameters():  # as loading has it
+        if any(part in own for part in WanTransformer3DModel._keep_in_fp32_modules):
             parameter.data = parameter.data.float()
     module = module.to_empty(device=GPU).requires_grad_(False)
     trained = adapters.attach(module, AdapterSettings(rank=16), TARGETS, seed=1, name=name)
