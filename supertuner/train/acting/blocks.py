@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import Variable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
@@ -184,7 +185,7 @@ class Blocks:
                 self.sender.bring(use.block)
 
     def _lend(self, number: int) -> None:
-        """Put a streamed block's weights in place until another block begins.
+        """Put a streamed block's weights in place until another block begins, or the backward pass is over.
 
         Where they are trained, autograd may copy a gradient to where the parameter is; where the block is recomputed,
         torch's checkpoint keeps parameters themselves, not what they were, until the block's backward pass is over.
@@ -194,6 +195,8 @@ class Blocks:
             self.ring.need(number, Pass.BACKWARD)
             self.ring.lend(number)
             self._lent = number
+            if torch._C._current_graph_task_id() != -1:  # the first block has no block before it that would end it
+                Variable._execution_engine.queue_callback(self.rest)
 
     def rest(self) -> None:
         """No block computes: all weights that were lent are at home."""

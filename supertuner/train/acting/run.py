@@ -72,6 +72,7 @@ class Acts:
         """A window of an expert took so long. Between two windows: nothing computes."""
         watched = self._watched.get(expert)
         if watched is None or not self._every:
+            self._carrier.take()  # they would pile up
             return
         changed = self._last is not None and self._last != expert
         self._last = expert

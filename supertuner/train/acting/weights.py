@@ -121,7 +121,11 @@ class Ring:
         self._held.clear()
 
     def release(self) -> None:
-        """Give the device memory back; the next use takes it again."""
+        """Give the device memory back; the next use takes it again. Nobody may be given it before copies into it, which
+        may be for a pass that does not come, are done."""
+        for held in self._held.values():
+            if not held.awaited:
+                self.carrier.await_(held.mark)
         self.forget()
         self._slots.clear()
         self._views.clear()
