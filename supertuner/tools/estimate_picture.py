@@ -192,9 +192,14 @@ def _draw_what_if(pen: ImageDraw, what_if: WhatIf, top: int) -> None:
     _grid(pen, across, down, _unit(highest), upright=False)
     order = stacked(sorted({name for bar in what_if.bars for name, size in bar.bytes_by_class.items() if size > 0}))
     room = (across.high_px - across.low_px) / max(1, len(what_if.bars))
-    for number, bar in enumerate(what_if.bars):
-        _bar(pen, bar, order, across.low_px + (number + 0.5) * room, min(room * 0.56, 150 * SCALE), room, down)
+    middles = [across.low_px + (number + 0.5) * room for number in range(len(what_if.bars))]
+    tops = [
+        _bar(pen, bar, order, middle, min(room * 0.56, 150 * SCALE), down)
+        for bar, middle in zip(what_if.bars, middles, strict=True)
+    ]
     _limit(pen, what_if.limit_bytes, what_if.limit_name, down)
+    for bar, middle, y in zip(what_if.bars, middles, tops, strict=True):
+        _bar_words(pen, bar, middle, room, y, down)
     current = next((bar for bar in what_if.bars if bar.current), None)
     shown = current or max(what_if.bars, key=lambda bar: sum(bar.bytes_by_class.values()), default=None)
     if shown is not None:
@@ -202,7 +207,8 @@ def _draw_what_if(pen: ImageDraw, what_if: WhatIf, top: int) -> None:
         _legend(pen, f"at {shown.label}", at, float(sum(shown.bytes_by_class.values())), top)
 
 
-def _bar(pen: ImageDraw, bar: Bar, order: Sequence[str], middle: float, width: float, room: float, down: Axis) -> None:
+def _bar(pen: ImageDraw, bar: Bar, order: Sequence[str], middle: float, width: float, down: Axis) -> float:
+    """The bar; where it ends."""
     left, right, y, below = middle - width / 2, middle + width / 2, down.low_px, 0.0
     for name in order:
         below += bar.bytes_by_class.get(name, 0)
@@ -210,9 +216,16 @@ def _bar(pen: ImageDraw, bar: Bar, order: Sequence[str], middle: float, width: f
         if above < y:
             pen.rectangle((left, above, right, max(above, y - 1)), fill=COLOURS.get(name, OTHER))
         y = above
-    if below > 0:
-        text = bytes_text(below)
-        pen.text((middle - text_width(text, 14 * SCALE) / 2, y - 22 * SCALE), text, INK, font(14 * SCALE))
+    return y
+
+
+def _bar_words(pen: ImageDraw, bar: Bar, middle: float, room: float, y: float, down: Axis) -> None:
+    """Its size above it, over the line of the limit; its value, time and note below."""
+    if total := sum(bar.bytes_by_class.values()):
+        text = bytes_text(total)
+        left = middle - text_width(text, 14 * SCALE) / 2
+        pen.rectangle((left - 4 * SCALE, y - 22 * SCALE, 2 * middle - left + 4 * SCALE, y - 4 * SCALE), fill=CARD)
+        pen.text((left, y - 22 * SCALE), text, INK, font(14 * SCALE))
     label = bar.label + (" (as configured)" if bar.current else "")
     seconds = "" if bar.seconds is None else f"{duration(bar.seconds)} a step"
     for line, size, colour, at in (
