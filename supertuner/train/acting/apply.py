@@ -22,7 +22,7 @@ from supertuner.train.acting.homes import Homes
 from supertuner.train.acting.host import HostMemory
 from supertuner.train.acting.leaves import leaves
 from supertuner.train.acting.saved import Sender
-from supertuner.train.acting.state import TrainedState
+from supertuner.train.acting.state import HOST, TrainedState
 from supertuner.train.acting.stepping import TrainedKeeper
 from supertuner.train.acting.weights import Ring, StreamedBlock
 
@@ -123,7 +123,9 @@ def act(
     to_device(module.buffers(), carrier.device)
     if here:
         to_device(acting.staying(), carrier.device)
-    if here and plan.stepping is Stepping.GPU:
+    if plan.stepping is not Stepping.GPU:
+        state.move(HOST)
+    elif here:
         state.move(carrier.device)
     return acting
 

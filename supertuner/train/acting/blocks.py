@@ -88,6 +88,8 @@ class Blocks:
             made = self._recomputed(number, inner, args, kwargs)
         else:
             made = self._saving(number, inner, args, kwargs)
+        if self.fates[number] is not Fate.KEEP:
+            torch.clear_autocast_cache()  # it holds copies of trained weights to the end of the forward pass
         self._watch(number, made, (args, kwargs))
         return made
 
@@ -105,15 +107,18 @@ class Blocks:
     def _recomputed(self, number: int, inner: Call, args: Any, kwargs: Any) -> Any:
         calls = 0
 
-        def run(*args: Any) -> Any:
+        def run(*given: Any) -> Any:
             nonlocal calls
             calls += 1
+            *args, kwargs = given
             if calls > 1:  # the backward pass asks again
                 self._begin(number, Pass.BACKWARD)
                 self._lend(number)
             return self._run(number, inner, args, kwargs)
 
-        return checkpoint(run, *args, use_reentrant=False)
+        # Keywords are given as one more argument: by the tensors in arguments checkpoint knows of which devices it has
+        # to keep the random numbers.
+        return checkpoint(run, *args, kwargs, use_reentrant=False)
 
     def _saving(self, number: int, inner: Call, args: Any, kwargs: Any) -> Any:
         sends, streamed = self.fates[number] is Fate.SEND, number in self.ring.streamed

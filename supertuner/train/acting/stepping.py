@@ -86,7 +86,8 @@ class TrainedKeeper:
     def settle(self) -> None:
         self.rest()
         changed = []
-        for name, gradient in self._gradients.items():
+        at_home = self.parameters if self.stepping is Stepping.HOST else self._gradients
+        for name in at_home:  # on the host also what has no gradient: its average is there
             parameter = self.parameters[name]
             if name not in self.away:
                 there = self._stepped_at_home[name] = parameter.data
@@ -94,7 +95,7 @@ class TrainedKeeper:
                 if self._same.get(name) != parameter._version:
                     changed.append((home, there))
                 parameter.data = home
-            parameter.grad = gradient
+            parameter.grad = self._gradients.get(name)
         self._gradients.clear()
         self.homes.send(changed)
         self.homes.arrived()
