@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,11 +91,22 @@ def _turns(trace: Trace) -> list[list[Stretch]]:
     block is done in between too, while earlier blocks still have their activations: gradients of what several blocks
     are given are added up so."""
     found: list[list[Stretch]] = [[] for _ in trace.blocks]
-    furthest = 0
-    for one in reversed([stretch for stretch in trace.stretches if stretch.during is Pass.BACKWARD]):
-        furthest = max(furthest, one.block)
-        found[furthest].append(one)
+    for during, one_pass in groupby(trace.stretches, key=lambda stretch: stretch.during):
+        if during is Pass.BACKWARD:
+            for turn, stretch in _in_turn(list(one_pass), len(trace.blocks) - 1):
+                found[turn].append(stretch)
     return found
+
+
+def _in_turn(one_pass: Sequence[Stretch], last: int) -> Iterator[tuple[int, Stretch]]:
+    """With the block whose turn it is. The end of the pass is no block's, whosever its last operators are."""
+    inner = [number for number, stretch in enumerate(one_pass) if 0 < stretch.block < last]
+    begin = inner[0] if inner else len(one_pass)
+    yield from ((last, stretch) for stretch in one_pass[:begin])
+    turn = 0
+    for stretch in reversed(one_pass[begin:]):
+        turn = max(turn, stretch.block) if stretch.block < last else turn
+        yield turn, stretch
 
 
 def _most(live: NDArray[np.int64], stretches: Iterable[Stretch]) -> int:

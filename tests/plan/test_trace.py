@@ -254,6 +254,18 @@ def test_the_table_of_a_trace_adds_up_to_its_peak(wan: tuple[Family, Model]) -> 
     assert sum((b.forward for b in table.blocks), start=type(table.update)()) == trace.work(Pass.FORWARD)
 
 
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_every_block_needs_something_in_its_backward_pass_and_none_needs_everything(
+    wan: tuple[Family, Model], kind: str
+) -> None:
+    """What belongs to no block runs at the end of a pass and in between: it is nobody's need but whose turn it is."""
+    table = table_of(traced(configured(adapter={"type": kind}), *wan, (3, 17, 96, 96), checkpointing=False))
+    saved = sum(block.saved_bytes for block in table.blocks)
+    inner = [block.backward_peak_bytes for block in table.blocks[1:-1]]
+    assert min(inner) > 0
+    assert max(block.backward_peak_bytes for block in table.blocks) < saved / 2
+
+
 def test_the_table_of_a_step_that_keeps_all_says_what_recomputing_all_would_need(wan: tuple[Family, Model]) -> None:
     config = configured(train={"gradient_checkpointing": True})
     table = table_of(traced(config, *wan, (3, 17, 96, 96), checkpointing=False))
