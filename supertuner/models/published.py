@@ -11,11 +11,11 @@ import json
 import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from supertuner.config.model import ModelSettings
-from supertuner.config.problems import nearest
 from supertuner.core.errors import ModelError
 from supertuner.models.reading import CONFIGS, INDEX
 from supertuner.models.spec import Family, Model, Source
@@ -66,8 +66,8 @@ def _hollow(model: Model, path: str) -> Model:
 
 def _unknown(path: str, family: str) -> str:
     names = [name for name, known in PUBLISHED.items() if PIPELINES[known["index"]["_class_name"]] == family]
-    guess = nearest(path.lower(), names)
-    hint = f"did you mean {guess}?" if guess else f"of {family} are known without a download: {', '.join(names)}"
+    guess = get_close_matches(path.lower(), names, n=1, cutoff=0.85)
+    hint = f"did you mean {guess[0]}?" if guess else f"of {family} are known without a download: {', '.join(names)}"
     return (
         f"model.path is {path!r}: there is no such folder here, it is not in the hub's cache, and {hint}; a folder "
         "with the config files of its parts is enough for a forecast"
