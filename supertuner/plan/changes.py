@@ -11,11 +11,11 @@ from dataclasses import replace
 
 from supertuner.core.types import MediaKind, bytes_text
 from supertuner.memory.machines import MACHINES, Machine
-from supertuner.plan.choice import Choice, Step
-from supertuner.plan.forecast import Change
-from supertuner.plan.placement import least_memory, place
-from supertuner.plan.rates import Rates
-from supertuner.plan.situation import ANY_RATES, Situation, as_configured, needed, plain_seconds, scaled
+from supertuner.plan.choice import Choice
+from supertuner.plan.forecast import HOST_SHARE, TIGHT_SHARE, Change
+from supertuner.plan.placement import place
+from supertuner.plan.rates import Limits, Rates
+from supertuner.plan.situation import Situation, as_configured, needed, plain_seconds, scaled
 from supertuner.plan.table import Block, StepTable
 
 STATE_8BIT = 0.25
@@ -188,7 +188,10 @@ def _with_state(block: Block, share: float) -> Block:
 def _machines(now: Situation) -> Iterator[Change]:
     """The smallest known machine that takes the run as it is; rather one that is not much slower."""
     need = max(now.peak_bytes, now.other_bytes)
-    if now.room.gpu_bytes is None or need <= now.room.gpu_bytes:
+    if now.room.gpu_bytes is None or now.fits:
+        return
+    if now.acts:
+        yield from _by_a_plan(now)
         return
     fitting = [machine for machine in MACHINES.values() if _holds(machine, need, now.host_bytes)]
     times = {machine.key: _time_on(now, machine) for machine in fitting}
@@ -197,6 +200,25 @@ def _machines(now: Situation) -> Iterator[Change]:
         smallest = min(chosen, key=lambda machine: machine.gpu_bytes.value or 0)
         time = times[smallest.key]
         yield Change(f"--machine {smallest.key}", need, now.host_bytes, True, time, f"a {smallest.title}")
+
+
+def _by_a_plan(now: Situation) -> Iterator[Change]:
+    """The smallest known machine with two memories on which a plan fits."""
+    for machine in sorted(MACHINES.values(), key=lambda one: one.gpu_bytes.value or 0):
+        gpu, host = machine.gpu_bytes.value, machine.host_bytes.value
+        if gpu is None or host is None or machine.one_pool or machine.key == now.room.machine.key:
+            continue
+        rates = Rates.of(machine, now.config.train.mixed_precision)
+        limits = Limits(int(gpu * TIGHT_SHARE), max(0, int(host * HOST_SHARE) - now.host_bytes))
+        plan = place(now.table, machine, limits, rates=rates)
+        if plan.fits and now.other_bytes <= gpu:
+            modelled, before = plan.modelled, now.seconds
+            time = None if modelled is None or not before else modelled.seconds / before
+            peak = None if modelled is None else max(modelled.gpu_peak_bytes, now.other_bytes)
+            host_bytes = now.host_bytes + (0 if modelled is None else modelled.host_peak_bytes)
+            price = f"a {machine.title}, {bytes_text(host_bytes)} of its host memory"
+            yield Change(f"--machine {machine.key}", peak, host_bytes, True, time, price)
+            return
 
 
 def _time_on(now: Situation, machine: Machine) -> float | None:
@@ -233,7 +255,8 @@ def _changed(
         host = now.host_bytes + (0 if modelled is None else modelled.host_peak_bytes)
         fits = plan.fits and now.other_bytes <= limits.gpu_bytes
         time = modelled.seconds / before if timed and plan.fits and modelled is not None and before else None
-        size = max(peak, now.other_bytes) if plan.fits else needed(table, least_memory(Step.of(table, ANY_RATES)))
+        everything = now.peak_bytes + needed(table, choice) - needed(now.table, now.choice)
+        size = max(peak if plan.fits else everything, now.other_bytes)
         return Change(what, size, host, fits, time, price, exact, same_result)
     peak = now.peak_bytes + needed(table, choice) - needed(now.table, now.choice)
     worst = max(peak, now.other_bytes)

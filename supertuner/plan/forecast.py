@@ -17,6 +17,8 @@ from supertuner.plan.storage import Stored, together
 
 TIGHT_SHARE = 0.95
 """Of GPU memory; `memory.overflow` leaves the same 5 % free. What a driver and its context take is not forecast."""
+HOST_SHARE = 0.9
+"""Of host memory, for a plan and what the run stores; `memory.overflow` leaves the same 10 % to others."""
 
 
 class Fit(StrEnum):

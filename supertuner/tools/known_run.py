@@ -17,7 +17,7 @@ from supertuner.models.spec import Expert, Family, Model
 from supertuner.optim.schedule import Course
 from supertuner.plan import duration, holdings
 from supertuner.plan.decision import Modelled, Plan
-from supertuner.plan.forecast import TIGHT_SHARE, Room
+from supertuner.plan.forecast import HOST_SHARE, TIGHT_SHARE, Room
 from supertuner.plan.holdings import Holding
 from supertuner.plan.phases import SampleTrace
 from supertuner.plan.placement import judged, place
@@ -38,8 +38,6 @@ SHAPES_TRACED = 3
 """Sizes of batches that are traced for their time; the others lie between them."""
 ALIKE = 0.05
 """Sizes that differ by less are taken for one."""
-HOST_SHARE = 0.9
-"""Of host memory, for a plan and what the run stores; `memory.overflow` leaves the same 10 % to others."""
 STANDING = (Kind.FROZEN, Kind.TRAINED, Kind.STATE)
 
 

@@ -155,3 +155,12 @@ def test_a_change_by_which_no_plan_fits_has_no_time() -> None:
     found = changes(replace(now, plan=place(now.table, now.room.machine, limits), acts=True, limits=limits))
     assert found
     assert all(change.fits or change.time is None or change.time < 100 for change in found)
+
+
+def test_a_run_that_follows_plans_is_sent_to_a_machine_where_one_fits() -> None:
+    now = a_situation(a_table(blocks=8, frozen=0, trained=7, saved=2), a_room("h100-80-pcie"), adapter={"type": "full"})
+    limits = Limits(76 * GIB, None)
+    found = named(
+        changes(replace(now, plan=place(now.table, now.room.machine, limits), acts=True, limits=limits)), "--"
+    )
+    assert found.what == "--machine gh200-96" and found.fits and found.host_bytes > 0
