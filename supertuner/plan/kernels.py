@@ -23,9 +23,10 @@ aten = torch.ops.aten
 
 GRANULE = 512
 """torch's caching allocator rounds every request up to a multiple of it (`kMinBlockSize`, CUDACachingAllocator.cpp)."""
-CUBLAS_WORKSPACE = {9: 32 * MIB, 10: 32 * MIB}
-"""By major compute capability; elsewhere it is 2·4096 + 8·16 KiB (`parseChosenWorkspaceSize`, CUDABlas workspaces)."""
-CUBLAS_ELSEWHERE = (2 * 4096 + 8 * 16) * KIB
+CUBLAS_WORKSPACE = 32 * MIB
+"""On chips from compute capability 9 on: seen on the phantom as a GH200 and as a GB10."""
+CUBLAS_OLDER = (2 * 4096 + 8 * 16) * KIB
+"""NVIDIA's and torch's default before (`CUBLAS_WORKSPACE_CONFIG=:4096:2:16:8`)."""
 CUBLAS_THREADS = 2
 """The forward pass and the backward pass have a thread each, and each thread a handle with a workspace of its own."""
 FOREACH_CHUNK = 65536
@@ -45,8 +46,7 @@ class Cuda:
 
     def standing(self) -> Sequence[int]:
         """Bytes that are taken by the first matrix product of each thread, and never given back."""
-        one = CUBLAS_WORKSPACE.get(self.chip.capability[0], CUBLAS_ELSEWHERE)
-        return (one,) * CUBLAS_THREADS
+        return (CUBLAS_WORKSPACE if self.chip.capability[0] >= 9 else CUBLAS_OLDER,) * CUBLAS_THREADS
 
     def workspace(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[int]:
         """Bytes of what an operator takes when it begins and gives back when it ends."""

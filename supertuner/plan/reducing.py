@@ -29,7 +29,8 @@ class Chip:
 
 
 GH200 = Chip((9, 0), 132, 2048)
-"""And H100. Of other chips only these numbers differ, and with them which kernels torch chooses."""
+"""And H100. Other chips of NVIDIA's choose other kernels and divide work otherwise, which changes a peak by less than a
+per cent (docs/forecast.md); a forecast for any of them is made with these."""
 
 
 def reduction_bytes(

@@ -17,9 +17,10 @@ from supertuner.plan import remembered
 from supertuner.plan.forecast import Room
 from supertuner.plan.kept import Kept, versions
 from supertuner.plan.kernels import Cuda
+from supertuner.plan.kernels_cpu import Cpu
 from supertuner.plan.phases import SampleTrace
 from supertuner.plan.record import Trace
-from supertuner.plan.recorder import Device, Plain
+from supertuner.plan.recorder import Device
 from supertuner.plan.shapes import BatchShape, Field, Shaper
 from supertuner.plan.storage import Sizes
 
@@ -36,7 +37,7 @@ class Traces:
         self._config = config
         self.family, self.model, self.source = described(config.model)
         self._shaper = Shaper(config, self.family, self.model)
-        self._device: Device = Plain() if room.on_cpu else Cuda()
+        self._device: Device = Cpu() if room.on_cpu else Cuda()
         self._kept = Kept(config.run.output_dir / FOLDER, versions(), sink, progress)
 
     def shape(self, bucket: Bucket) -> BatchShape:

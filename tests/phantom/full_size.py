@@ -25,6 +25,7 @@ from supertuner.models.published import described
 from supertuner.models.spec import Expert, Family, Model
 from supertuner.plan.caching import reserved
 from supertuner.plan.kernels import Cuda
+from supertuner.plan.reducing import Chip
 from supertuner.plan.shapes import BatchShape, Shaper
 from supertuner.plan.trace import trace_training
 from supertuner.step.batch import StepBatch
@@ -102,9 +103,15 @@ class Bytes:
 
 def forecast(case: Case) -> Bytes:
     """What the trace and the allocator's model say."""
-    trace = trace_training(*_known(case), micro_batches=case.micro_batches, device=Cuda())
+    trace = trace_training(*_known(case), micro_batches=case.micro_batches, device=Cuda(chip()))
     found = reserved(trace)
     return Bytes(found.allocated_bytes, found.reserved_bytes)
+
+
+def chip() -> Chip:
+    """What the phantom says that it is (FAKECUDA_PROFILE)."""
+    said = torch.cuda.get_device_properties(0)
+    return Chip((said.major, said.minor), said.multi_processor_count, said.max_threads_per_multi_processor)
 
 
 def on_the_phantom(case: Case) -> Bytes:
