@@ -148,8 +148,9 @@ class Automagic(torch.optim.Optimizer):
         group.update(lowest=self._rates.lowest, unit=self._rates.unit)
 
     def tools(self, p: torch.Tensor) -> Tools:
-        """What the state of one parameter is read with."""
-        return self._bench(p.device).tools(1, *matrix_shape(p.shape))
+        """What the state of one parameter is read with: where the state is, which may be at home while `p` is not."""
+        home = next((kept.device for kept in self.state.get(p, {}).values()), p.device)
+        return self._bench(home).tools(1, *matrix_shape(p.shape))
 
     def _clear(self) -> None:
         for bench in self._benches.values():

@@ -94,7 +94,7 @@ class Optimizer:
         beta = self.inner.param_groups[0]["betas"][0]
         states = {name: self.inner.state.get(p, {}) for name, p in self.parameters.items()}
         return {
-            name: p.lerp(states[name]["z"], 1 - 1 / beta) if "z" in states[name] else p.detach().clone()
+            name: p.lerp(states[name]["z"].to(p.device), 1 - 1 / beta) if "z" in states[name] else p.detach().clone()
             for name, p in self.parameters.items()
         }
 

@@ -1,0 +1,159 @@
+"""Plans of tiny models on a device that is not the host: nothing meets what is in another memory, and what is at home
+takes no memory of the device. (On the CPU, where both are the same, neither would be noticed.)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from supertuner.models.objective import Objective
+from supertuner.models.spec import Tensors
+from supertuner.optim import state as optimizer_state
+from supertuner.plan.decision import Fate, Residence, Stepping
+from supertuner.step.precision import Precision
+from supertuner.step.window import Rules, Trainee, WindowResult, evaluation_weights, held_out_loss, train_window
+from supertuner.train.acting.apply import Acting, act
+from supertuner.train.acting.carrier import SideStreams
+from supertuner.train.acting.state import HOST, TrainedState
+from tests.train.acting.making import Case, a_plan, batch
+
+GPU = torch.device("cuda", 0)
+
+
+def denoise(module: nn.Module, noisy: torch.Tensor, levels: torch.Tensor, text: Tensors, _: Tensors) -> torch.Tensor:
+    found: torch.Tensor = module(noisy, levels * 1000, text["embeds"], return_dict=False)[0]
+    return found
+
+
+def rules(case: Case) -> Rules:
+    return Rules(denoise, Objective(), Precision(case.precision, GPU), max_grad_norm=0.5)
+
+
+def begun(case: Case, *, at_home: bool = False, **plan: Any) -> tuple[Trainee, Acting]:
+    """An expert under a plan: loaded to the device, or `at_home`, where a run loads what is streamed."""
+    trainee = case.trainee()
+    if not at_home:
+        trainee.module.to(GPU)
+        TrainedState(trainee.optimizer, trainee.ema).move(GPU)
+    acting = act(trainee, a_plan(trainee.module, **plan), SideStreams(GPU), least_sent_bytes=1)
+    return trainee, acting
+
+
+def window(trainee: Trainee, case: Case, number: int = 0) -> WindowResult:
+    given = (batch([number, number + 1]).to(GPU), batch([number + 2], side=6).to(GPU))
+    return train_window(trainee, given, samples=3, rate=0.01, rules=rules(case), seed=number)
+
+
+def devices(tensors: Any) -> set[str]:
+    return {tensor.device.type for tensor in tensors}
+
+
+def remembered(trainee: Trainee) -> list[torch.Tensor]:
+    """What an optimizer remembers of weights, and averages."""
+    states = [one for state in trainee.optimizer.inner.state.values() for one in state.values()]
+    averages = [] if trainee.ema is None else list(trainee.ema.averages.values())
+    return [one for one in (*states, *averages) if isinstance(one, torch.Tensor) and one.numel() > 1]
+
+
+@pytest.mark.parametrize("stepping", [Stepping.STREAMED, Stepping.HOST])
+@pytest.mark.parametrize("optimizer", ["schedule_free", "automagic"])
+def test_what_is_read_of_state_at_home_is_read_beside_weights_on_the_device(optimizer: str, stepping: Stepping) -> None:
+    case = Case(optimizer=optimizer, ema=False)
+    trainee, _ = begun(case, stepping=stepping)
+    for number in range(2):
+        window(trainee, case, number)
+    averages = evaluation_weights(trainee)
+    assert (averages is not None) == (optimizer == "schedule_free")
+    trainee.optimizer.spread()
+    tensors, facts = optimizer_state.pack(trainee.optimizer)
+    again, _ = begun(case, stepping=stepping)
+    optimizer_state.unpack(again.optimizer, tensors, facts)
+    window(again, case, 2)
+
+
+@pytest.mark.parametrize("stepping", Stepping)
+def test_a_weight_without_a_gradient_has_its_average_beside_it(stepping: Stepping) -> None:
+    """As the last block's text branch in some models."""
+    case = Case()
+    trainee, _ = begun(case, stepping=stepping)
+    name, unused = next(iter(trainee.parameters.items()))
+    unused.requires_grad_(False)
+    for number in range(2):
+        window(trainee, case, number)
+    assert trainee.optimizer.inner.state.get(unused) is None
+    assert devices(trainee.parameters.values()) == {"cuda"}
+    assert trainee.ema is not None and trainee.ema.averages[name].device.type == (
+        "cuda" if stepping is Stepping.GPU else "cpu"
+    )
+
+
+@pytest.mark.parametrize("stepping", [Stepping.STREAMED, Stepping.HOST])
+def test_what_is_remembered_is_at_home_from_the_beginning(stepping: Stepping) -> None:
+    """Not only after the first window: activations of that one need the room too."""
+    trainee, _ = begun(Case(kind="full"), stepping=stepping)
+    assert devices(trainee.parameters.values()) == {"cuda"}
+    assert devices(remembered(trainee)) == {"cpu"}
+
+
+class Block(nn.Module):
+    """Called by keywords alone, as Flux and Qwen-Image call theirs; it notes what its dropout draws from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.drawn: list[bytes] = []
+
+    def forward(self, *, hidden_states: torch.Tensor, others: dict[str, torch.Tensor]) -> torch.Tensor:
+        self.drawn.append(torch.cuda.get_rng_state(GPU).numpy().tobytes())
+        made: torch.Tensor = nn.functional.dropout(self.layer(hidden_states), 0.5)
+        return made + others["more"]
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+
+    def forward(self, noisy: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            noisy = block(hidden_states=noisy, others={"more": noisy})
+        return noisy
+
+
+def test_a_recomputed_block_draws_what_it_drew_however_it_is_called() -> None:
+    """Else dropout would leave out other numbers in the backward pass than in the forward pass: wrong gradients."""
+    case = Case(ema=False)
+    trainee = case.trainee()
+    model = Model().to(GPU)
+    trainee.module, trainee.parameters = model, {}
+    act(trainee, a_plan(model, activations=Fate.RECOMPUTE), SideStreams(GPU))
+    model(torch.ones(2, 4, device=GPU)).sum().backward()
+    for block in model.blocks:
+        first, again = block.drawn  # type: ignore[misc]
+        assert first == again
+    assert model.blocks[0].drawn[0] != model.blocks[1].drawn[0]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("case", [Case(kind="full", precision="bf16"), Case(base="int8", precision="bf16")], ids=str)
+@pytest.mark.parametrize("fate", Fate)
+def test_everything_at_home_runs_and_is_at_home_again(case: Case, fate: Fate) -> None:
+    trainee, acting = begun(
+        case, at_home=True, weights=Residence.STREAMED, activations=fate, stepping=Stepping.STREAMED
+    )
+    for number in range(2):
+        window(trainee, case, number)
+    held_out_loss(trainee, [batch([9]).to(GPU)], rules(case))
+    assert devices(remembered(trainee)) == {"cpu"}
+    leaves = [leaf.get() for block in acting.ring.streamed.values() for leaf in block.leaves]
+    assert devices(leaves) == {HOST.type}
+    acting.remove()
+    assert devices(remembered(trainee)) == devices(leaf.get() for leaf in _leaves(acting)) == {"cuda"}
+    window(trainee, case, 5)
+
+
+def _leaves(acting: Acting) -> list[Any]:
+    return [leaf for block in acting.ring.streamed.values() for leaf in block.leaves]
