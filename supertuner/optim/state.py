@@ -56,8 +56,11 @@ def pack(optimizer: Optimizer) -> tuple[dict[str, torch.Tensor], dict[str, JSON]
     return tensors, meta
 
 
-def unpack(optimizer: Optimizer, tensors: Tensors, meta: Mapping[str, JSON]) -> None:
-    """Make a fresh optimizer remember what another one packed. Nothing is changed if anything does not fit."""
+def unpack(
+    optimizer: Optimizer, tensors: Tensors, meta: Mapping[str, JSON], device: torch.device | None = None
+) -> None:
+    """Make a fresh optimizer remember what another one packed, on a device; None: each beside its parameter. Nothing is
+    changed if anything does not fit."""
     absent = sorted({"optimizer", "parameters", "group", "scalars", "quantised"} - meta.keys())
     if absent:
         raise CheckpointError(f"the optimizer's state has no {_list(absent)}; the file is not what was saved")
@@ -78,10 +81,12 @@ def unpack(optimizer: Optimizer, tensors: Tensors, meta: Mapping[str, JSON]) -> 
             whole.setdefault(name, {})[key] = _number_in(scalars[entry])
         elif entry in quantised:
             whole.setdefault(name, {})[key] = _eight_bits(
-                entry, tensors, cast("dict[str, JSON]", quantised[entry]), parameter
+                entry, tensors, cast("dict[str, JSON]", quantised[entry]), device or parameter.device
             )
         else:
-            whole.setdefault(name, {})[key] = _like(tensors[entry], parameter, _home(key, parameter, optimizer))
+            whole.setdefault(name, {})[key] = _like(
+                tensors[entry], parameter, _home(key, device or parameter.device, optimizer)
+            )
     for name, state in whole.items():
         optimizer.inner.state[optimizer.parameters[name]] = state
     for group in optimizer.inner.param_groups:
@@ -153,14 +158,14 @@ def _like(stored: torch.Tensor, parameter: nn.Parameter, home: torch.device) -> 
     return stored.clone().to(home)
 
 
-def _home(key: str, parameter: nn.Parameter, optimizer: Optimizer) -> torch.device:
+def _home(key: str, device: torch.device, optimizer: Optimizer) -> torch.device:
     """Step counts live on the CPU, except those of fused kernels, which count on the device."""
     if key == "step" and not optimizer.inner.param_groups[0].get("fused"):
         return torch.device("cpu")
-    return parameter.device
+    return device
 
 
-def _eight_bits(entry: str, tensors: Tensors, how: Mapping[str, JSON], parameter: nn.Parameter) -> torch.Tensor:
+def _eight_bits(entry: str, tensors: Tensors, how: Mapping[str, JSON], device: torch.device) -> torch.Tensor:
     from torchao.optim.subclass_8bit import OptimState8bit
 
     codes, scale = tensors[f"{entry}.codes"], tensors[f"{entry}.scale"]
@@ -170,7 +175,7 @@ def _eight_bits(entry: str, tensors: Tensors, how: Mapping[str, JSON], parameter
         )
     dtype = getattr(torch, str(how["dtype"]))
     block = codes.numel() // len(scale)
-    made = OptimState8bit.zeros(codes.shape, how["signed"], block, parameter.device, dtype)
+    made = OptimState8bit.zeros(codes.shape, how["signed"], block, device, dtype)
     made.codes.copy_(codes)
     made.scale.copy_(scale)
     return cast(torch.Tensor, made)

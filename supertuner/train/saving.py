@@ -172,7 +172,8 @@ def _restore_expert(run: Run, trainee: Trainee, loaded: Loaded, experts: dict[st
         has = ", ".join(experts) or "none"
         raise CheckpointError(f"{loaded.path}: has no state of the expert {expert}, it has {has}; see model.experts")
     adapters.load_state(run.trained[expert], loaded.part(f"adapter.{expert}"))
-    optimizer_state.unpack(trainee.optimizer, loaded.part(f"optimizer.{expert}"), facts["optimizer"])
+    home = None if run.acts is None else run.acts.state_home(expert)
+    optimizer_state.unpack(trainee.optimizer, loaded.part(f"optimizer.{expert}"), facts["optimizer"], home)
     if trainee.ema is not None:
         updates = facts.get("ema_updates")
         if not isinstance(updates, int):

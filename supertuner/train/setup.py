@@ -108,7 +108,14 @@ def open_run(
         planned = plans_of(config, model, experts, planning)
         trained = {
             expert.name: _trained(
-                config, family, model, expert, precision, memory, sink, waits_at_home(planned.get(expert.name), device)
+                config,
+                family,
+                model,
+                expert,
+                precision,
+                memory,
+                sink,
+                waits_at_home(config, planned.get(expert.name), device),
             )
             for expert in experts
         }

@@ -10,14 +10,18 @@ import pytest
 import torch
 from torch import nn
 
+from supertuner.core.events import Silence
 from supertuner.models.objective import Objective
 from supertuner.models.spec import Tensors
 from supertuner.optim import state as optimizer_state
 from supertuner.plan.decision import Fate, Residence, Stepping
 from supertuner.step.precision import Precision
 from supertuner.step.window import Rules, Trainee, WindowResult, evaluation_weights, held_out_loss, train_window
+from supertuner.train.acting.adapting import Basis
 from supertuner.train.acting.apply import Acting, act
 from supertuner.train.acting.carrier import SideStreams
+from supertuner.train.acting.planning import Planned
+from supertuner.train.acting.run import Acts
 from supertuner.train.acting.state import HOST, TrainedState
 from tests.train.acting.making import Case, a_plan, batch
 
@@ -70,8 +74,11 @@ def test_what_is_read_of_state_at_home_is_read_beside_weights_on_the_device(opti
     assert (averages is not None) == (optimizer == "schedule_free")
     trainee.optimizer.spread()
     tensors, facts = optimizer_state.pack(trainee.optimizer)
-    again, _ = begun(case, stepping=stepping)
-    optimizer_state.unpack(again.optimizer, tensors, facts)
+    again, acting = begun(case, stepping=stepping)
+    acting.take_off()
+    acts = Acts([again], {"model": Planned(acting.plan, Basis(), 1)}, acting.carrier, Silence())
+    optimizer_state.unpack(again.optimizer, tensors, facts, acts.state_home("model"))
+    assert devices(remembered(again)) == {"cpu"}, "a checkpoint is not read to the device"
     window(again, case, 2)
 
 

@@ -13,7 +13,7 @@ from supertuner.core.events import Sink
 from supertuner.models import loading
 from supertuner.models.blocks import blocks_of
 from supertuner.models.spec import Expert, Model
-from supertuner.plan.decision import Residence
+from supertuner.plan.decision import Residence, Stepping
 from supertuner.step.precision import Precision
 from supertuner.step.window import Trainee
 from supertuner.train.acting.adapting import Basis, Observed
@@ -40,12 +40,15 @@ def plans_of(
     return found
 
 
-def waits_at_home(planned: Planned | None, device: torch.device) -> torch.device:
-    """Where an expert is loaded to: what only visits the device is never on it as a whole."""
+def waits_at_home(config: RunConfig, planned: Planned | None, device: torch.device) -> torch.device:
+    """Where an expert is loaded to: what only visits the device is never on it as a whole. Averages of all weights are
+    made beside them, and may be too much together."""
     if planned is None:
         return device
     streamed = any(row.weights is Residence.STREAMED for row in planned.plan.blocks)
-    return HOST if streamed or planned.plan.idle_at_home else device
+    averaged = config.adapter.type == "full" and config.train.ema_decay is not None
+    apart = averaged and planned.plan.stepping is not Stepping.GPU
+    return HOST if streamed or planned.plan.idle_at_home or apart else device
 
 
 def acts_of(

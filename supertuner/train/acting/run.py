@@ -7,9 +7,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
+
 from supertuner.core.events import Decided, Noted, Sink, Warned
 from supertuner.core.types import bytes_text
-from supertuner.plan.decision import Fate, Plan, Residence
+from supertuner.plan.decision import Fate, Plan, Residence, Stepping
 from supertuner.step.window import Trainee
 from supertuner.train.acting.adapting import Basis, Distance, Observed, drift
 from supertuner.train.acting.apply import LEAST_SENT_BYTES, Acting, act
@@ -17,6 +19,7 @@ from supertuner.train.acting.carrier import Carrier, Counters
 from supertuner.train.acting.experts import Guest, Turns
 from supertuner.train.acting.homes import Homes
 from supertuner.train.acting.planning import Planned
+from supertuner.train.acting.state import HOST
 
 Replan = Callable[[str, Basis, Observed], Planned | None]
 """(expert, what its plan rests on, what was seen) → a plan from that; None: none can be made here."""
@@ -85,6 +88,11 @@ class Acts:
         _add(watched.counters, self._carrier.take())
         if watched.windows >= watched.every or self._wrong is not None:
             self._look(expert, watched)
+
+    def state_home(self, expert: str) -> torch.device | None:
+        """Where what an optimizer remembers is read to; None: beside its weights."""
+        acting = self.actings.get(expert)
+        return None if acting is None or acting.plan.stepping is Stepping.GPU else HOST
 
     def refused(self, reason: str) -> None:
         """Something that a plan counted on was refused: it is looked at after this window."""
