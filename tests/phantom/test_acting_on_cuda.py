@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from supertuner.core.events import Silence
+from supertuner.models.adapters import Trained, applied
 from supertuner.models.objective import Objective
 from supertuner.models.spec import Tensors
 from supertuner.optim import state as optimizer_state
@@ -20,6 +21,7 @@ from supertuner.step.window import Rules, Trainee, WindowResult, evaluation_weig
 from supertuner.train.acting.adapting import Basis
 from supertuner.train.acting.apply import Acting, act
 from supertuner.train.acting.carrier import SideStreams
+from supertuner.train.acting.experts import Guest, Turns
 from supertuner.train.acting.planning import Planned
 from supertuner.train.acting.run import Acts
 from supertuner.train.acting.state import HOST, TrainedState
@@ -104,6 +106,25 @@ def test_what_is_remembered_is_at_home_from_the_beginning(stepping: Stepping) ->
     trainee, _ = begun(Case(kind="full"), stepping=stepping)
     assert devices(trainee.parameters.values()) == {"cuda"}
     assert devices(remembered(trainee)) == {"cpu"}
+
+
+def test_an_expert_that_waits_is_at_home_also_after_an_average_was_lent_to_it() -> None:
+    """Whoever lends puts back what was there before, on the device, while the expert went home meanwhile."""
+    case, turns = Case(), Turns()
+    pair = {name: begun(case, idle_at_home=True) for name in ("high_noise", "low_noise")}
+    for name, (_, acting) in pair.items():
+        turns.add(name, Guest(acting))
+    (first, _), (second, _) = pair.values()
+    window(first, case)
+    assert first.ema is not None
+    with applied(Trained("x", "lora", first.module, first.parameters), dict(first.ema.averages)):
+        for one in (first, second):
+            held_out_loss(one, [batch([9]).to(GPU)], rules(case))
+    for number in range(2):
+        window(second, case, number)
+        assert devices(first.module.parameters()) == {"cpu"}
+    window(first, case, 3)
+    assert devices(second.module.parameters()) == {"cpu"}
 
 
 class Block(nn.Module):

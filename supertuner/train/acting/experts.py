@@ -79,6 +79,12 @@ class Guest:
             if parameter.device != device:
                 parameter.data = parameter.data.to(device)
 
+    def wait(self) -> None:
+        """It is at home, and another is needed; what was put back into it meanwhile, as it was before it went, goes too."""
+        for parameter in self._trained.values():
+            if parameter.device != HOST:
+                parameter.data = parameter.data.to(HOST)
+
     def leave(self) -> None:
         """Go home. Only copies of what has changed are made."""
         pairs = []
@@ -120,12 +126,12 @@ class Turns:
             self._guests.pop(name)[1].remove()
 
     def turn(self, guest: Guest) -> None:
+        for other, _ in self._guests.values():
+            if other is not guest:
+                other.leave() if other.here else other.wait()
         if guest.here:
             guest.stay()
             return
-        for other, _ in self._guests.values():
-            if other.here:
-                other.leave()
         guest.come()
         self.changes += 1
 
