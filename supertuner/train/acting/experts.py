@@ -80,7 +80,7 @@ class Guest:
                 parameter.data = parameter.data.to(device)
 
     def wait(self) -> None:
-        """It is at home, and another is needed; what was put back into it meanwhile, as it was before it went, goes too."""
+        """It is at home, and another is needed; what somebody put back into it meanwhile goes home too."""
         for parameter in self._trained.values():
             if parameter.device != HOST:
                 parameter.data = parameter.data.to(HOST)
