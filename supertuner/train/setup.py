@@ -30,9 +30,11 @@ from supertuner.optim.schedule import Course, course_of, ramp_text
 from supertuner.step.batch import StepBatch
 from supertuner.step.precision import Precision
 from supertuner.step.trainee import experts_of, rules_of, store_base, trained_of, trainee_of, weight_format
+from supertuner.step.window import Trainee
 from supertuner.train import adapter_start, checkpoint
 from supertuner.train.acting.opening import acts_of, plans_of, waits_at_home
 from supertuner.train.acting.planning import Planning
+from supertuner.train.acting.run import Acts
 from supertuner.train.caching.encoded import open_encoded
 from supertuner.train.caching.encoders import Encoding, Identities
 from supertuner.train.checkpoint_reading import Loaded, load
@@ -105,21 +107,7 @@ def open_run(
         maker = maker_of(memory.place, corpus, done, course.total_samples)
         # Held-out batches get their noise later, by the CPU: they are only put where the GPU can fetch them.
         held_out = None if other is None else maker_of(StepBatch.pinned, other, 0, _measured(config, other))
-        planned = plans_of(config, model, experts, planning)
-        trained = {
-            expert.name: _trained(
-                config,
-                family,
-                model,
-                expert,
-                precision,
-                memory,
-                sink,
-                waits_at_home(config, planned.get(expert.name), device),
-            )
-            for expert in experts
-        }
-        trainees = tuple(trainee_of(config, expert, trained[expert.name], precision) for expert in experts)
+        trained, trainees, acts = _under_plans(config, family, model, experts, precision, memory, sink, planning)
         run = Run(
             name=name,
             config=config,
@@ -142,7 +130,7 @@ def open_run(
             validations=opened.enter_context(LossLog(folder / HELD_OUT)),
             samples_plan=samples_plan,
             memory=memory,
-            acts=acts_of(config, trainees, planned, planning, precision, memory, sink),
+            acts=acts,
             given=given,
         )
         _begin(run, begin)
@@ -312,6 +300,26 @@ def _maker(
         place=place if encoding.device.type == "cuda" else None,
         counting=counting,
     )
+
+
+def _under_plans(
+    config: RunConfig,
+    family: Family,
+    model: Model,
+    experts: tuple[Expert, ...],
+    precision: Precision,
+    memory: MemoryEngine,
+    sink: Sink,
+    planning: Planning | None,
+) -> tuple[dict[str, adapters.Trained], tuple[Trainee, ...], Acts | None]:
+    """The experts in training, each loaded to where its plan has it, and the plans at work."""
+    planned = plans_of(config, model, experts, planning)
+    trained = {}
+    for expert in experts:
+        home = waits_at_home(config, planned.get(expert.name), precision.device)
+        trained[expert.name] = _trained(config, family, model, expert, precision, memory, sink, home)
+    trainees = tuple(trainee_of(config, expert, trained[expert.name], precision) for expert in experts)
+    return trained, trainees, acts_of(config, trainees, planned, planning, precision, memory, sink)
 
 
 def _trained(
