@@ -7,11 +7,12 @@ Facts of PyTorch 2.13: `ATen/native/cpu/FlashAttentionKernel.cpp`; oneDNN's matr
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+from supertuner.plan.recorder import Plain
 
 aten = torch.ops.aten
 
@@ -23,19 +24,11 @@ ALIGNED = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Cpu:
-    """A CPU as a trace sees it. Implements the recorder's `Device`."""
+class Cpu(Plain):
+    """A CPU as a trace sees it, with what its kernels take beside their results."""
 
     threads: int = field(default_factory=torch.get_num_threads)
     """Each has buffers of its own."""
-    name: str = "cpu"
-    granule: int = 1
-
-    def behaving(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def standing(self) -> Sequence[int]:
-        return ()
 
     def workspace(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[int]:
         """Bytes of what an operator takes when it begins and gives back when it ends."""
