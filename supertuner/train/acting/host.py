@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from supertuner.core.types import MIB
+from supertuner.core.errors import TrainError
+from supertuner.core.types import MIB, bytes_text
 
 ALIGNMENT = 512
 """As torch aligns what it allocates on a GPU: a tensor is read as fast, and by the same code, from here."""
@@ -48,7 +49,15 @@ class HostMemory:
         wanted = max(room, min(max(SMALLEST, self.nbytes), LARGEST))
         size = 1 << (wanted - 1).bit_length()
         # Pinned memory begins at a page, and anything beside a power of two would double it.
-        made = torch.empty(size if self._pinned else size + ALIGNMENT, dtype=torch.uint8, pin_memory=self._pinned)
+        try:
+            made = torch.empty(size if self._pinned else size + ALIGNMENT, dtype=torch.uint8, pin_memory=self._pinned)
+        except RuntimeError as error:  # of CUDA, which pins it, or of the host's allocator
+            what = "pinned host memory" if self._pinned else "host memory"
+            raise TrainError(
+                f"{bytes_text(size)} of {what} cannot be had beside the {bytes_text(self.nbytes)} that the plan has "
+                f"there: {str(error).splitlines()[0]}; free some, or keep "
+                'more on the GPU: plan.activations: "recompute", plan.weights: "gpu", plan.optimizer: "gpu"'
+            ) from error
         begin = -made.data_ptr() % ALIGNMENT
         return made[begin : begin + size]
 

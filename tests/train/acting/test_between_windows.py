@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import pytest
 
+from supertuner.core.errors import TrainError
 from supertuner.core.events import Silence
 from supertuner.plan.decision import Fate, Residence, Stepping
 from supertuner.step.window import held_out_loss
@@ -13,6 +14,7 @@ from supertuner.train.acting.adapting import Basis
 from supertuner.train.acting.apply import Acting, act
 from supertuner.train.acting.carrier import Counters, InPlace, Mark, Pair
 from supertuner.train.acting.experts import Guest, Turns
+from supertuner.train.acting.host import HostMemory
 from supertuner.train.acting.planning import Planned
 from supertuner.train.acting.run import Acts
 from tests.train.acting.making import CPU, Case, a_plan, acted, batch, outcome, same, window
@@ -81,6 +83,11 @@ def test_slots_are_given_back_after_the_computation_has_waited_for_all_copies_in
     assert set(carrier.begun) - carrier.awaited, "blocks of the next pass are under way"
     acting.fetch_ahead(1)
     assert set(carrier.begun) == carrier.awaited
+
+
+def test_host_memory_that_cannot_be_had_is_told_with_what_needs_less() -> None:
+    with pytest.raises(TrainError, match=r"host memory cannot be had .*plan\.activations"):
+        HostMemory(CPU).take(1 << 60)
 
 
 def test_counters_do_not_pile_up_where_nobody_looks_at_them() -> None:
