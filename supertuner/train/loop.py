@@ -101,6 +101,8 @@ def _train(run: Run, window: Window) -> None:
     )
     run.memory.after_step(run.step, run.sink)
     if run.acts is not None:
+        if refusal := run.memory.new_refusal():
+            run.acts.refused(refusal)
         run.acts.after_window(expert, len(plan.positions), time.perf_counter() - begun - window.waited_s)
     if _due(run.step, RATES_EVERY_STEPS) or run.step == run.course.total_steps:
         _report_rates(run)

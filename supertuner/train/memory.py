@@ -24,6 +24,7 @@ from supertuner.memory.driver import Driver, Missing
 from supertuner.memory.hints import (
     Enabled,
     Hints,
+    Status,
     Support,
     Tally,
     decide,
@@ -60,6 +61,8 @@ class MemoryEngine:
     sampler: Sampler
     sample_every: int
     tally: Tally = field(default_factory=Tally)
+    refused_before: int = 0
+    """Refusals of the allocator and of hints that `new_refusal` has told."""
 
     def keep_in_host(self, address: int, nbytes: int) -> None:
         """A cache's memory: the GPU reads copies of it, so it stays where it is."""
@@ -93,6 +96,18 @@ class MemoryEngine:
             self.pools.between_steps()
         if self.sample_every and step % self.sample_every == 0:
             self.sampler.emit(sink, step)
+
+    def new_refusal(self) -> str | None:
+        """What was refused since this was asked last, if anything was: a plan may have counted on it."""
+        overflow = (
+            0 if self.pools is None or self.account is None else self.pools.stats().refusals - self.account.refusals
+        )
+        statuses = self.tally.by_status()
+        hints = statuses.get(Status.REFUSED.value, 0) + statuses.get(Status.ERROR.value, 0)
+        before, self.refused_before = self.refused_before, overflow + hints
+        if self.refused_before == before:
+            return None
+        return f"memory was refused ({overflow} allocations, {hints} hints so far)"
 
     def remedy(self, less: str) -> str:
         """What to do where memory is full: `less` names what needs less of it."""

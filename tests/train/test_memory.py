@@ -15,6 +15,7 @@ from supertuner.core.errors import MemoryEngineError
 from supertuner.core.events import Decided, Event, Measured, Warned
 from supertuner.core.host import Host
 from supertuner.memory.hints import gh200_uvm_enabled, set_uvm_hint_override
+from supertuner.memory.outcomes import Outcome, Status
 from supertuner.memory.overflow import OverflowStats
 from supertuner.memory.pools import Pools
 from supertuner.step.batch import StepBatch
@@ -92,6 +93,18 @@ def test_overflow_on_a_cpu_is_refused_with_the_remedy(tmp_path: Path) -> None:
     _, engine = opened(tmp_path, memory={"overflow": {"enabled": True}})
     with pytest.raises(MemoryEngineError, match=r"memory\.overflow.*cpu.*set memory\.overflow\.enabled to false"):
         engine.__enter__()
+
+
+def test_each_refusal_is_told_once_to_whoever_plans(tmp_path: Path) -> None:
+    _, engine = opened(tmp_path)
+    with engine as memory:
+        assert memory.new_refusal() is None
+        memory.tally.add(Outcome(Status.REFUSED, "CUDA_ERROR_INVALID_VALUE"))
+        memory.tally.add(Outcome(Status.APPLIED, "read back as asked"))
+        assert memory.new_refusal() == "memory was refused (0 allocations, 1 hints so far)"
+        assert memory.new_refusal() is None
+        memory.account, memory.pools = account(refused_ratio=1), Account(account(refused_ratio=3))
+        assert "2 allocations" in memory.new_refusal()
 
 
 def test_figures_are_taken_every_so_many_steps_and_hold_what_this_machine_has(tmp_path: Path) -> None:

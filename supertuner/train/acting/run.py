@@ -37,6 +37,10 @@ class _Watched:
     samples: int = 0
     seconds: float = 0.0
     counters: Counters = field(default_factory=Counters)
+    entered: bool = False
+    """Whether training has just come to it from another expert: its first whole window is looked at."""
+    met: bool = False
+    """Whether its plan was made anew when training came to it; from then on it is compared like any other."""
 
     def taken(self) -> Observed:
         seen = Observed(self.windows, self.samples, self.seconds, self.counters)
@@ -74,19 +78,20 @@ class Acts:
     def after_window(self, expert: str, samples: int, seconds: float) -> None:
         """A window of an expert took so long. Between two windows: nothing computes."""
         watched = self._watched.get(expert)
+        changed = self._last is not None and self._last != expert
+        self._last = expert
         if watched is None or not self._every:
             self._carrier.take()  # they would pile up
             return
-        changed = self._last is not None and self._last != expert
-        self._last = expert
         if changed:  # copies of the change are no part of a window
             self._carrier.take()
+            watched.entered = True
             return
         watched.windows, watched.samples, watched.seconds = (
             watched.windows + 1, watched.samples + samples, watched.seconds + seconds
         )  # fmt: skip
         _add(watched.counters, self._carrier.take())
-        if watched.windows >= watched.every or self._wrong is not None:
+        if watched.windows >= watched.every or watched.entered or self._wrong is not None:
             self._look(expert, watched)
 
     def state_home(self, expert: str) -> torch.device | None:
@@ -100,10 +105,13 @@ class Acts:
 
     def _look(self, expert: str, watched: _Watched) -> None:
         seen, wrong = watched.taken(), self._wrong
-        self._wrong = None
+        came, self._wrong, watched.entered = watched.entered and not watched.met, None, False
+        watched.met |= came
         old = self.actings[expert].plan
         may_drift = self._replan is not None and not old.does_nothing  # where all stays, no plan is faster
         reason = wrong or (drift(watched.basis, seen) if may_drift else None)
+        if reason is None and came and may_drift:
+            reason = f"training came to {expert}"
         watched.basis = watched.basis.learnt(seen)
         if reason is None:
             self._follow(expert, watched, seen)
@@ -114,7 +122,7 @@ class Acts:
             watched.basis = Basis(seen.to_device_bytes_s, seen.to_host_bytes_s, seen.waiting, None, seen.sample_s)
         elif _same(planned.plan, old):
             self._sink.emit(Noted(f"plan.{expert}", f"{reason}; made anew, it comes out the same"))
-            self._watched[expert] = _Watched(planned.basis, watched.distance, 2 * watched.every)
+            self._watched[expert] = _Watched(planned.basis, watched.distance, 2 * watched.every, met=watched.met)
         else:
             self._change(expert, planned, reason)
 
@@ -128,7 +136,9 @@ class Acts:
     def _change(self, expert: str, planned: Planned, reason: str) -> None:
         self.turns.drop(expert)
         self.actings[expert].take_off()
+        met = self._watched[expert].met
         self._begin(expert, planned, reason, self.actings[expert].homes)
+        self._watched[expert].met = met
 
     def _begin(self, expert: str, planned: Planned, reason: str | None = None, homes: Homes | None = None) -> None:
         plan, guest = planned.plan, self._in_turn and planned.plan.idle_at_home

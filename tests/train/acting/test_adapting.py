@@ -171,6 +171,27 @@ def test_a_refusal_has_the_plan_made_anew_after_the_window() -> None:
     assert len(asked) == 1
 
 
+def test_a_stage_change_has_the_plan_made_anew_from_the_first_whole_window_once() -> None:
+    run = SlowRun(every=1000)
+    plan: Plan = run.acts.actings["model"].plan
+    asked: list[Observed] = []
+
+    def replan(_expert: str, _basis: Basis, seen: Observed) -> Planned:
+        asked.append(seen)
+        return Planned(plan, Basis(seen.to_device_bytes_s, seen.to_host_bytes_s), 3)
+
+    run.acts._replan = replan
+    for _ in range(2):
+        run.run(1)
+        assert len(asked) <= 1
+        run.acts.after_window("another", 3, 1.0)
+        run.run(1)
+        assert len(asked) <= 1, "copies of the change are no part of a window"
+        run.run(1)
+        assert len(asked) == 1
+    assert [one for one in run.sink.said(Noted) if "training came to model" in one.message]
+
+
 def test_blocks_are_fetched_further_ahead_while_that_shortens_the_waits() -> None:
     """A link that is just fast enough on the whole, and blocks of which every other is large: one ahead is too late."""
     run = SlowRun(every=1)
