@@ -16,7 +16,9 @@ import os
 os.environ["MKL_DISABLE_FAST_MM"] = "1"  # before torch is imported; children inherit it
 
 
-def pytest_runtest_logstart() -> None:
-    """Before anything of a test is made: what earlier ones left is freed, and what lives on is not looked at again."""
+def pytest_runtest_logstart(nodeid: str, location: tuple[str, int | None, str]) -> None:
+    """Before anything of a test is made: what earlier ones left is freed, and what lives on is not looked at again.
+    On the phantom it is: its tests count what is left of memory, and what is set aside is never freed."""
     gc.collect()
-    gc.freeze()
+    if not nodeid.startswith("tests/phantom"):
+        gc.freeze()

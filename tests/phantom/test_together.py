@@ -104,7 +104,12 @@ def test_a_run_that_reaches_the_ratio_ends_in_words_and_is_told_what_to_do(tmp_p
 
 
 def test_a_run_that_does_not_fit_is_told_of_overflow(tmp_path: Path) -> None:
+    """By the forecast before it begins; and by the run itself where nobody asked for one."""
     done = trained_on_a_small_gpu(config(tmp_path, "small", train=SHORT), 24 * MIB)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "does not fit" in done.stderr and "forecast.refuse: false" in done.stderr
+    unasked = config(tmp_path, "unasked", train=SHORT, forecast={"before_training": "never"})
+    done = trained_on_a_small_gpu(unasked, 24 * MIB)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "or memory.overflow.enabled: true" in done.stderr
 

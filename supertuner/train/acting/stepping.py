@@ -12,6 +12,7 @@ there.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -43,7 +44,7 @@ class _Piece:
     mark: Mark = None
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class TrainedKeeper:
     """Keeps what is trained of one expert; see `step.window.Keeper`."""
 
@@ -73,7 +74,7 @@ class TrainedKeeper:
         """Gradients of weights that are at home, or stepped there, go there as soon as they are made."""
         for name, parameter in self.parameters.items():
             if name in self.away or self.stepping is Stepping.HOST:
-                hook = partial(self._gradient_made, name)
+                hook = partial(_gradient_made, weakref.ref(self), name)
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
     def remove(self) -> None:
@@ -126,7 +127,7 @@ class TrainedKeeper:
 
     # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _gradient_made(self, name: str, parameter: torch.Tensor) -> None:
+    def gradient_made(self, name: str, parameter: torch.Tensor) -> None:
         """Send a micro-batch's gradient home, with those before it added as autograd would have added them."""
         made = parameter.grad
         assert made is not None
@@ -228,3 +229,11 @@ class TrainedKeeper:
         for name in names:
             self.state.change(name, sent)
         self.homes.send(pairs)
+
+
+def _gradient_made(keeper: weakref.ref[TrainedKeeper], name: str, parameter: torch.Tensor) -> None:
+    """A parameter's hook. Weak: torch keeps such hooks where Python finds no circles, and parameter and keeper would
+    hold each other for ever."""
+    found = keeper()
+    assert found is not None, "the keeper lives as long as its expert is trained"
+    found.gradient_made(name, parameter)
