@@ -92,9 +92,6 @@ class CachingAllocator:
                 block.after.before = block
         self._list(block)
 
-    def reset_peaks(self) -> None:
-        self.allocated_peak, self.reserved_peak = self.allocated, self.reserved
-
     def _fitting(self, nbytes: int, small: bool) -> Block | None:
         listed = self._free[small]
         index = bisect_left(listed, (nbytes, -1))

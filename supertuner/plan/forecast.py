@@ -197,10 +197,6 @@ class Forecast:
         return together(self.stored, "memory")[0]
 
     @property
-    def disk_bytes(self) -> int:
-        return together(self.stored, "disk")[0]
-
-    @property
     def judged(self) -> Judged:
         """The worst of all phases: what does not fit before what fits tightly, and of these the fullest."""
         found = [verdict for phase in self.phases for verdict in judge(phase, self.room, self.stored_bytes)]

@@ -124,11 +124,6 @@ class Trace:
         taken = self.taken()
         return {kind: int(taken[alive & (self.kind == kind)].sum()) for kind in Kind}
 
-    def by_block(self, at: int) -> dict[str, int]:
-        alive = (self.birth <= at) & (at < self.death)
-        sums = np.bincount(self.block[alive], weights=self.taken()[alive], minlength=len(self.blocks))
-        return {name: int(nbytes) for name, nbytes in zip(self.blocks, sums, strict=True)}
-
     def place(self, at: int) -> Stretch | None:
         """The stretch that a tick falls into."""
         return next((stretch for stretch in self.stretches if stretch.begin <= at < stretch.end), None)

@@ -6,7 +6,6 @@ Only looks: no run is begun, nothing is staged, loaded or downloaded. Traces are
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -77,26 +76,29 @@ class Answer:
 def answer(question: Question, console: Console) -> Answer:
     """The forecast, and those of the other values."""
     room = room_of(question.machine, Host())
-    asked = [_parsed(text) for text in question.what_ifs]
     loaded = load(question.config, sets=question.sets, check_paths=False)
+    others = [_loaded(text, question) for text in question.what_ifs]  # refused before anything is traced
     for note in loaded.notes:
         console.emit(note)
     with console.phase("loading libraries"):
         import supertuner.tools.tracing  # noqa: F401  (what it imports takes seconds)
+
+    def tried(value: str, other: Loaded) -> Tried:
+        return Tried(value, _estimated(other, room, question, console, advise=False), other.config == loaded.config)
+
     return Answer(
         _estimated(loaded, room, question, console, advise=question.advise),
-        tuple(_what_if(key, values, question, room, console) for key, values in asked),
+        tuple(WhatIf(key, tuple(tried(*one) for one in values.items())) for key, values in others),
     )
 
 
-def _what_if(key: str, values: Sequence[str], question: Question, room: Room, console: Console) -> WhatIf:
-    before = load(question.config, sets=question.sets, check_paths=False)
-    tried = []
+def _loaded(text: str, question: Question) -> tuple[str, dict[str, Loaded]]:
+    """The configuration with each value that a what-if asks about."""
+    key, values = _parsed(text)
+    found = {}
     for value in values:
-        loaded = load(question.config, sets=[*question.sets, f"{key}={value}"], check_paths=False)
-        found = _estimated(loaded, room, question, console, advise=False)
-        tried.append(Tried(value, found, loaded.config == before.config))
-    return WhatIf(key, tuple(tried))
+        found[value] = load(question.config, sets=[*question.sets, f"{key}={value}"], check_paths=False)
+    return key, found
 
 
 def _estimated(loaded: Loaded, room: Room, question: Question, console: Console, *, advise: bool) -> Estimated:
