@@ -1,4 +1,5 @@
-"""From the command to the first optimizer step with warm caches, beyond importing the same libraries."""
+"""From the command to the first optimizer step with warm caches, beyond importing the same libraries; and what commands
+that need none of them take."""
 
 from __future__ import annotations
 
@@ -41,6 +42,16 @@ def first_step_s(config: Path, folder: Path, number: int) -> float:
     return taken
 
 
+def answered(*arguments: str) -> Spread:
+    """Seconds of a whole command."""
+    taken = []
+    for _ in range(ROUNDS):
+        begin = time.perf_counter()
+        subprocess.run([sys.executable, "-c", TRAIN, *arguments], check=True, stdout=subprocess.DEVNULL)
+        taken.append(time.perf_counter() - begin)
+    return Spread(sorted(taken)[len(taken) // 2], min(taken), max(taken))
+
+
 def rows() -> list[Row]:
     beyond = []
     with in_memory_folder() as folder:
@@ -50,9 +61,14 @@ def rows() -> list[Row]:
             ours, imports = first_step_s(config, folder, number), importing_s()
             say(f"first step after {ours:.2f} s, the imports alone {imports:.2f} s")
             beyond.append(ours - imports)
+        helped, checked = answered("--help"), answered("config", "validate", str(config))
     middle = sorted(beyond)[len(beyond) // 2]
     figure = Spread(middle, min(beyond), max(beyond))
-    return [at_most("start to first step, beyond imports", figure, LIMIT_S, unit="s", note="warm caches")]
+    return [
+        at_most("start to first step, beyond imports", figure, LIMIT_S, unit="s", note="warm caches"),
+        at_most("supertuner --help", helped, 0.3, unit="s", note="a whole process"),
+        at_most("supertuner config validate", checked, 1.0, unit="s", note="a whole process"),
+    ]
 
 
 def main() -> int:

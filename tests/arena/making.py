@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import signal
 import tempfile
 import traceback
 import warnings
@@ -52,7 +53,8 @@ def contents(home: Home, name: str) -> dict[str, bytes]:
 
 
 def fork(work: Callable[[], None]) -> int:
-    """Run `work` in a child process that never returns here; its pid. The child starts warm, in a millisecond."""
+    """Run `work` in a child process that never returns here; its pid. The child starts warm, in a millisecond.
+    It must not compute: torch's libraries may wait for ever in a child of a process that did (`tests/children.py`)."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # threads of numpy's libraries: the child uses none
         pid = os.fork()
@@ -69,4 +71,9 @@ def fork(work: Callable[[], None]) -> int:
 
 
 def wait(pid: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    """The exit code of a child; it is not left behind where the test is ended before."""
+    try:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    except BaseException:
+        os.kill(pid, signal.SIGKILL)
+        raise

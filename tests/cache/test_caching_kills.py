@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import time
@@ -10,8 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.arena.making import fork, wait
-from tests.cache.encoding import arenas, config_of, counted, encoding_of, equal, opened, pictures, served
+from supertuner.config.tree import RunConfig
+from tests.cache.encoding import arenas, config_of, counted, encoding_of, equal, opened, pictures, served, tiny
+from tests.children import begin, ended, kill
+
+
+def start(config: RunConfig, model: Path) -> None:
+    with opened(config, encoding_of(*tiny("wan2.2", model)), until=20):
+        pass
 
 
 @pytest.mark.parametrize("mode", [None, "refresh_each_epoch"])
@@ -25,20 +30,15 @@ def test_starts_that_are_killed_while_caching_end_with_the_same_bits(tmp_path: P
     encoding = encoding_of(*wan)
     with opened(config, encoding, until=20) as run:
         expected = served(*run)
-    rng, died = random.Random(3), 0
-
-    def start() -> None:
-        with opened(config, encoding, until=20):
-            pass
+    rng, died, model = random.Random(3), 0, Path(wan[1].source.path)
 
     began = time.perf_counter()
-    assert wait(fork(start)) == 0
+    assert ended(begin(start, config, model)) == 0
     usual_s = time.perf_counter() - began
     while died < 6:
-        pid = fork(start)
+        child = begin(start, config, model)
         time.sleep(rng.uniform(0, usual_s))
-        os.kill(pid, signal.SIGKILL)
-        died += wait(pid) == -signal.SIGKILL
+        died += kill(child) == -signal.SIGKILL
     family, count = counted(wan[0])
     with opened(config, encoding_of(family, wan[1]), until=20) as run:
         assert equal(served(*run), expected)

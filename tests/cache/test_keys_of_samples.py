@@ -153,9 +153,9 @@ def test_a_hundred_thousand_keys_take_less_than_a_second() -> None:
     import time
 
     rows = np.random.default_rng(0).integers(0, 1 << 63, (100_000, 4), dtype=np.uint64)
-    began = time.perf_counter()
+    began = time.process_time()
     made = SPACE.keys((row.tobytes() for row in rows), b"transform")
-    assert len(np.unique(made)) == 100_000 and time.perf_counter() - began < 1.0
+    assert len(np.unique(made)) == 100_000 and time.process_time() - began < 1.0
 
 
 RULES = st.builds(

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.arena.making import fork, wait
-from tests.cache.encoding import config_of, counted, encoding_of, opened, pictures, served
+from supertuner.config.tree import RunConfig
+from tests.cache.encoding import config_of, counted, encoding_of, opened, pictures, served, tiny
+from tests.children import begin, ended
 
 
 def watched(family):
@@ -51,17 +52,20 @@ def test_encoders_are_freed_when_nothing_is_left_to_encode_and_kept_where_someth
     assert alive["media"]() is None
 
 
+def start(config: RunConfig, model: Path, told: Path) -> None:
+    """Train on everything, and write down how many samples were encoded here."""
+    family, read = tiny("wan2.2", model)
+    family, count = counted(family)
+    with opened(config, encoding_of(family, read)) as run:
+        assert len(served(*run)) == 16
+        (told / f"encoded-{os.getpid()}").write_text(str(count.samples))
+        while len(list(told.glob("encoded-*"))) < 3:  # nobody leaves before all have come
+            time.sleep(0.01)
+
+
 def test_of_several_processes_one_encodes_and_all_train(tmp_path: Path, wan) -> None:
     config = config_of(tmp_path, {"instance_data_dir": pictures(tmp_path / "images", 8)})
-
-    def start() -> None:
-        family, count = counted(wan[0])
-        with opened(config, encoding_of(family, wan[1])) as run:
-            assert len(served(*run)) == 16
-            (tmp_path / f"encoded-{os.getpid()}").write_text(str(count.samples))
-            while len(list(tmp_path.glob("encoded-*"))) < 3:  # nobody leaves before all have come
-                time.sleep(0.01)
-
-    assert [wait(pid) for pid in [fork(start) for _ in range(3)]] == [0, 0, 0]
+    children = [begin(start, config, Path(wan[1].source.path), tmp_path) for _ in range(3)]
+    assert [ended(child) for child in children] == [0, 0, 0]
     encoded = sorted(int(file.read_text()) for file in tmp_path.glob("encoded-*"))
     assert encoded == [0, 0, 8]

@@ -106,10 +106,10 @@ def test_what_no_configuration_needs_is_refused_in_one_line(refuse, name, text):
 def test_a_few_lines_of_yaml_that_mean_billions_of_values_are_refused_quickly(refuse):
     bomb = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n"
     bomb += "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12))
-    begin = time.monotonic()
+    begin = time.process_time()
     (problem,) = refuse(bomb, "run.yaml")
     assert "values" in problem
-    assert time.monotonic() - begin < 5
+    assert time.process_time() - begin < 5
 
 
 def test_a_yaml_list_that_holds_itself_is_refused(refuse):

@@ -152,6 +152,6 @@ def test_ten_million_images_are_assigned_in_a_second_or_so(upscale):
     rng = np.random.default_rng(0)
     width, height = (rng.integers(400, 3000, 1_000_000).astype(np.int32) for _ in range(2))
     zero = np.zeros(1_000_000, np.float32)
-    begin = time.perf_counter()
+    begin = time.process_time()
     bucket_numbers(Dataset(upscale=upscale), Block(width, height, width, zero, zero))
-    assert time.perf_counter() - begin < 0.5
+    assert time.process_time() - begin < 0.5

@@ -179,10 +179,10 @@ def test_nothing_to_draw_is_said_at_once():
 
 def test_a_position_among_ten_million_samples_is_found_within_a_tenth_of_a_second():
     groups = [group(d, 50_000, 64 * w, rate_of(1, 0.3)) for d in range(4) for w in range(1, 51)]
-    begin = time.perf_counter()
+    begin = time.process_time()
     order = Order(groups, seed=1, batch_size=4)
     draw = order.at(123_456_789)
-    assert time.perf_counter() - begin < 0.1
+    assert time.process_time() - begin < 0.1
     assert draw.epoch == order.epoch_at(123_456_789) and draw.position == 123_456_789
 
 

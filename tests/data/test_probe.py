@@ -138,7 +138,7 @@ def test_any_exif_block_has_an_orientation_from_one_to_eight(content, mark):
 
 def test_a_header_of_endless_segments_is_given_up_quickly():
     content = b"\xff\xd8" + b"\xff\xe0\x00\x02" * 5_000_000
-    began = time.perf_counter()
+    began = time.process_time()
     with pytest.raises(BrokenMedia, match="segments"):
         image_facts(content)
-    assert time.perf_counter() - began < 1
+    assert time.process_time() - began < 1

@@ -104,10 +104,10 @@ def test_a_course_of_a_billion_samples_is_known_at_once_and_in_little_memory() -
         target_effective_batch_size=512,
         batch_rampup_steps=25_000_000,
     )
-    begun = time.monotonic()
+    begun = time.process_time()
     course = course_of(config, epochs_of(10_000_000), processes=1)
     last = course.window_of(course.total_steps - 1)
-    assert time.monotonic() - begun < 1
+    assert time.process_time() - begun < 1
     assert last.stop == course.total_samples == 10**10
     assert course.total_steps > 19_000_000
     assert len(course.stretches) <= 512

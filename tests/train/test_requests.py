@@ -235,10 +235,10 @@ def test_looking_for_requests_costs_microseconds(run: Path) -> None:
     with Requests(run) as requests:
         rounds = []
         for _ in range(20):
-            begin = time.perf_counter()
+            begin = time.process_time()
             for _ in range(100):
                 requests.pending()
-            rounds.append((time.perf_counter() - begin) / 100)
+            rounds.append((time.process_time() - begin) / 100)
     assert min(rounds) < 100e-6
 
 

@@ -1,11 +1,11 @@
-"""The command line answers at once: no torch for --help or for checking a configuration, and a limit in seconds."""
+"""The command line answers at once: no torch for --help or for checking a configuration. What that comes to in seconds,
+`make bench BENCH=start` says."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -23,17 +23,10 @@ finally:
 """
 
 
-def run(*arguments: str) -> tuple[float, subprocess.CompletedProcess[str], list[str]]:
-    """(seconds from start to end, the finished process, heavy packages it had imported)."""
-    begin = time.perf_counter()
+def run(*arguments: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    """(the finished process, heavy packages it had imported)."""
     done = subprocess.run([sys.executable, "-c", PROBE, *arguments], capture_output=True, text=True, check=False)
-    seconds = time.perf_counter() - begin
-    return seconds, done, json.loads(done.stderr.splitlines()[-1])
-
-
-def best(rounds: int, *arguments: str) -> float:
-    """The quickest of several: what the command needs when nobody else uses the machine."""
-    return min(run(*arguments)[0] for _ in range(rounds))
+    return done, json.loads(done.stderr.splitlines()[-1])
 
 
 @pytest.fixture(scope="module")
@@ -46,15 +39,13 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def test_help_imports_nothing_heavy_and_takes_a_third_of_a_second() -> None:
-    _, done, heavy = run("--help")
+def test_help_imports_nothing_heavy() -> None:
+    done, heavy = run("--help")
     assert done.returncode == 0 and "supertuner" in done.stdout
     assert heavy == []
-    assert best(5, "--help") <= 0.3
 
 
-def test_checking_a_configuration_imports_no_torch_and_takes_a_second(config: Path) -> None:
-    _, done, heavy = run("config", "validate", str(config))
+def test_checking_a_configuration_imports_no_torch(config: Path) -> None:
+    done, heavy = run("config", "validate", str(config))
     assert done.returncode == 0, done.stderr
     assert "torch" not in heavy and "numpy" not in heavy
-    assert best(3, "config", "validate", str(config)) <= 1.0
