@@ -78,7 +78,7 @@ def opened(config: Path) -> Iterator[tuple[Session, Run]]:
 
     with session(load(config)) as work, ExitStack() as reports:
         outside = Outside(with_reports(work, reports), work.console, work.host)
-        with open_run(work.config, "bench", work.folder.path, outside) as run:
+        with open_run(work.config, "bench", work.path, outside) as run:
             yield work, run
 
 

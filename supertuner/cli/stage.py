@@ -39,4 +39,4 @@ def stage(
         return
     for result in results:
         typer.echo(summary(result))
-    typer.echo(f"run folder: {work.folder.path}")
+    typer.echo(f"run folder: {work.path}")

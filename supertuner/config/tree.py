@@ -13,6 +13,7 @@ from supertuner.config.forecast import ForecastSettings
 from supertuner.config.memory import Gh200Optimizations, MemorySettings
 from supertuner.config.model import AdapterSettings, ModelSettings, ObjectiveSettings
 from supertuner.config.optim import OptimizerSettings
+from supertuner.config.parallel import ParallelSettings
 from supertuner.config.plan import PlanSettings
 from supertuner.config.run import RunSettings
 from supertuner.config.train import CheckpointSettings, ReportSettings, TrainSettings
@@ -46,6 +47,8 @@ class RunConfig(Block):
     """The forecast that a run makes of itself before it begins."""
     plan: PlanSettings = PlanSettings()
     """What moves between GPU and host memory while training."""
+    parallel: ParallelSettings = ParallelSettings()
+    """Many processes that train together."""
     train: TrainSettings = TrainSettings()
     """The training loop."""
     optimizer: OptimizerSettings = OptimizerSettings()

@@ -24,6 +24,9 @@ class StepBatch:
     counts: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """What samples count beside their noise level, where they differ in it: `weight`, one number per sample; `mask`,
     one for each place of the latents; `prior`, whether a sample keeps what the model knew."""
+    idle: bool = False
+    """It is computed only because other processes compute now, and needs this one's part of the model: another process
+    has the same samples, and they count there."""
 
     def __len__(self) -> int:
         return len(self.levels)

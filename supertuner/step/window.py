@@ -28,8 +28,6 @@ from supertuner.step.precision import LossScaler, Precision
 
 Denoise: TypeAlias = Callable[[nn.Module, torch.Tensor, torch.Tensor, Tensors, Tensors], torch.Tensor]
 """(module, noisy, levels, text, conditions) → prediction."""
-Reduce: TypeAlias = Callable[[Iterable[nn.Parameter]], None]
-"""Adds to the parameters' gradients what other processes have, in place."""
 Fetch: TypeAlias = Callable[[torch.Tensor], Sequence[float]]
 """Brings figures to the host: loss, gradient norm, then one loss per sample."""
 
@@ -59,6 +57,21 @@ class Keeper(Protocol):
         """The window is over, whether or not it changed a weight."""
 
 
+class Reduction(Protocol):
+    """How processes that train a window together add up what each of them has. All of them make the same calls."""
+
+    def begin(self, last: bool) -> None:
+        """A backward pass comes; `last`: no other one of this window follows it."""
+
+    def add(self, parameters: Iterable[nn.Parameter], loss: torch.Tensor) -> torch.Tensor:
+        """All gradients of a window are made: sum those of the parameters over all processes, in place, and the loss.
+        A parameter that no process has a gradient for stays without."""
+
+    def norm(self, norm: torch.Tensor) -> torch.Tensor:
+        """The norm of all gradients, given that of those which are here: where processes share them out, these are
+        only a part."""
+
+
 @dataclass(eq=False, slots=True)
 class Trainee:
     """An expert in training, with everything that a window changes."""
@@ -81,13 +94,13 @@ class WindowResult:
     """What became of a window."""
 
     loss: float
-    """Mean over the window's samples; of several processes, this one's part of it."""
+    """Mean over the window's samples, those of other processes included."""
     grad_norm: float
     """Of all gradients of the expert together, before clipping."""
     overflowed: bool = False
     """fp16: the loss was scaled up too far, and the scale is halved now. Nothing is wrong with data or weights."""
     positions: tuple[int, ...] = ()
-    """The samples of the window, as far as the batches say which they are."""
+    """The samples of the window that this process had, as far as the batches say which they are."""
     losses: tuple[float, ...] = ()
     """The loss of each sample."""
 
@@ -95,6 +108,11 @@ class WindowResult:
     def finite(self) -> bool:
         """Whether the window trained anything."""
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+    @property
+    def guilty(self) -> bool:
+        """Whether the loss of a sample of this process is no number."""
+        return not all(map(math.isfinite, self.losses))
 
     @property
     def suspects(self) -> tuple[int, ...]:
@@ -110,25 +128,30 @@ def train_window(
     samples: int,
     rate: float,
     rules: Rules,
-    reduce: Reduce | None = None,
+    reduction: Reduction | None = None,
+    micro_batches: int | None = None,
     seed: int | None = None,
     fetch: Fetch | None = None,
 ) -> WindowResult:
     """Train one window of `samples` samples, of which `batches` are this process's share, at learning rate `rate`.
 
+    `micro_batches` is how many batches there will be: a `reduction` is told which is the last.
     `seed` is for dropout: with it, the window draws what it draws whatever was drawn before.
     """
     scale = 1.0 if trainee.scaler is None else trainee.scaler.scale
     keeper = trainee.keeper
     with _seeded(seed, rules.precision.device):
-        losses, positions = _backward(trainee, batches, samples, scale, rules)
+        losses, positions = _backward(trainee, batches, samples, scale, rules, reduction, micro_batches)
     if keeper is not None:
         keeper.settle()
-    if reduce is not None:
-        reduce(trainee.parameters.values())
+    loss = losses.sum() / samples
+    if reduction is not None:
+        loss = reduction.add(trainee.parameters.values(), loss)
     gradients = [p.grad for p in trainee.parameters.values() if p.grad is not None]
     norm = _unscaled_norm(gradients, scale, losses.device)
-    figures = (fetch or _to_host)(torch.cat([(losses.sum() / samples).reshape(1), norm.reshape(1), losses]))
+    if reduction is not None:
+        norm = reduction.norm(norm)
+    figures = (fetch or _to_host)(torch.cat([loss.reshape(1), norm.reshape(1), losses]))
     result = _judged(figures, positions, trainee.scaler)
     if result.finite:
         _clip(gradients, norm, rules.max_grad_norm)
@@ -199,16 +222,25 @@ def evaluation_weights(trainee: Trainee) -> Tensors | None:
 
 
 def _backward(
-    trainee: Trainee, batches: Iterable[StepBatch], samples: int, scale: float, rules: Rules
+    trainee: Trainee,
+    batches: Iterable[StepBatch],
+    samples: int,
+    scale: float,
+    rules: Rules,
+    reduction: Reduction | None,
+    micro_batches: int | None,
 ) -> tuple[torch.Tensor, tuple[int, ...]]:
     """Gradients of all micro-batches, added up in the parameters; the loss of every sample, and which they are."""
     found: list[torch.Tensor] = []
     positions: list[int] = []
-    for batch in batches:
+    for number, batch in enumerate(batches, 1):
+        if reduction is not None:
+            reduction.begin(number == micro_batches)
         losses = sample_losses(trainee, batch, rules)
-        torch.autograd.backward(losses.sum() * (scale / samples))
-        found.append(losses.detach())
-        positions += batch.positions
+        torch.autograd.backward(losses.sum() * (0.0 if batch.idle else scale / samples))
+        if not batch.idle:
+            found.append(losses.detach())
+            positions += batch.positions
     assert sum(map(len, found)) <= samples, f"a window of {samples} samples was given {sum(map(len, found))}"
     return torch.cat(found) if found else torch.zeros(0, device=rules.precision.device), tuple(positions)
 

@@ -61,7 +61,7 @@ class State:
 
 def build(loaded: Loaded, *, check: bool = False) -> list[Built]:
     """Stage and encode all that training will need. With `check`, damaged entries are found and made again."""
-    with session(loaded) as work, cachings(work.config, work.folder.path, work.host, work.sink, work.console) as found:
+    with session(loaded) as work, cachings(work.config, work.path, work.host, work.sink, work.console) as found:
         return [built for data, caching in found for built in _built(data, caching, check)]
 
 

@@ -10,10 +10,11 @@ from pathlib import Path
 from supertuner.arena.format import Life
 from supertuner.config.environment import keep_from_torch
 from supertuner.config.identity import FREE, defaults
+from supertuner.config.launched import ALONE, Launched
 from supertuner.config.load import Loaded, load
 from supertuner.config.tree import RunConfig
 from supertuner.core.errors import ConfigError, SourceError
-from supertuner.core.events import Decided, Noted, Sink, Together
+from supertuner.core.events import Decided, Noted, Silence, Sink, Together
 from supertuner.core.host import Host
 from supertuner.data.homes import home_path
 from supertuner.data.staging.earlier import staged_earlier
@@ -25,11 +26,16 @@ from supertuner.sinks.run_folder import RunFolder
 @dataclass(frozen=True, slots=True)
 class Session:
     config: RunConfig
-    folder: RunFolder
-    console: Console
+    path: Path
+    """The run's folder."""
+    folder: RunFolder | None
+    """The same, locked and kept; None: another process of the job has it."""
+    console: Console | Silence
     sink: Sink
     """Reaches the screen and the run's folder."""
     host: Host
+    launched: Launched = ALONE
+    """Which process of the job this is."""
 
 
 def life_of(config: RunConfig) -> Life:
@@ -59,14 +65,20 @@ def load_narrowed(path: Path, sets: Sequence[str], *, limit: int | None = None, 
 
 
 @contextmanager
-def session(loaded: Loaded) -> Iterator[Session]:
-    """Lock the run's folder, tell what the configuration has to say, and work; the folder keeps all of it."""
+def session(loaded: Loaded, launched: Launched = ALONE) -> Iterator[Session]:
+    """Lock the run's folder, tell what the configuration has to say, and work; the folder keeps all of it.
+
+    Of many processes the first does so; the others work on the same run and say nothing but what went wrong.
+    """
     config = loaded.config
     if not config.datasets:
         raise SourceError(f"{loaded.source} names no dataset; add one under datasets")
     kept = kept_config(loaded)
     name = run_name(loaded, kept)
     keep_from_torch()  # the configuration has what was said there; stock torch would refuse it
+    if not launched.first:
+        yield Session(config, config.run.output_dir / name, None, Silence(), Silence(), Host(), launched)
+        return
     with Console() as console, RunFolder(config.run.output_dir / name, name, kept) as folder:
         sink = Together(console, folder)
         folder.emit_all(loaded.notes)
@@ -81,7 +93,7 @@ def session(loaded: Loaded) -> Iterator[Session]:
             sink.emit(Decided("run.name", name, "not given: the file's name and a digest of its settings"))
         for dataset in config.datasets:
             folder.forget_set_aside(dataset.id)
-        yield Session(config, folder, console, sink, Host())
+        yield Session(config, folder.path, folder, console, sink, Host(), launched)
 
 
 def run_name(loaded: Loaded, kept: KeptConfig) -> str:

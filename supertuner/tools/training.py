@@ -6,6 +6,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from supertuner.config.environment import current
+from supertuner.config.launched import launched
 from supertuner.config.load import Loaded
 from supertuner.core.durable import write_json
 from supertuner.core.events import Sink, Together
@@ -36,7 +38,7 @@ class Trained:
 def train(loaded: Loaded, *, resume: str | None = None, anyway: bool = False) -> Trained:
     """Train what the configuration says, going on from the run's last checkpoint if it has one. `anyway`: even if it
     cannot fit into memory."""
-    with session(loaded) as work:
+    with session(loaded, launched(current())) as work:
         return train_in(work, resume=resume, anyway=anyway)
 
 
@@ -49,21 +51,28 @@ def train_in(work: Session, *, resume: str | None = None, anyway: bool = False) 
         from supertuner.train.export import export
         from supertuner.train.loop import train as run_loop
         from supertuner.train.loss_log import LOSSES
+        from supertuner.train.many.opening import open_parallel
+        from supertuner.train.parallel import in_turn
         from supertuner.train.setup import Outside, device_of, open_run
-    config, folder = work.config, work.folder.path
-    device = device_of(config.train.device)
-    known = before_training(config, device, host=work.host, sink=work.sink, progress=work.console, anyway=anyway)
-    if known is not None:
-        write_json(folder / FORECAST, as_json(known.forecast))
-    planning = None if known is None else known.planning
+    config, folder = work.config, work.path
+    device = device_of(config.train.device, work.launched)
     with ExitStack() as opened:
-        sink = with_reports(work, opened)
-        outside = Outside(sink, work.console, work.host)
-        run = opened.enter_context(open_run(config, folder.name, folder, outside, resume=resume, planning=planning))
+        parallel = opened.enter_context(open_parallel(config.parallel, work.launched, device))
+        with in_turn(parallel):
+            known = before_training(
+                config, device, host=work.host, sink=work.sink, progress=work.console, anyway=anyway
+            )
+        if known is not None and work.launched.first:
+            write_json(folder / FORECAST, as_json(known.forecast))
+        planning = None if known is None else known.planning
+        outside = Outside(with_reports(work, opened), work.console, work.host)
+        run = opened.enter_context(
+            open_run(config, folder.name, folder, outside, resume=resume, parallel=parallel, planning=planning)
+        )
         ending = run_loop(run)
         exports = () if ending.stopped_by else tuple(export(run))
         curve = None
-        if (folder / LOSSES).stat().st_size:  # none: it went on from another run's last step, and had nothing to do
+        if work.launched.first and (folder / LOSSES).stat().st_size:  # none: there was nothing left to do
             draw_curve(folder / LOSSES, curve := folder / CURVE)
         memory = tuple(run.memory.lines())
         return Trained(folder, run.step, run.samples, ending.seconds, ending.stopped_by, exports, curve, memory)
@@ -73,18 +82,20 @@ def with_reports(work: Session, opened: ExitStack) -> Sink:
     """The session's sink, and the reports that the configuration asks for."""
     from supertuner.sinks.training import Thinned, WithoutSteps
 
+    if work.folder is None:
+        return work.sink
     settings = work.config.report
     sinks: list[Sink] = [work.console, WithoutSteps(work.folder)]  # losses.jsonl has the steps
     if settings.tensorboard:
         from supertuner.sinks.tensorboard import TensorBoard
 
-        board = opened.enter_context(TensorBoard(work.folder.path / "tensorboard"))
+        board = opened.enter_context(TensorBoard(work.path / "tensorboard"))
         sinks.append(Thinned(board, settings.every_steps))
     if settings.wandb is not None:
         from supertuner.sinks.wandb import Wandb
 
         resolved: dict[str, JSON] = work.config.model_dump(mode="json")
-        wandb = opened.enter_context(Wandb(settings.wandb, work.folder.path.name, work.folder.path, resolved))
+        wandb = opened.enter_context(Wandb(settings.wandb, work.path.name, work.path, resolved))
         sinks.append(Thinned(wandb, settings.every_steps))
     return Together(*sinks)
 

@@ -46,7 +46,7 @@ from supertuner.train.checkpoint_reading import Loaded, find, load, names, read_
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["FOLDER", "Loaded", "find", "latest", "load", "save", "sweep", "turn_back", "verify"]
+__all__ = ["FOLDER", "Loaded", "find", "folder_name", "latest", "load", "save", "sweep", "turn_back", "verify"]
 
 SAVING, REPLACED, REMOVING = ".saving-", ".replaced-", ".removing-"
 UNUSED = "unused-"

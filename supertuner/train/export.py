@@ -19,7 +19,10 @@ from supertuner.train.tensor_file import lay_out
 
 
 def export(run: Run) -> list[Path]:
-    """Write the weights that validation uses into the run's `exports` folder; the files and folders made."""
+    """Write the weights that validation uses into the run's `exports` folder; the files and folders made, by the
+    first process of several."""
+    if run.parallel.rank != 0:
+        return []
     making = run.folder / f".making-{EXPORTS}"
     try:
         return _export(run, making)

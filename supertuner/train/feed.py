@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Protocol, TypeAlias
 
@@ -18,6 +18,7 @@ import torch
 
 from supertuner.data.batching.batches import pinned_pool
 from supertuner.data.corpus import Corpus
+from supertuner.data.ordering.order import Draws
 from supertuner.data.ordering.windows import MicroBatch, cut, share
 from supertuner.models.objective import Law, level_at, sample_noise, sample_uniform
 from supertuner.models.spec import Expert, Family, Model, Tensors
@@ -92,9 +93,11 @@ class Plan:
     step: int
     positions: range
     """Its samples, over all processes."""
+    share: range
+    """Those of this process."""
     expert: int
     batches: int
-    """How many of this process."""
+    """How many this process computes."""
 
 
 class Window:
@@ -178,13 +181,31 @@ class Feed:
         first, block = 0, order.slice(0, 0)
         for step in range(begin, self._course.total_steps):
             positions = self._course.window_of(step)
+            if positions.stop > first + len(block):
+                first, block = (
+                    positions.start,
+                    order.slice(positions.start, max(positions.stop, positions.start + AT_ONCE)),
+                )
+
+            def micros_of(part: range, first: int = first, block: Draws = block) -> list[MicroBatch]:
+                return cut(order, block.take(slice(part.start - first, part.stop - first)), self._batch_size)
+
             mine = share(positions, self._parallel.rank, self._parallel.ranks)
-            if mine.stop > first + len(block):
-                first, block = mine.start, order.slice(mine.start, max(mine.stop, mine.start + AT_ONCE))
-            draws = block.take(slice(mine.start - first, mine.stop - first))
-            micros = cut(order, draws, self._batch_size)
-            plan = Plan(step, positions, active(step, len(self._experts), self._every), len(micros))
-            if not micros:
+            micros = micros_of(mine)
+            idle = self._idle(positions, len(micros), micros_of)
+            expert = active(step, len(self._experts), self._every)
+            plan = Plan(step, positions, mine, expert, len(micros) + len(idle))
+            if not plan.batches:
                 yield plan, None
             for micro in micros:
-                yield plan, self._maker.make(micro, self._experts[plan.expert])
+                yield plan, self._maker.make(micro, self._experts[expert])
+            for micro in idle:
+                yield plan, replace(self._maker.make(micro, self._experts[expert]), idle=True)
+
+    def _idle(self, positions: range, own: int, micros_of: Callable[[range], list[MicroBatch]]) -> list[MicroBatch]:
+        """What is computed while others still have batches and this process has not; the smallest that there is."""
+        if not self._parallel.in_step:
+            return []
+        ranks = self._parallel.ranks
+        most = max(len(micros_of(share(positions, rank, ranks))) for rank in range(ranks))
+        return micros_of(range(positions.start, positions.start + 1)) * (most - own)

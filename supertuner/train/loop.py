@@ -7,6 +7,7 @@ at any moment and resumed ends with the same files as one that was not.
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from supertuner.core.errors import ModelError, NotFinite, SuperTunerError, TrainError
@@ -19,7 +20,7 @@ from supertuner.step.window import WindowResult, train_window
 from supertuner.train.feed import Window
 from supertuner.train.full import fitting, release
 from supertuner.train.loss_log import LossRecord
-from supertuner.train.requests import Requests
+from supertuner.train.requests import Request, Requests
 from supertuner.train.run import Run
 from supertuner.train.saving import save
 from supertuner.train.signals import Signals
@@ -43,7 +44,7 @@ def train(run: Run) -> Ending:
     """Train from the run's step to its end, or until a signal asks to stop."""
     begun = time.perf_counter()
     settings = run.config.validation
-    with Signals() as signals, Requests(run.folder, run.sink) as requests, run.feed() as feed:
+    with Signals() as signals, _requests(run) as requests, run.feed() as feed:
         run.sink.emit(
             training.began(
                 step=run.step, steps=run.course.total_steps, samples=run.samples, samples_total=run.course.total_samples
@@ -56,12 +57,12 @@ def train(run: Run) -> Ending:
             last = run.step == run.course.total_steps
             if _due(run.step, settings.every_steps) or (last and settings.at_end):
                 _validate(run)
-            stop = signals.stop  # looked at once: a signal that comes from here on stops after the next window's save
-            if _due(run.step, run.config.checkpoints.every_steps) or last or stop:
+            asked = _asked(run, requests, signals)
+            if _due(run.step, run.config.checkpoints.every_steps) or last or asked.stop:
                 save(run)
-            _serve(run, requests, signals)
-            if stop and not last:
-                return _ended(run, begun, stop)
+            _serve(run, requests, asked)
+            if asked.stop and not last:
+                return _ended(run, begun, asked.stop)
     return _ended(run, begun, None)
 
 
@@ -80,8 +81,9 @@ def _train(run: Run, window: Window) -> None:
             samples=len(plan.positions),
             rate=rate,
             rules=run.rules,
-            reduce=run.parallel.add_gradients,
-            seed=noise_seed(run.config.run.seed, plan.positions.start),
+            reduction=run.parallel.reduction,
+            micro_batches=plan.batches,
+            seed=noise_seed(run.config.run.seed, plan.share.start),
         )
     run.step += 1
     expert, samples = trainee.expert.name, plan.positions.stop
@@ -132,7 +134,7 @@ def _judge(run: Run, result: WindowResult) -> None:
         return
     run.nonfinite += 1
     most = run.config.train.max_nonfinite
-    suspects = ", ".join(map(run.maker.name, result.suspects[:8])) + (" …" if len(result.suspects) > 8 else "")
+    suspects = _suspects(run, result)
     what = f"step {run.step}: loss {result.loss}, gradient norm {result.grad_norm}; samples: {suspects}"
     if run.nonfinite >= most:
         raise NotFinite(
@@ -140,6 +142,14 @@ def _judge(run: Run, result: WindowResult) -> None:
             "a weight. Look at these samples, lower the learning rate, or resume from an earlier checkpoint"
         )
     run.sink.emit(Warned("train", f"{what}; the window is left out ({run.nonfinite} in a row, {most} end the run)"))
+
+
+def _suspects(run: Run, result: WindowResult) -> str:
+    """The samples of all processes that may have spoilt a window, by name."""
+    said = run.parallel.gather(",".join(map(str, (int(result.guilty), *result.suspects))).encode())
+    found = [[int(number) for number in one.decode().split(",")] for one in said]
+    guilty = [position for one in found if one[0] for position in one[1:]] or [p for one in found for p in one[1:]]
+    return ", ".join(map(run.maker.name, guilty[:8])) + (" …" if len(guilty) > 8 else "")
 
 
 def _validate(run: Run) -> None:
@@ -152,22 +162,55 @@ def _validate(run: Run) -> None:
     release(run.device)  # only now does nothing hold what a failed one had loaded
 
 
-def _serve(run: Run, requests: Requests, signals: Signals) -> None:
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What was asked for from outside since the last window, of whichever process."""
+
+    stop: str | None
+    validate: bool
+    pending: tuple[Request, ...]
+    kinds: tuple[str, ...]
+    """Of the requests: those of the first process, which answers them. All do what they ask for."""
+
+
+def _asked(run: Run, requests: Requests | None, signals: Signals) -> _Asked:
+    """Looked at once: what comes from here on counts after the next window."""
+    pending = () if requests is None else tuple(requests.pending())
+    own = [signals.number, int(signals.take_validate()), len(pending)]
+    number, validation, count = run.parallel.agree(own)
+    kinds: tuple[str, ...] = tuple(request.kind for request in pending)
+    if count and run.parallel.ranks > 1:
+        said = run.parallel.told(",".join(kinds).encode() if requests is not None else None)
+        kinds = tuple(said.decode().split(","))
+    return _Asked(Signals.name_of(number), bool(validation), pending, kinds)
+
+
+def _serve(run: Run, requests: Requests | None, asked: _Asked) -> None:
     """What was asked for from outside. A request that fails is answered so; it does not end the run."""
-    if signals.take_validate():
+    if asked.validate:
         try:
             validate(run, asked=True)
         except SuperTunerError as error:
             run.sink.emit(Warned("SIGUSR1", str(error)))
-    for request in requests.pending():
+    for number, kind in enumerate(asked.kinds):
+        refused, path = None, None
         try:
-            path = validate(run, asked=True) if request.kind == "validate" else save(run)
+            path = validate(run, asked=True) if kind == "validate" else save(run)
         except SuperTunerError as error:
-            requests.refuse(request, str(error))
-            run.sink.emit(Warned(f"request {request.kind}", str(error)))
-        else:
-            requests.answer(request, f"{request.kind} of step {run.step}", path)
+            refused = str(error)
+            run.sink.emit(Warned(f"request {kind}", refused))
+        if requests is not None:
+            request = asked.pending[number]
+            if refused is not None:
+                requests.refuse(request, refused)
+            else:
+                requests.answer(request, f"{kind} of step {run.step}", path)
         release(run.device)
+
+
+def _requests(run: Run) -> AbstractContextManager[Requests | None]:
+    """Those of people to the run; the first process answers them."""
+    return Requests(run.folder, run.sink) if run.parallel.rank == 0 else nullcontext(None)
 
 
 def _due(step: int, every: int | None) -> bool:

@@ -1,15 +1,18 @@
-"""The seam for many processes: who this one is, and how gradients are added up. One process adds nothing."""
+"""The seam for many processes: who this one is, and what all of them do together. One process adds nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch import nn
+from supertuner.step.window import Reduction
 
 
 class Parallel(Protocol):
+    """The processes that train together. Every call is made by all of them, in the same order."""
+
     @property
     def rank(self) -> int:
         """This process's number, from 0."""
@@ -18,8 +21,30 @@ class Parallel(Protocol):
     def ranks(self) -> int:
         """How many processes train together."""
 
-    def add_gradients(self, parameters: Iterable[nn.Parameter], /) -> None:
-        """Sum the gradients over all processes, in place; called once in a window, at its end."""
+    @property
+    def local_rank(self) -> int:
+        """Its number among those of its node."""
+
+    @property
+    def local_ranks(self) -> int:
+        """How many of them its node has."""
+
+    @property
+    def in_step(self) -> bool:
+        """Whether every process takes part in every pass through the model: it has a part of the weights."""
+
+    @property
+    def reduction(self) -> Reduction | None:
+        """How the windows' gradients are added up; None: there is nobody to add to."""
+
+    def agree(self, numbers: Sequence[int], /) -> list[int]:
+        """The largest of each over all processes."""
+
+    def gather(self, content: bytes, /) -> list[bytes]:
+        """What each process says, in the order of ranks."""
+
+    def told(self, content: bytes | None, /) -> bytes:
+        """What rank 0 says; the others give None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +53,27 @@ class Alone:
 
     rank: int = 0
     ranks: int = 1
+    local_rank: int = 0
+    local_ranks: int = 1
+    in_step: bool = False
+    reduction: Reduction | None = None
 
-    def add_gradients(self, parameters: Iterable[nn.Parameter], /) -> None:
-        pass
+    def agree(self, numbers: Sequence[int], /) -> list[int]:
+        return list(numbers)
+
+    def gather(self, content: bytes, /) -> list[bytes]:
+        return [content]
+
+    def told(self, content: bytes | None, /) -> bytes:
+        assert content is not None
+        return content
+
+
+@contextmanager
+def in_turn(parallel: Parallel) -> Iterator[None]:
+    """The first process does what is inside, and then the others: they find what it made."""
+    if parallel.rank != 0:
+        parallel.agree([0])
+    yield
+    if parallel.rank == 0:
+        parallel.agree([0])

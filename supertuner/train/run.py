@@ -41,6 +41,8 @@ class Run:
     dtype: torch.dtype
     """What forward and backward compute in."""
     parallel: Parallel
+    begun_by: int
+    """How many processes the run began with: its windows stay what they were, however many go on with it."""
     family: Family
     model: Model
     course: Course

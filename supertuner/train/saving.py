@@ -22,7 +22,9 @@ from supertuner.train.run import Run
 
 
 def save(run: Run) -> Path:
-    """Write the checkpoint of the current step, and say so."""
+    """Write the checkpoint of the current step, and say so. Where each process has everything, one of them writes."""
+    if run.parallel.rank != 0:
+        return run.folder / checkpoint.FOLDER / checkpoint.folder_name(run.step)
     parts: dict[str, Tensors] = {"random": _random_states(run.device)}
     experts: dict[str, JSON] = {}
     for trainee in run.trainees:
@@ -38,6 +40,7 @@ def save(run: Run) -> Path:
     state: dict[str, JSON] = {
         "step": run.step,
         "samples": run.samples,
+        "processes": run.begun_by,
         "nonfinite": run.nonfinite,
         "versions": versions(),
         "data": {**data_of(run)},
@@ -79,7 +82,8 @@ def restore(run: Run, loaded: Loaded) -> None:
         for log, position in logs:
             log.require(*position)  # a refusal must leave everything as it was
         # Before the cuts: a kill between them would leave later checkpoints beside logs that are too short for them.
-        checkpoint.turn_back(run.folder / checkpoint.FOLDER, step, run.sink)
+        if run.parallel.rank == 0:
+            checkpoint.turn_back(run.folder / checkpoint.FOLDER, step, run.sink)
         for log, position in logs:
             log.cut(*position)
     else:
@@ -108,6 +112,12 @@ def revision_of(loaded: Loaded) -> str | None:
     """The commit of the model on the hub that a checkpoint was trained on; None: it was a folder."""
     revision = loaded.state.get("revision")
     return revision if isinstance(revision, str) else None
+
+
+def processes_of(loaded: Loaded) -> int:
+    """How many processes the windows of a run were made for when it began."""
+    processes = loaded.state.get("processes", 1)
+    return processes if isinstance(processes, int) and processes >= 1 else 1
 
 
 def data_of(run: Run) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import torch
 import xxhash
 
 from supertuner.config import alloc_conf
+from supertuner.config.launched import ALONE, Launched
 from supertuner.config.tree import RunConfig
 from supertuner.core.errors import CheckpointError, TrainError
 from supertuner.core.events import Decided, Noted, Progress, Sink, Warned
@@ -41,12 +43,12 @@ from supertuner.train.checkpoint_reading import Loaded, load
 from supertuner.train.counting import counting_of
 from supertuner.train.feed import Maker
 from supertuner.train.full import fitting
-from supertuner.train.loss_log import LOSSES, LossLog
+from supertuner.train.loss_log import LOSSES, Elsewhere, LossLog
 from supertuner.train.memory import MemoryEngine, open_memory
 from supertuner.train.model_source import opened_model
-from supertuner.train.parallel import Alone, Parallel
+from supertuner.train.parallel import Alone, Parallel, in_turn
 from supertuner.train.run import HELD_OUT, Run
-from supertuner.train.saving import restore, revision_of
+from supertuner.train.saving import processes_of, restore, revision_of
 from supertuner.train.validate import plan
 
 FINGERPRINTS = ".fingerprints.json"
@@ -78,8 +80,9 @@ def open_run(
     sink = outside.sink
     device = device_of(config.train.device)
     precision = Precision(config.train.mixed_precision, device)
-    begin = _checkpoint(folder, resume or config.checkpoints.resume, outside)
-    family, model = opened_model(config, folder, None if begin is None else revision_of(begin))
+    begin = _checkpoint_of_all(folder, resume or config.checkpoints.resume, outside, parallel)
+    with in_turn(parallel):  # a tiny model is made in the run's folder, by the first
+        family, model = opened_model(config, folder, None if begin is None else revision_of(begin))
     sink.emit(Decided("model", model.title, f"what {model.source.path} says of itself"))
     sink.emit(Decided("train.device", str(device), _why_device(config.train.device)))
     experts = experts_of(config, model)
@@ -99,7 +102,8 @@ def open_run(
     with ExitStack() as opened:
         memory = opened.enter_context(open_memory(config, device, host=outside.host, sink=sink))
         corpus, other = _opened_data(config, opened, outside)
-        course = _course(config, corpus, parallel, sink)
+        begun_by = _begun_by(begin, folder, parallel, sink)
+        course = _course(config, corpus, begun_by, parallel, sink)
         samples_plan = plan(config, family, model, corpus, other, sink)  # before hours of encoding: it may be refused
         encoding = encoding_of(config, family, model, precision, memory.remedy)
         maker_of = partial(_maker, config, encoding, folder, opened, outside, memory)
@@ -118,6 +122,7 @@ def open_run(
             device=device,
             dtype=precision.dtype,
             parallel=parallel,
+            begun_by=begun_by,
             family=family,
             model=model,
             course=course,
@@ -126,8 +131,8 @@ def open_run(
             held_out=held_out,
             trainees=trainees,
             trained=trained,
-            losses=opened.enter_context(LossLog(folder / LOSSES)),
-            validations=opened.enter_context(LossLog(folder / HELD_OUT)),
+            losses=opened.enter_context(_log(folder / LOSSES, parallel)),
+            validations=opened.enter_context(_log(folder / HELD_OUT, parallel)),
             samples_plan=samples_plan,
             memory=memory,
             acts=acts,
@@ -146,9 +151,16 @@ def _begin(run: Run, begin: Loaded | None) -> None:
     run.sink.emit(Noted("resume", f"going on after step {run.step}, from {begin.path}"))
 
 
-def device_of(setting: str) -> torch.device:
-    """Where to compute."""
+def device_of(setting: str, launched: Launched = ALONE) -> torch.device:
+    """Where to compute: of many processes of a node, each on a GPU of its own."""
     name = setting if setting != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    if launched.local_ranks > 1 and name == "cuda":
+        name = f"cuda:{launched.local_rank}"
+    elif launched.local_ranks > 1 and name.startswith("cuda:"):
+        raise TrainError(
+            f'train.device is "{setting}", and {launched.local_ranks} processes of this node would share it; use '
+            '"cuda": each takes the GPU of its own number'
+        )
     try:
         device = torch.empty(1, device=torch.device(name)).device  # with its number, as tensors will name it
     except ValueError as error:  # torch reads its allocator variables when CUDA starts, and says so of what is wrong
@@ -201,6 +213,20 @@ def _why_device(setting: str) -> str:
     return "there is a GPU" if torch.cuda.is_available() else "there is no GPU that torch can use"
 
 
+def _log(path: Path, parallel: Parallel) -> LossLog:
+    return LossLog(path) if parallel.rank == 0 else Elsewhere()
+
+
+def _checkpoint_of_all(folder: Path, resume: str, outside: Outside, parallel: Parallel) -> Loaded | None:
+    """What all processes go on from: what the first one finds. Only that one may tidy up after a killed save."""
+    if parallel.rank == 0:
+        found = _checkpoint(folder, resume, outside)
+        parallel.told(b"" if found is None else os.fsencode(found.path))
+        return found
+    path = parallel.told(None)
+    return load(Path(os.fsdecode(path))) if path else None
+
+
 def _checkpoint(folder: Path, resume: str, outside: Outside) -> Loaded | None:
     """What the run goes on from; None: it begins."""
     checkpoints = folder / checkpoint.FOLDER
@@ -237,8 +263,19 @@ def _opened_data(config: RunConfig, opened: ExitStack, outside: Outside) -> tupl
     return corpus_of(trained_on), None if held_out is None else corpus_of(held_out)
 
 
-def _course(config: RunConfig, corpus: Corpus, parallel: Parallel, sink: Sink) -> Course:
-    course = course_of(config, corpus.order.epoch_begin, parallel.ranks)
+def _begun_by(begin: Loaded | None, folder: Path, parallel: Parallel, sink: Sink) -> int:
+    """How many processes the windows are made for. A run that goes on elsewhere goes on with the windows it has."""
+    if begin is None or begin.path.parent.parent != folder.resolve():
+        return parallel.ranks
+    processes = processes_of(begin)
+    if processes != parallel.ranks:
+        why = f"the run began with {processes}, and goes on with the same windows on {parallel.ranks}"
+        sink.emit(Decided("processes", processes, why))
+    return processes
+
+
+def _course(config: RunConfig, corpus: Corpus, begun_by: int, parallel: Parallel, sink: Sink) -> Course:
+    course = course_of(config, corpus.order.epoch_begin, begun_by)
     sink.emit(Decided("train.steps", course.total_steps, course.why))
     if course.ramp.grows:
         sink.emit(Noted("ramp", ramp_text(course.ramp, config.train.batch_size, parallel.ranks)))

@@ -31,6 +31,15 @@ class Signals:
         """The signal that asks to save and stop (`SIGTERM`); None while there is none."""
         return None if self._stop is None else self._stop.name
 
+    @property
+    def number(self) -> int:
+        """The same as a number; 0 while there is none."""
+        return 0 if self._stop is None else int(self._stop)
+
+    @staticmethod
+    def name_of(number: int) -> str | None:
+        return signal.Signals(number).name if number else None
+
     def take_validate(self) -> bool:
         """Whether a validation was asked for since the last time."""
         asked, self._validate = self._validate, False

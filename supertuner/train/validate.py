@@ -32,7 +32,10 @@ ASKED = "asked"
 
 
 def validate(run: Run, *, asked: bool = False) -> Path:
-    """Measure the held-out loss, make samples; the folder of the samples."""
+    """Measure the held-out loss, make samples; the folder of the samples. Where each process has the whole model, the
+    first does it, and the others wait at their next window."""
+    if run.parallel.rank != 0 and not run.parallel.in_step:
+        return run.folder / SAMPLES / folder_name(run.step)
     with fitting("samples do", partial(run.memory.remedy, "lower validation.width, height or frames")):
         return _validate(run, asked)
 

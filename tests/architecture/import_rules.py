@@ -31,8 +31,8 @@ LEVELS = {
 # A package or module → the only places that may import it, at any depth. A place ending in "/" is a room.
 RESERVED = {
     "cuda": ("memory/cuda.py",),
-    "torch.distributed": ("train/parallel.py", "train/checkpoint.py"),
-    "accelerate": ("train/parallel.py", "train/checkpoint.py"),
+    "torch.distributed": ("train/many/",),
+    "accelerate": ("train/many/",),
     "diffusers": ("models/",),
     "transformers": ("models/",),
     "simpletuner": ("bridges/",),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -170,13 +170,32 @@ def faked(module: nn.Module, mode: FakeTensorMode) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
 
 
-class Kept:
-    """A `reduce` that only looks: it keeps copies of the gradients of the last window."""
+class Changing:
+    """A reduction of one process that lets a function of the parameters change their gradients."""
+
+    def __init__(self, change: Callable[[Iterable[nn.Parameter]], None]) -> None:
+        self.change = change
+        self.begun: list[bool] = []
+
+    def begin(self, last: bool) -> None:
+        self.begun.append(last)
+
+    def add(self, parameters: Iterable[nn.Parameter], loss: torch.Tensor) -> torch.Tensor:
+        self.change(parameters)
+        return loss
+
+    def norm(self, norm: torch.Tensor) -> torch.Tensor:
+        return norm
+
+
+class Kept(Changing):
+    """One that only looks: it keeps copies of the gradients of the last window."""
 
     def __init__(self) -> None:
+        super().__init__(self.keep)
         self.gradients: list[torch.Tensor] = []
         self.calls = 0
 
-    def __call__(self, parameters: Iterable[nn.Parameter]) -> None:
+    def keep(self, parameters: Iterable[nn.Parameter]) -> None:
         self.gradients = [p.grad.clone() for p in parameters if p.grad is not None]
         self.calls += 1

@@ -17,6 +17,7 @@ from supertuner.optim.state import pack
 from supertuner.step.window import Trainee, evaluation_weights, held_out_loss, prepare, train_window
 from tests.optim.training import same_bits
 from tests.step.making import (
+    Changing,
     Kept,
     Little,
     batch_of,
@@ -77,7 +78,9 @@ def test_a_gradient_that_is_not_finite_makes_every_sample_a_suspect() -> None:
         one.parameters["outer.bias"].grad = torch.full((4,), math.inf)
 
     before = everything(one)
-    result = train_window(one, [batch_of([1, 2], 3)], samples=2, rate=1e-3, rules=little_rules(), reduce=spoil)
+    result = train_window(
+        one, [batch_of([1, 2], 3)], samples=2, rate=1e-3, rules=little_rules(), reduction=Changing(spoil)
+    )
     assert math.isfinite(result.loss) and not result.finite
     assert result.suspects == (1, 2)
     assert same_bits(before, everything(one))
@@ -86,7 +89,7 @@ def test_a_gradient_that_is_not_finite_makes_every_sample_a_suspect() -> None:
 def test_gradients_longer_than_the_limit_are_shortened_to_it_together() -> None:
     free, limited, kept = little(), little(), Kept()
     batches = [batch_of([1, 2, 3], 3)]
-    result = train_window(free, batches, samples=3, rate=1e-3, rules=little_rules(), reduce=kept)
+    result = train_window(free, batches, samples=3, rate=1e-3, rules=little_rules(), reduction=kept)
     limit = result.grad_norm / 3
     clipped = train_window(limited, batches, samples=3, rate=1e-3, rules=little_rules(max_grad_norm=limit))
     assert clipped.grad_norm == result.grad_norm  # what is reported is the norm before
@@ -104,7 +107,7 @@ def test_a_limit_that_is_not_reached_changes_no_bit() -> None:
 
 def test_the_norm_is_that_of_all_gradients_together() -> None:
     kept = Kept()
-    result = train_window(little(), [batch_of([1], 3)], samples=1, rate=1e-3, rules=little_rules(), reduce=kept)
+    result = train_window(little(), [batch_of([1], 3)], samples=1, rate=1e-3, rules=little_rules(), reduction=kept)
     assert result.grad_norm == pytest.approx(float(torch.cat([g.flatten() for g in kept.gradients]).norm()), rel=1e-6)
 
 
@@ -180,7 +183,7 @@ def test_dropout_is_a_function_of_the_windows_seed_and_draws_on_nobody_elses_num
         kept = Kept()
         one = wan_lora(tiny_wan, "fp32", dropout=0.5)
         rules = wan_rules(tiny_wan, "fp32")
-        train_window(one, [wan_batch([1], 4)], samples=1, rate=1e-3, rules=rules, reduce=kept, seed=seed)
+        train_window(one, [wan_batch([1], 4)], samples=1, rate=1e-3, rules=rules, reduction=kept, seed=seed)
         return kept
 
     state = torch.get_rng_state()

@@ -17,6 +17,7 @@ from supertuner.optim.schedule import Ramp, windows
 from supertuner.step.batch import StepBatch
 from supertuner.step.window import Rules, Trainee, WindowResult, sample_losses, train_window
 from tests.step.making import (
+    Changing,
     Kept,
     an_order,
     batch_of,
@@ -39,7 +40,7 @@ def whole_gradient(trainee: Trainee, batches: Sequence[StepBatch], rules: Rules)
 
 def trained(trainee: Trainee, batches: Sequence[StepBatch], rules: Rules, kept: Kept) -> WindowResult:
     samples = sum(map(len, batches))
-    return train_window(trainee, batches, samples=samples, rate=1e-3, rules=rules, reduce=kept)
+    return train_window(trainee, batches, samples=samples, rate=1e-3, rules=rules, reduction=kept)
 
 
 def assert_close(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor], tolerance: float = 1e-6) -> None:
@@ -105,7 +106,7 @@ def test_processes_together_have_the_gradient_of_one(ranks: int) -> None:
             for piece in micro_batches(order, mine, 2)
         ]
         kept = Kept()
-        train_window(little(), batches, samples=len(window), rate=1e-3, rules=little_rules(), reduce=kept)
+        train_window(little(), batches, samples=len(window), rate=1e-3, rules=little_rules(), reduction=kept)
         for total, gradient in zip(added, kept.gradients, strict=True):
             total += gradient
     assert_close(added, expected)
@@ -114,14 +115,14 @@ def test_processes_together_have_the_gradient_of_one(ranks: int) -> None:
 def test_a_process_without_a_sample_in_the_window_takes_part_in_it() -> None:
     other = Kept()
     first, second = little(), little()
-    train_window(first, [batch_of([1], 3)], samples=1, rate=1e-3, rules=little_rules(), reduce=other)
+    train_window(first, [batch_of([1], 3)], samples=1, rate=1e-3, rules=little_rules(), reduction=other)
 
     def from_the_other(parameters: object) -> None:
         for parameter, gradient in zip(second.parameters.values(), other.gradients, strict=True):
             assert parameter.grad is None
             parameter.grad = gradient.clone()
 
-    result = train_window(second, [], samples=1, rate=1e-3, rules=little_rules(), reduce=from_the_other)
+    result = train_window(second, [], samples=1, rate=1e-3, rules=little_rules(), reduction=Changing(from_the_other))
     assert result.finite and result.grad_norm > 0
     assert all(torch.equal(first.parameters[name], second.parameters[name]) for name in first.parameters)
 

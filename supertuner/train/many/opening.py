@@ -1,0 +1,23 @@
+"""The processes of a job as the run sees them, from the launcher's numbers and the settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from supertuner.config.launched import Launched
+from supertuner.config.parallel import ParallelSettings
+from supertuner.train.many.group import joined
+from supertuner.train.parallel import Alone, Parallel
+
+
+@contextmanager
+def open_parallel(settings: ParallelSettings, launched: Launched, device: torch.device) -> Iterator[Parallel]:
+    """Join the other processes; one process joins nobody."""
+    if launched.ranks == 1:
+        yield Alone()
+        return
+    with joined(launched, device, timeout_s=settings.timeout_s) as group:
+        yield group
