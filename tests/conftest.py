@@ -1,4 +1,7 @@
-"""Garbage is looked for only among what the running test made.
+"""What holds for the whole suite: Ctrl-C works in tests of it, and garbage is looked for only among what the running
+test made.
+
+A shell starts its background jobs deaf to SIGINT, and children inherit that.
 
 Runs collect garbage whenever they drop a model. With all libraries imported that means to look through millions of
 objects which are none, each time: a third of the suite's time. So what lives when a test begins is set aside.
@@ -7,6 +10,12 @@ objects which are none, each time: a third of the suite's time. So what lives wh
 from __future__ import annotations
 
 import gc
+import signal
+
+
+def pytest_configure() -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_runtest_logstart(nodeid: str, location: tuple[str, int | None, str]) -> None:
