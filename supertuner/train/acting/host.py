@@ -14,6 +14,8 @@ from supertuner.core.types import MIB, bytes_text
 ALIGNMENT = 512
 """As torch aligns what it allocates on a GPU: a tensor is read as fast, and by the same code, from here."""
 SMALLEST, LARGEST = 16 * MIB, 1024 * MIB
+SEVERAL = 4
+"""Large pieces that a segment is to hold: the rest at its end, too small for another, is a small part of it then."""
 
 
 class HostMemory:
@@ -22,7 +24,8 @@ class HostMemory:
     def __init__(self, device: torch.device) -> None:
         self._pinned = device.type == "cuda"
         self._segments: list[torch.Tensor] = []
-        self._segment = self._used = 0
+        self._used: list[int] = []
+        """Of each segment, from its beginning."""
         self.taken = 0
         """Bytes in use, each piece rounded up."""
 
@@ -34,19 +37,24 @@ class HostMemory:
     def take(self, nbytes: int) -> torch.Tensor:
         """So many bytes that nobody else has, aligned."""
         room = -(-nbytes // ALIGNMENT) * ALIGNMENT
-        while self._segment < len(self._segments) and self._used + room > self._segments[self._segment].nbytes:
-            self._segment, self._used = self._segment + 1, 0
-        if self._segment == len(self._segments):
+        for number, segment in enumerate(self._segments):
+            if self._used[number] + room <= segment.nbytes:
+                break
+        else:
+            number = len(self._segments)
             self._segments.append(self._made(room))
-        begin, self._used = self._used, self._used + room
+            self._used.append(0)
+        begin = self._used[number]
+        self._used[number] += room
         self.taken += room
-        return self._segments[self._segment][begin : begin + nbytes]
+        return self._segments[number][begin : begin + nbytes]
 
     def take_back_all(self) -> None:
-        self._segment = self._used = self.taken = 0
+        self._used = [0] * len(self._segments)
+        self.taken = 0
 
     def _made(self, room: int) -> torch.Tensor:
-        wanted = max(room, min(max(SMALLEST, self.nbytes), LARGEST))
+        wanted = max(room, min(max(SMALLEST, self.nbytes), max(LARGEST, SEVERAL * room)))
         size = 1 << (wanted - 1).bit_length()
         # Pinned memory begins at a page, and anything beside a power of two would double it.
         try:

@@ -7,20 +7,23 @@ The computation is real and on the CPU; its time and that of the copies are mode
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from supertuner.core.events import Decided, Event, Noted, Warned
+from supertuner.memory.machines import MACHINES
 from supertuner.memory.model_clock import Clock
 from supertuner.memory.model_figures import Figures, Parameters
+from supertuner.models.blocks import blocks_of
 from supertuner.plan.decision import Fate, Plan, Residence, Stepping
+from supertuner.plan.placement import place
+from supertuner.plan.rates import Limits, Rates
+from supertuner.plan.table import Block, StepTable, Work
 from supertuner.train.acting.adapting import Basis, Distance, Observed, drift
 from supertuner.train.acting.carrier import Counters, Mark, Pair
-from supertuner.train.acting.planning import Planned
+from supertuner.train.acting.planning import Planned, Planning
 from supertuner.train.acting.run import Acts
 from tests.train.acting.making import CPU, Case, a_plan, outcome, same, window
 
@@ -90,18 +93,26 @@ class Heard:
 class SlowRun:
     """Windows of one expert; the link is slowed from a window on."""
 
-    def __init__(self, *, every: int, slow_from: int = 1 << 30, slow: float = FAST, **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        every: int,
+        slow_from: int = 1 << 30,
+        slow: float = FAST,
+        planned: Planned | None = None,
+        **options: Any,
+    ) -> None:
         self.trainee, self.sink, self.carrier = CASE.trainee(), Heard(), Modelled(block_s=40e-6)
         self.slow_from, self.slow = slow_from, slow
-        plan = a_plan(self.trainee.module, Residence.STREAMED, Fate.SEND, ahead=1)
+        if planned is None:
+            plan = a_plan(self.trainee.module, Residence.STREAMED, Fate.SEND, ahead=1)
+            planned = Planned(plan, Basis(FAST, FAST, waiting=0.0), most_ahead=3)
         for block in self.trainee.module.blocks:  # type: ignore[union-attr]
             block.register_forward_pre_hook(lambda *_: self.carrier.clock.spend(self.carrier.block_s))
             block.register_forward_hook(self._backward)
-        basis = Basis(FAST, FAST, waiting=0.0)
         self.acts = Acts(
-            [self.trainee], {"model": Planned(plan, basis, most_ahead=3)}, self.carrier, self.sink, every=every,
-            least_sent_bytes=1, **options,
-        )  # fmt: skip
+            [self.trainee], {"model": planned}, self.carrier, self.sink, every=every, least_sent_bytes=1, **options
+        )
 
     def _backward(self, _module: Any, _inputs: Any, made: torch.Tensor) -> None:
         if made.requires_grad:
@@ -119,23 +130,38 @@ class SlowRun:
         return took
 
 
-def all_stays(trainee: Any, _expert: str, _basis: Basis, seen: Observed) -> Planned:
-    """A planner for the test: on a slow link everything is recomputed, and weights stay."""
-    assert seen.to_device_bytes_s is not None and seen.to_device_bytes_s < FAST / 2
-    plan = replace(a_plan(trainee.module, Residence.GPU, Fate.RECOMPUTE), reasons=("the link is slow",))
-    return Planned(plan, Basis(seen.to_device_bytes_s, seen.to_host_bytes_s), 1)
+def table_of(names: Sequence[str]) -> StepTable:
+    """Blocks that compute for 40 µs and leave 20 KB: a fast link takes that away meanwhile, a slow one does not."""
+    blocks = tuple(
+        Block(
+            name=name, frozen_bytes=2000, trained_bytes=200, gradient_bytes=200, state_bytes=400, saved_bytes=20_000,
+            input_bytes=1000, forward=Work(matmul_flops=4e7), backward=Work(matmul_flops=8e7),
+            forward_peak_bytes=2000, backward_peak_bytes=2000,
+        )
+        for name in names
+    )  # fmt: skip
+    return StepTable("train model", blocks, batch_bytes=500, micro_batches=1, update=Work(), update_peak_bytes=100)
+
+
+def planning_of(names: Sequence[str]) -> Planning:
+    """The planner itself, on a machine of the test's speed, with room for the activations of two blocks."""
+    rates = Rates(1e12, 1e12, 1e15, 1e15, FAST, FAST, one_pool=False, duplex=True)
+    limits, table, machine = Limits(80_000, 10**9), table_of(names), MACHINES["gh200-96"]
+    plan = place(table, machine, limits, rates=rates)
+    return Planning(machine, limits, rates, 3, {"model": table}, {"model": plan})
 
 
 def test_a_link_slowed_in_the_middle_of_a_run_is_answered_by_another_plan_and_changes_no_bit() -> None:
     undisturbed = CASE.trainee()
     for number in range(10):
         window(undisturbed, CASE.rules(), number)
-    slow = SlowRun(every=2, slow_from=4, slow=FAST / 50)
-    slow.acts._replan = partial(all_stays, slow.trainee)
+    planning = planning_of(list(blocks_of(undisturbed.module)))
+    slow = SlowRun(every=2, slow_from=4, slow=FAST / 50, planned=planning.planned("model"), replan=planning.anew)
     took = slow.run(10)
-    (first, second) = slow.sink.said(Decided)
-    assert "streamed" in first.value and "recomputed" in second.value
-    assert "link" in second.reason and "the plan rests on 1" in second.reason and "the link is slow" in second.reason
+    (first, second, *later) = slow.sink.said(Decided)
+    assert "sent" in first.value and "sent" not in second.value and "recomputed" in second.value
+    assert "link" in second.reason and "the plan rests on 1" in second.reason
+    assert not later, "what was planned anew is what was seen from then on"
     assert took[5] > 2 * took[3], "the slow link was felt"
     assert took[9] < 1.4 * took[3], "and is no longer"
     same(outcome(slow.trainee), outcome(undisturbed))
