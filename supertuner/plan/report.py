@@ -161,7 +161,7 @@ def _share(share: float) -> str:
 
 
 def _hours(seconds: float | None) -> str:
-    return "not known" if seconds is None else hours(seconds)
+    return "not known" if seconds is None else hours(seconds) if seconds else "none"
 
 
 def _plans(forecast: Forecast) -> list[str]:

@@ -75,7 +75,7 @@ def _unseen(dataset: Dataset, samples: int | None) -> Found:
     if limited is None:
         return (Filled(bucket, 0),), None, None, None, f"{where}: say --samples N"
     each = len(dataset.resolution) if dataset.resolution_mode == "each" else 1
-    text = f"{where}: --samples {samples}, all of them taken to be {bucket.label}"
+    text = f"{where}: --samples {samples}, all taken to be of the largest bucket, {bucket.label}"
     return (Filled(bucket, limited * each),), limited * each, None, Captions(limited, None), text
 
 
