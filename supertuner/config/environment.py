@@ -1,4 +1,5 @@
-"""The only place that touches the environment: variables of the seeds, and SUPERTUNER_A__B for the setting a.b."""
+"""The only place that touches the environment: variables of the seeds and of launchers, and SUPERTUNER_A__B for the
+setting a.b."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from supertuner.config import alloc_conf
+from supertuner.config import accelerate, alloc_conf
 from supertuner.config import place as places
 from supertuner.config.given import Layer, Source
 from supertuner.config.parse import Unreadable, check_plain
@@ -42,10 +43,16 @@ def settable() -> tuple[str, ...]:
 
 
 def layers(environ: Mapping[str, str], folder: Path) -> Iterator[Layer]:
-    """One layer per variable that is set and not empty; ours stand above the seeds', and those above torch's."""
+    """One layer per variable that is set and not empty; ours stand above the seeds', those above a launcher's, and
+    those above torch's."""
     by_variable = {variable_of(name): name for name in settable()}
     for variable in alloc_conf.VARIABLES:
         yield from _alloc_conf_layers(variable, environ.get(variable, ""), folder)
+    for said in accelerate.heard(environ):
+        if isinstance(said, Problem):
+            yield Layer(problems=[said])
+        else:
+            yield _layer(said.variable, said.setting, said.text, folder)
     for variable, setting in VARIABLES.items():
         if environ.get(variable, ""):
             yield _layer(variable, setting, environ[variable], folder)

@@ -20,6 +20,7 @@ NO_LOSS = "has no effect: the loss is objective.loss of the model's target, weig
 NO_CURVE = "has no effect: it belongs to a schedule that is not available"
 NO_OPTIONS = "has no effect: an optimizer's further options are not settings here"
 NOT_UPLOADED = "has no effect: nothing is uploaded, and no other service is told"
+ALWAYS_ASKABLE = "has no effect: a running job can always be asked, by `supertuner validate` or SIGUSR1"
 NO_LIBRARY = "has no effect: write the prompts into validation.prompts"
 ONE_EXPORT = "has no effect: what was trained is exported in the layout that diffusers loads"
 
@@ -130,6 +131,7 @@ SIMPLETUNER_ROWS = (
     ),
     *without_effect(SIMPLETUNER, "has no effect: everything of a run is in its folder", "logging_dir"),
     *without_effect(SIMPLETUNER, BY_FAMILY, "validation_guidance_rescale validation_guidance_real"),
+    *without_effect(SIMPLETUNER, ALWAYS_ASKABLE, "enable_manual_validation"),
     *without_effect(SIMPLETUNER, NO_LIBRARY, "validation_prompt_library user_prompt_library"),
     *without_effect(
         SIMPLETUNER,

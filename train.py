@@ -1,0 +1,8 @@
+"""`python train.py --config …`, as the seeds call it, also by torchrun and `accelerate launch`: `supertuner train`."""
+
+import sys
+
+from supertuner.cli import main
+from supertuner.cli.train_flags import as_ours
+
+main(as_ours(sys.argv[1:]))
