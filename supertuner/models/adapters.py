@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import nn
@@ -27,6 +27,8 @@ from supertuner.models.adapter_layers import Size, for_expert, layers_of, some, 
 from supertuner.models.spec import Tensors
 
 __all__ = [
+    "Parts",
+    "Place",
     "Trained",
     "applied",
     "attach",
@@ -38,6 +40,31 @@ __all__ = [
     "state",
     "targets_of",
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which part of a whole tensor is here: some of its rows, all there is of each."""
+
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    begin: int
+    """The first row that is here; how many there are, the part itself says. It may be none."""
+
+
+class Parts(Protocol):
+    """A module whose weights are shared out over processes: each trained parameter is this process's part of one."""
+
+    @property
+    def places(self) -> Mapping[str, Place]:
+        """Of each trained parameter, by name."""
+
+    def changed(self) -> None:
+        """Somebody wrote into the parts: whatever was put together from them is out of date."""
+
+    def whole(self, name: str, part: torch.Tensor, /) -> torch.Tensor | None:
+        """A tensor of a parameter's shape put together in host memory, for the first process; None: this is another
+        one. All processes call it, in the same order."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -54,6 +81,8 @@ class Trained:
     """The layers that adapters are put on, in the module's order; all weights: none."""
     remark: str | None = None
     """What the user should know."""
+    parts: Parts | None = None
+    """All weights, shared out over processes; None: what is trained is here as a whole."""
 
 
 def attach(module: nn.Module, settings: AdapterSettings, targets: Sequence[str], *, seed: int, name: str) -> Trained:
@@ -88,13 +117,15 @@ def load_state(trained: Trained, tensors: Mapping[str, torch.Tensor]) -> None:
     with torch.no_grad():
         for name, parameter in trained.parameters.items():
             parameter.copy_(tensors[name])
+    if trained.parts is not None:
+        trained.parts.changed()
 
 
 @contextmanager
 def applied(trained: Trained, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Compute with `values` inside the block. The trained ones are set aside, not copied, so they return unchanged."""
+    """Compute with `values` inside the block. The trained ones are set aside, and return unchanged."""
     _check_fit(trained, values)
-    with _swapped(trained, values):
+    with _swapped(trained, values) if trained.parts is None else _overwritten(trained, trained.parts, values):
         yield
 
 
@@ -160,6 +191,22 @@ def _swapped(trained: Trained, values: Mapping[str, torch.Tensor]) -> Iterator[N
     finally:
         for name, parameter in trained.parameters.items():
             parameter.data = kept[name]
+
+
+@contextmanager
+def _overwritten(trained: Trained, parts: Parts, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Parts are windows into memory that others know by its place: they cannot be swapped."""
+    live = [parameter.detach() for parameter in trained.parameters.values()]
+    kept = [parameter.clone() for parameter in live]
+    try:
+        for parameter, name in zip(live, trained.parameters, strict=True):
+            parameter.copy_(values[name])
+        parts.changed()
+        yield
+    finally:
+        for parameter, before in zip(live, kept, strict=True):
+            parameter.copy_(before)
+        parts.changed()
 
 
 def _all_weights(module: nn.Module, name: str) -> Trained:

@@ -7,7 +7,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
+from supertuner.models.adapters import Trained
 from supertuner.step.window import Reduction
+
+
+class Sharing(Protocol):
+    """Weights shared out over the processes."""
+
+    def share_out(self, trained: Trained, /) -> Trained:
+        """An expert whose module is in host memory, in parts on the device of each process."""
 
 
 class Parallel(Protocol):
@@ -34,6 +42,10 @@ class Parallel(Protocol):
         """Whether every process takes part in every pass through the model: it has a part of the weights."""
 
     @property
+    def sharing(self) -> Sharing | None:
+        """Who shares out the weights; None: each process has all of them."""
+
+    @property
     def reduction(self) -> Reduction | None:
         """How the windows' gradients are added up; None: there is nobody to add to."""
 
@@ -56,6 +68,7 @@ class Alone:
     local_rank: int = 0
     local_ranks: int = 1
     in_step: bool = False
+    sharing: Sharing | None = None
     reduction: Reduction | None = None
 
     def agree(self, numbers: Sequence[int], /) -> list[int]:

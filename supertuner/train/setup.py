@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import xxhash
 
+from supertuner.arena.peers import Peers
 from supertuner.config import alloc_conf
 from supertuner.config.launched import ALONE, Launched
 from supertuner.config.tree import RunConfig
@@ -37,6 +38,7 @@ from supertuner.train import adapter_start, checkpoint
 from supertuner.train.acting.opening import acts_of, plans_of, waits_at_home
 from supertuner.train.acting.planning import Planning
 from supertuner.train.acting.run import Acts
+from supertuner.train.acting.state import HOST
 from supertuner.train.caching.encoded import open_encoded
 from supertuner.train.caching.encoders import Encoding, Identities
 from supertuner.train.checkpoint_reading import Loaded, load
@@ -46,7 +48,8 @@ from supertuner.train.full import fitting
 from supertuner.train.loss_log import LOSSES, Elsewhere, LossLog
 from supertuner.train.memory import MemoryEngine, open_memory
 from supertuner.train.model_source import opened_model
-from supertuner.train.parallel import Alone, Parallel, in_turn
+from supertuner.train.node import open_peers
+from supertuner.train.parallel import Alone, Parallel, Sharing, in_turn
 from supertuner.train.run import HELD_OUT, Run
 from supertuner.train.saving import processes_of, restore, revision_of
 from supertuner.train.validate import plan
@@ -100,18 +103,22 @@ def open_run(
         tried = adapter_start.tried(config, family, model, expert)
         given |= {f"{expert.name}: {place}": digest for place, digest in tried.items()}
     with ExitStack() as opened:
+        peers = opened.enter_context(open_peers(config, parallel))  # first: it sees how everything below ends
         memory = opened.enter_context(open_memory(config, device, host=outside.host, sink=sink))
-        corpus, other = _opened_data(config, opened, outside)
+        corpus, other = _opened_data(config, opened, outside, peers)
         begun_by = _begun_by(begin, folder, parallel, sink)
         course = _course(config, corpus, begun_by, parallel, sink)
         samples_plan = plan(config, family, model, corpus, other, sink)  # before hours of encoding: it may be refused
-        encoding = encoding_of(config, family, model, precision, memory.remedy)
-        maker_of = partial(_maker, config, encoding, folder, opened, outside, memory)
+        with peers.in_turn("fingerprints"):  # of gigabytes, which are read through once
+            encoding = encoding_of(config, family, model, precision, memory.remedy)
+        maker_of = partial(_maker, config, encoding, folder, opened, outside, memory, peers)
         done = course.consumed(0 if begin is None else begin.step)
         maker = maker_of(memory.place, corpus, done, course.total_samples)
         # Held-out batches get their noise later, by the CPU: they are only put where the GPU can fetch them.
         held_out = None if other is None else maker_of(StepBatch.pinned, other, 0, _measured(config, other))
-        trained, trainees, acts = _under_plans(config, family, model, experts, precision, memory, sink, planning)
+        trained, trainees, acts = _under_plans(
+            config, family, model, experts, precision, memory, sink, planning, parallel.sharing
+        )
         run = Run(
             name=name,
             config=config,
@@ -252,11 +259,15 @@ def _checkpoint(folder: Path, resume: str, outside: Outside) -> Loaded | None:
     return found
 
 
-def _opened_data(config: RunConfig, opened: ExitStack, outside: Outside) -> tuple[Corpus, Corpus | None]:
+def _opened_data(
+    config: RunConfig, opened: ExitStack, outside: Outside, peers: Peers
+) -> tuple[Corpus, Corpus | None]:
     """The datasets that are trained on, and those that are held out, if there are any."""
 
     def corpus_of(part: RunConfig) -> Corpus:
-        return opened.enter_context(open_corpus(part, host=outside.host, sink=outside.sink, progress=outside.progress))
+        return opened.enter_context(
+            open_corpus(part, host=outside.host, sink=outside.sink, progress=outside.progress, peers=peers)
+        )
 
     trained_on, held_out = portion(config, held_out=False), portion(config, held_out=True)
     assert trained_on is not None, "a configuration that holds everything out is refused"
@@ -306,6 +317,7 @@ def _maker(
     opened: ExitStack,
     outside: Outside,
     memory: MemoryEngine,
+    peers: Peers,
     place: Callable[[StepBatch], StepBatch],
     corpus: Corpus,
     begin: int,
@@ -325,6 +337,7 @@ def _maker(
             begin=begin,
             until=until,
             attached=memory.keep_in_host,
+            peers=peers,
         )
     )
     return Maker(
@@ -348,13 +361,16 @@ def _under_plans(
     memory: MemoryEngine,
     sink: Sink,
     planning: Planning | None,
+    sharing: Sharing | None,
 ) -> tuple[dict[str, adapters.Trained], tuple[Trainee, ...], Acts | None]:
-    """The experts in training, each loaded to where its plan has it, and the plans at work."""
-    planned = plans_of(config, model, experts, planning)
+    """The experts in training, each loaded to where its plan has it, and the plans at work. Weights that are shared
+    out over processes are under no plan."""
+    planned = {} if sharing is not None else plans_of(config, model, experts, planning)
     trained = {}
     for expert in experts:
-        home = waits_at_home(config, planned.get(expert.name), precision.device)
-        trained[expert.name] = _trained(config, family, model, expert, precision, memory, sink, home)
+        home = HOST if sharing is not None else waits_at_home(config, planned.get(expert.name), precision.device)
+        whole = _trained(config, family, model, expert, precision, memory, sink, home)
+        trained[expert.name] = whole if sharing is None else sharing.share_out(whole)
     trainees = tuple(trainee_of(config, expert, trained[expert.name], precision) for expert in experts)
     return trained, trainees, acts_of(config, trainees, planned, planning, precision, memory, sink)
 

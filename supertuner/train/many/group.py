@@ -18,6 +18,7 @@ from torch import nn
 from supertuner.config.launched import Launched
 from supertuner.core.errors import TrainError
 from supertuner.step.window import Reduction
+from supertuner.train.parallel import Sharing
 
 PIECE_BYTES = 32 << 20
 """Gradients that are sent together: enough to fill any line, and little beside the gradients themselves."""
@@ -53,6 +54,7 @@ class Group:
     place: Launched
     in_step: bool
     reduction: Reduction | None
+    sharing: Sharing | None = None
 
     @property
     def rank(self) -> int:

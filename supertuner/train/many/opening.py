@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -20,4 +21,10 @@ def open_parallel(settings: ParallelSettings, launched: Launched, device: torch.
         yield Alone()
         return
     with joined(launched, device, timeout_s=settings.timeout_s) as group:
-        yield group
+        if settings.strategy != "fsdp":
+            yield group
+            return
+        from supertuner.train.many.shards import Sharded, sharing_over_all
+
+        sharing = sharing_over_all(settings, device)
+        yield replace(group, in_step=True, sharing=sharing, reduction=Sharded(sharing))
