@@ -66,9 +66,29 @@ class Home:
             raise ArenaError(f"{self.path}: others may write to it; `chmod go-w {self.path}` or name another home")
         self._require_ours()
 
+    def beside(self, name: str) -> Path:
+        """A folder of this home that is no arena, made if missing: hidden, and never swept."""
+        assert name.startswith(".") and not name.startswith(GONE), name
+        self._mark()
+        path = self.path / name
+        with naming(path):
+            path.mkdir(0o700, exist_ok=True)
+        return path
+
     def ls(self) -> list[ArenaInfo]:
         names = sorted(name for name in os.listdir(self.path) if not name.startswith("."))
         return [info for name in names if (info := self._info(name)) is not None]
+
+    def stored_bytes(self, name: str) -> int:
+        """What an arena takes by now, sealed or not; 0 if there is none."""
+        try:
+            folder = Folder.open(self.path / checked_name(name))
+        except FileNotFoundError:
+            return 0
+        try:
+            return folder.stored_bytes()
+        finally:
+            folder.close()
 
     def attach(self, name: str, *, verify: Verify = "on_demand") -> Reader:
         """A sealed arena, validated. ArenaMissing if there is none."""

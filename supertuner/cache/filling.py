@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -10,7 +10,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from supertuner.arena.build import Build
+from supertuner.arena.build import Joined
 from supertuner.arena.writer import Writer
 from supertuner.cache.entries import Tensors
 from supertuner.cache.keys import Keys, text
@@ -45,27 +45,35 @@ class Wanted:
 
 
 class Filling:
-    def __init__(self, what: str, wanted: Wanted, fresh: Places, place: Place, host: Host) -> None:
-        self._what, self._wanted, self._fresh, self._place, self._host = what, wanted, fresh, place, host
-        self._left = float(len(fresh) if wanted.sizes is None else wanted.sizes[fresh].sum())
-        self._made = 0
+    def __init__(self, what: str, wanted: Wanted, left: float, entries: int, place: Place, host: Host) -> None:
+        """`left` is the size of all `entries` that are still to be made, here or by others, as `Wanted.sizes` says."""
+        self._what, self._wanted, self._place, self._host = what, wanted, place, host
+        self._left, self._entries = left, entries
+        self.made = 0
 
-    def write(self, build: Build, phase: Phase, stop: Callable[[], bool]) -> None:
-        """Make and commit all of them."""
-        if not len(self._fresh):
-            return
-        with closing(self._wanted.make(self._fresh)) as entries, build.writer() as writer:
-            for place, entry in entries:
-                if stop():
-                    raise Stopped
-                phase.advance(items=1, nbytes=self._put(writer, place, entry))
-        assert self._made == len(self._fresh), f"{self._made} of {len(self._fresh)} entries were made"
+    def write(self, build: Joined, chunks: Iterable[Places], phase: Phase, stop: Callable[[], bool]) -> None:
+        """Make and commit all of them. A writer is opened for the first, and closed after the last."""
+        writer: Writer | None = None
+        try:
+            for places in chunks:
+                writer = writer or build.writer()
+                before = self.made
+                with closing(self._wanted.make(places)) as entries:
+                    for place, entry in entries:
+                        if stop():
+                            raise Stopped
+                        phase.advance(items=1, nbytes=self._put(writer, place, entry))
+                made = self.made - before
+                assert made == len(places), f"{made} of {len(places)} entries were made"
+        finally:
+            if writer is not None:
+                writer.close()
 
     def _put(self, writer: Writer, place: int, entry: Tensors) -> int:
         nbytes, size = entry_bytes(entry), self._size(place)
         need = int(nbytes * self._left / size)
-        entries = len(self._fresh) - self._made
-        if self._made == 0:
+        entries = self._entries - self.made
+        if self.made == 0:
             require_room(self._what, entries, need, self._place, self._host)
         try:
             with writer.begin(text(self._wanted.keys[place])) as unit:
@@ -75,7 +83,7 @@ class Filling:
             free = free_bytes(self._place, self._host)
             raise CacheError(no_room(self._what, entries, need, min(free, need), self._place)) from error
         self._left -= size
-        self._made += 1
+        self.made += 1
         return nbytes
 
     def _size(self, place: int) -> float:

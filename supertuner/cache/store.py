@@ -1,7 +1,8 @@
 """The entries of one encoder in one folder: sealed arenas, one more whenever something is missing.
 
 Arenas are named `latents-3f2a91c0-0`, `-1` … and are never changed. An arena in the making survives its builder:
-whoever comes next goes on with what was committed. Several processes may fill one store; one builds, the others wait.
+whoever comes next goes on with what was committed. Several processes may fill one store: one builds, the others of its
+run make entries too, each its own, and those of other runs wait.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
-from supertuner.arena.build import Build
+from supertuner.arena.build import Build, Joined
+from supertuner.arena.peers import ALONE, Peers
 from supertuner.arena.reader import Reader
 from supertuner.cache.entries import MISSING, Entries, Refs
-from supertuner.cache.filling import Filling, Stopped, Wanted, never
+from supertuner.cache.filling import Filling, Places, Stopped, Wanted, never
 from supertuner.cache.keys import FORMAT, Keys, Space, text, unique
 from supertuner.cache.room import Place
+from supertuner.cache.taking import Queue, work
 from supertuner.core.errors import ArenaBusy, ArenaDamaged, ArenaExists, ArenaMissing
 from supertuner.core.events import Progress, Sink, Warned
 from supertuner.core.host import Host
@@ -55,20 +58,32 @@ class Store:
         absent: NDArray[np.intp] = places[self.find(each) == MISSING]
         return absent
 
-    def fill(self, wanted: Wanted, *, host: Host, progress: Progress, stop: Callable[[], bool] = never) -> int:
-        """Make what is missing; how many entries were made here.
+    def fill(
+        self,
+        wanted: Wanted,
+        *,
+        host: Host,
+        progress: Progress,
+        stop: Callable[[], bool] = never,
+        peers: Peers = ALONE,
+    ) -> int:
+        """Make what is missing; how many entries were made, by this process and its peers.
 
         Ends with all of them there, with CacheError where they cannot be, or with Stopped. What was committed before an
-        error, a kill or a stop is never made again.
+        error, a kill or a stop is never made again. Peers that fill the same store at the same time share the work: a
+        failure of one ends all of them.
         """
         made = 0
         while len(self.missing(wanted.keys)):
-            build = self._build(progress, stop)
+            build = self._build(progress, stop, peers)
             if build is None:
                 continue
             with build:
-                self.refresh()  # others may have sealed something while we came here
-                made += self._make(build, wanted, host, progress, stop)
+                if isinstance(build, Build):
+                    self.refresh()  # others may have sealed something while we came here
+                    made += self._make(build, wanted, host, progress, stop, peers)
+                else:
+                    made += self._help(build, wanted, host, progress, stop, peers)
         self.made += made
         return made
 
@@ -116,19 +131,40 @@ class Store:
         if self.place.attached is not None:
             self.place.attached(*reader.memory)
 
-    def _build(self, progress: Progress, stop: Callable[[], bool]) -> Build | None:
-        """A build of the next arena, or of the one that a dead builder left; None: look again what is missing."""
+    def _build(self, progress: Progress, stop: Callable[[], bool], peers: Peers) -> Build | Joined | None:
+        """A build of the next arena, or of the one that a dead builder left, or a part in that of a peer; None: look
+        again what is missing."""
         try:
             return self._try_build(0.0)
         except ArenaBusy:
             waiting = f"waiting for another process: encoding {self.space.what}"
+        if (joined := self._join(peers)) is not None:
+            return joined
         with progress.phase(waiting):
             while not stop():
+                peers.look()
                 try:
                     return self._try_build(_WAIT_S)
                 except ArenaBusy:
-                    continue  # it goes on; so do we
+                    if (joined := self._join(peers)) is not None:
+                        return joined
         raise Stopped
+
+    def _join(self, peers: Peers) -> Joined | None:
+        """A part in what a peer builds; None: nobody of this run does, or nothing is left to be taken."""
+        name = self._arena(max(self._listed(), default=-1))
+        queue = Queue.join(peers, name)
+        if queue is None:
+            return None
+        with queue:
+            queue.require_no_failure(peers)
+            state = queue.state()
+        if state.taken >= state.total:
+            return None
+        try:
+            return self.place.home.join(name)
+        except (ArenaMissing, ArenaBusy):
+            return None  # sealed, or left by its builder, since we looked
 
     def _try_build(self, wait_s: float) -> Build | None:
         last = max(self._listed(), default=-1)
@@ -139,20 +175,55 @@ class Store:
             self.refresh()
         return None
 
-    def _make(self, build: Build, wanted: Wanted, host: Host, progress: Progress, stop: Callable[[], bool]) -> int:
+    def _make(
+        self,
+        build: Build,
+        wanted: Wanted,
+        host: Host,
+        progress: Progress,
+        stop: Callable[[], bool],
+        peers: Peers,
+    ) -> int:
         committed, places = build.committed(), self.missing(wanted.keys)
         fresh = np.array([place for place in places if text(wanted.keys[place]) not in committed], np.intp)
         if not len(fresh) and not committed:
             build.abandon()
             return 0
-        filling = Filling(self.space.what, wanted, fresh, self.place, host)
-        title = wanted.title or f"encoding {self.space.what}"
-        with progress.phase(title, items=len(places), noun="entries") as phase:
+        with progress.phase(self._title(wanted), items=len(places), noun="entries") as phase:
             phase.advance(items=len(places) - len(fresh))
-            filling.write(build, phase, stop)
+            filling = self._filling(wanted, fresh, host)
+            if peers.count == 1:
+                filling.write(build, [fresh] if len(fresh) else [], phase, stop)
+            else:
+                with Queue.begin(peers, build.name, fresh) as queue:
+                    if not work(queue, filling, build, phase, stop, peers):
+                        return filling.made  # a peer left; the build is kept, and gone on with
         build.seal(self._meta())
         self._attach(int(build.name.rpartition("-")[2]))
         return len(fresh)
+
+    def _help(
+        self,
+        build: Joined,
+        wanted: Wanted,
+        host: Host,
+        progress: Progress,
+        stop: Callable[[], bool],
+        peers: Peers,
+    ) -> int:
+        """Make some of what a peer's build is missing; who builds waits for the last and seals."""
+        queue = Queue.join(peers, build.name)
+        assert queue is not None, "who joined a build has seen its list"
+        with queue, progress.phase(self._title(wanted), items=queue.state().total, noun="entries") as phase:
+            work(queue, self._filling(wanted, queue.rest(), host), build, phase, stop, peers)
+            return queue.state().made
+
+    def _filling(self, wanted: Wanted, fresh: Places, host: Host) -> Filling:
+        left = float(len(fresh) if wanted.sizes is None else wanted.sizes[fresh].sum())
+        return Filling(self.space.what, wanted, left, len(fresh), self.place, host)
+
+    def _title(self, wanted: Wanted) -> str:
+        return wanted.title or f"encoding {self.space.what}"
 
     def _meta(self) -> dict[str, str | int]:
         space = self.space

@@ -15,6 +15,8 @@
     ├── TrainError                  training cannot begin or go on
     │   └── NotFinite               losses or gradients that are not numbers, too many times in a row
     ├── CheckpointError             a checkpoint cannot be written, or is not what was written
+    ├── PeerError                   another process that works on the same run failed or is gone; its words are here
+    ├── BaselineError               a baseline cannot be captured, read, or run again
     └── ArenaError                  an arena on this node
         ├── ArenaMissing            nothing committed under that name
         ├── ArenaExists             it is built already
@@ -110,6 +112,14 @@ class NotFinite(TrainError):
 
 
 class CheckpointError(SuperTunerError):
+    pass
+
+
+class PeerError(SuperTunerError):
+    pass
+
+
+class BaselineError(SuperTunerError):
     pass
 
 

@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 
 from supertuner.arena.format import Life
 from supertuner.arena.home import Home
+from supertuner.arena.peers import ALONE, Peers
 from supertuner.config.data import Dataset
 from supertuner.config.tree import RunConfig
 from supertuner.core.errors import SourceError
@@ -16,24 +17,35 @@ from supertuner.data.corpus import Corpus, corpus_of
 from supertuner.data.homes import home_of
 from supertuner.data.ordering.members import Members, shared_members
 from supertuner.data.samples import Samples
+from supertuner.data.staging.follow import follow
 from supertuner.data.staging.stage import Stager
 
 
 @contextmanager
 def open_corpus(
-    config: RunConfig, *, host: Host, sink: Sink, progress: Progress, life: Life | None = None
+    config: RunConfig,
+    *,
+    host: Host,
+    sink: Sink,
+    progress: Progress,
+    life: Life | None = None,
+    peers: Peers = ALONE,
 ) -> Iterator[Corpus]:
     """Stage what is not staged yet, tell which samples fit no bucket, give the corpus; leaving closes the datasets.
 
-    `life` is how long a fresh arena stays, if not as `arena.keep` says.
+    `life` is how long a fresh arena stays, if not as `arena.keep` says. Of the processes of a node the first stages and
+    tells; the others follow it.
     """
     kept = config.arena.keep if life is None else life
     homes: dict[str, Home] = {}
     with ExitStack() as opened:
         datasets: list[tuple[Dataset, Samples]] = []
-        for stager, dataset, place in stagers(config, host, sink, progress, kept):
+        for stager, dataset, place in stagers(config, host, sink, progress, kept, peers):
             homes[dataset.id] = stager.home
-            _, staged = stager.open(dataset, place)
+            if peers.first:
+                _, staged = stager.open(dataset, place)
+            else:
+                staged = follow(stager.home, dataset.id, stager.verify, peers, progress)
             opened.callback(staged.close)
             datasets.append((dataset, staged))
 
@@ -47,7 +59,8 @@ def open_corpus(
             drop_last=config.loader.drop_last,
             members=members,
         )
-        tell_left_out(corpus, sink)
+        if peers.first:
+            tell_left_out(corpus, sink)
         yield corpus
 
 
@@ -58,14 +71,14 @@ def portion(config: RunConfig, *, held_out: bool) -> RunConfig | None:
 
 
 def stagers(
-    config: RunConfig, host: Host, sink: Sink, progress: Progress, life: Life
+    config: RunConfig, host: Host, sink: Sink, progress: Progress, life: Life, peers: Peers = ALONE
 ) -> Iterator[tuple[Stager, Dataset, str]]:
     """For each dataset, who stages it, and what its block is called in the configuration."""
     if not config.datasets:
         raise SourceError("the configuration names no dataset; add one under datasets")
     for number, dataset in enumerate(config.datasets):
         home = home_of(dataset, config)
-        stager = Stager(home, host, sink, progress, life=life, verify=config.arena.verify)
+        stager = Stager(home, host, sink, progress, life=life, verify=config.arena.verify, peers=peers)
         yield stager, dataset, f"datasets[{number}]"
 
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from supertuner.arena.build import Build
 from supertuner.arena.format import Life
 from supertuner.arena.home import Home, default_home
+from supertuner.arena.peers import ALONE, Peers
 from supertuner.arena.reader import Reader, Verify
 from supertuner.config.data import Dataset
 from supertuner.core import many
@@ -33,6 +34,7 @@ from supertuner.data.staging.compress import RAW, Choice
 from supertuner.data.staging.crew import Crew, chunked
 from supertuner.data.staging.earlier import staged_earlier
 from supertuner.data.staging.fingerprint import STAGED_VERSION, arena_name, fingerprint, origin
+from supertuner.data.staging.follow import name_told, staged_told
 from supertuner.data.staging.meter import Meter
 from supertuner.data.staging.result import FormatFigures, StageResult, judge
 from supertuner.data.staging.room import room_of
@@ -56,6 +58,8 @@ class Stager:
     verify: Verify = "on_demand"
     library: Path | None = field(default_factory=many.built)
     """What lets threads read small files at the same time, if it was built."""
+    peers: Peers = ALONE
+    """Processes of this node that follow; this one stages for them."""
 
     def stage(self, dataset: Dataset, place: str = "") -> StageResult:
         """Stage `dataset`, or find it staged. An arena kept for "run" only ends here: use `open` to work with it.
@@ -81,6 +85,7 @@ class Stager:
         try:
             result = self._result(dataset, staged, began, name, reused)
             self._report(dataset, result, place)
+            staged_told(self.peers, dataset.id, name)
         except BaseException:
             staged.close()
             raise
@@ -92,6 +97,7 @@ class Stager:
         with self.progress.phase(f"listing {dataset.id}"):
             mark = fingerprint(dataset, source.identity())
         name = arena_name(dataset.id, mark)
+        name_told(self.peers, dataset.id, name)
         claimed = claim(self.home, name, self.life, self.verify, self.progress)
         if isinstance(claimed, Reader):
             return StagedDataset.of(claimed), name, "nothing has changed since it was staged"

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from supertuner.arena.peers import ALONE, Peers
 from supertuner.cache.entries import MISSING, Entries, Refs, Tensors
 from supertuner.cache.rotation import Rotation
 from supertuner.config.tree import RunConfig
@@ -180,12 +181,14 @@ def open_encoded(
     begin: int = 0,
     until: int | None = None,
     attached: Callable[[int, int], None] | None = None,
+    peers: Peers = ALONE,
 ) -> Iterator[Encoded]:
     """Encode what is not cached yet and serve batches; leaving ends what should not outlast the run.
 
     `begin` is the position that training starts or goes on from, `until` where it ends: samples that are never drawn
-    are not encoded. Of several processes one encodes, and the others wait for it. Encoders are gone when this yields,
-    unless a dataset needs them on the way. `attached` is told what unified memory comes into use.
+    are not encoded. The `peers` of a node encode together, each sample once; processes of other runs wait for them.
+    Encoders are gone when this yields, unless a dataset needs them on the way. `attached` is told what unified memory
+    comes into use.
     """
     with ExitStack() as opened:
         caching = opened.enter_context(
@@ -199,6 +202,7 @@ def open_encoded(
                 progress=progress,
                 until=until,
                 attached=attached,
+                peers=peers,
             )
         )
         stores = [caching.open("latents"), caching.open("text")]

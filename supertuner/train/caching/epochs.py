@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from supertuner.arena.peers import ALONE, Peers
 from supertuner.cache.entries import MISSING, Entries, Refs
 from supertuner.cache.filling import Stopped, Wanted
 from supertuner.cache.keys import Space
@@ -73,6 +74,8 @@ class EpochMaker:
     sink: Sink
     progress: Progress
     """For the epoch that the run waits for before it begins."""
+    peers: Peers = ALONE
+    """Those of this node that come to the same epoch at the same time make a part of it each."""
 
     def make(self, epoch: int, stop: Callable[[], bool]) -> Epoch:
         began = time.monotonic()
@@ -140,7 +143,7 @@ class EpochMaker:
     ) -> Own:
         store = Store(place, space, self.sink, name=self._name(space, epoch))
         try:
-            store.fill(wanted, host=self.host, progress=progress, stop=stop)
+            store.fill(wanted, host=self.host, progress=progress, stop=stop, peers=self.peers)
         except BaseException as error:
             store.close()
             if isinstance(error, Stopped):

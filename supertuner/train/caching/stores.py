@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from supertuner.arena.format import Life
+from supertuner.arena.peers import ALONE, Peers
 from supertuner.cache.filling import Wanted
 from supertuner.cache.keys import Space
 from supertuner.cache.mending import loaded, mend
@@ -40,6 +41,8 @@ class Caching:
     sink: Sink
     progress: Progress
     attached: Callable[[int, int], None] | None = None
+    peers: Peers = ALONE
+    """Processes of this node that make and open the same caches."""
 
     def places(self, what: What) -> Places | None:
         """Where entries of a kind live; None if they are not cached."""
@@ -85,6 +88,7 @@ class Caching:
             host=self.host,
             sink=self.sink,
             progress=self.progress,
+            peers=self.peers,
         )
         first = order.epoch_at(begin)
         maker.remove_leftovers((first, first + 1))
@@ -106,7 +110,7 @@ class Caching:
         with _closed_on_error(kept):
             if check:
                 mend(kept, wanted, host=self.host, progress=self.progress, sink=self.sink)
-            kept.fill(wanted, host=self.host, progress=self.progress)
+            kept.fill(wanted, host=self.host, progress=self.progress, peers=self.peers)
             store = self._loaded(kept, where, wanted) if load else kept
         figures = {"entries": len(wanted.keys), "made": kept.made, "seconds": round(time.monotonic() - began, 3)}
         self.sink.emit(Measured(f"cache.{space.what}", figures))
@@ -118,7 +122,7 @@ class Caching:
         shared = Store(where.shared, kept.space, self.sink)
         with _closed_on_error(shared):
             copies = loaded(kept, wanted, host=self.host, progress=self.progress, sink=self.sink)
-            shared.fill(copies, host=self.host, progress=self.progress)
+            shared.fill(copies, host=self.host, progress=self.progress, peers=self.peers)
         kept.close()
         return shared
 
@@ -136,6 +140,7 @@ def open_caching(
     until: int | None = None,
     life: Life = "run",
     attached: Callable[[int, int], None] | None = None,
+    peers: Peers = ALONE,
 ) -> Iterator[Caching]:
     """What makes and opens a corpus's caches; leaving it ends its threads and frees the encoders.
 
@@ -149,9 +154,9 @@ def open_caching(
     with ExitStack() as opened:
         encoders = Encoders(encoding)
         opened.callback(encoders.close)
-        decoders = LazyDecoders(corpus, config.loader.num_workers or host.cpus())
+        decoders = LazyDecoders(corpus, config.loader.num_workers or max(1, host.cpus() // peers.count))
         opened.callback(decoders.close)
-        yield Caching(config, needs, encoders, decoders, run_folder, life, host, sink, progress, attached)
+        yield Caching(config, needs, encoders, decoders, run_folder, life, host, sink, progress, attached, peers)
 
 
 def _for_epochs(where: Places | None) -> Place | None:

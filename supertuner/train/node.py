@@ -1,0 +1,67 @@
+"""Which processes of a job are on one node, and where they meet: they share one copy of the data and make it together.
+
+Who is a neighbour is found by what the processes say of their machines, not by counting: launchers number differently.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from supertuner.arena.home import Home, default_home
+from supertuner.arena.peers import ALONE, Peers, meet
+from supertuner.config.tree import RunConfig
+from supertuner.train.parallel import Parallel
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Where a process of the job runs."""
+
+    machine: str
+    local_rank: int
+
+
+def neighbours(seats: Sequence[Seat], rank: int) -> list[int]:
+    """Ranks of those that were started together with `rank` on its machine, itself included, in the order of their
+    local numbers. A launcher's processes begin with a local 0; two launchers on one machine are two nodes."""
+
+    def leader(of: int) -> int:
+        firsts = [r for r, seat in enumerate(seats) if seat.machine == seats[of].machine and seat.local_rank == 0]
+        return max((first for first in firsts if first <= of), default=of)
+
+    return sorted((r for r in range(len(seats)) if leader(r) == leader(rank)), key=lambda r: seats[r].local_rank)
+
+
+@contextmanager
+def open_peers(config: RunConfig, parallel: Parallel) -> Iterator[Peers]:
+    """Meet the other processes of this node; all processes of the job come here. Alone on a node there is nobody."""
+    if parallel.ranks == 1:
+        yield ALONE
+        return
+    own = {"machine": _machine(), "local_rank": parallel.local_rank, "job": uuid.uuid4().hex}
+    said = [json.loads(content) for content in parallel.gather(json.dumps(own).encode())]
+    here = neighbours([Seat(one["machine"], one["local_rank"]) for one in said], parallel.rank)
+    if len(here) == 1:
+        parallel.agree([0])
+        yield ALONE
+        return
+    home = Home(config.arena.home or default_home())
+    name = f"{said[0]['job']}-{here[0]}"
+    with meet(home, name, here.index(parallel.rank), len(here), lambda: _wait_for_all(parallel)) as peers:
+        yield peers
+
+
+def _wait_for_all(parallel: Parallel) -> None:
+    parallel.agree([0])
+
+
+def _machine() -> str:
+    """This machine since it was started; containers with names of their own are machines of their own."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{platform.node()} {boot.read_text().strip() if boot.exists() else ''}"
