@@ -17,7 +17,9 @@ ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = sorted(
     f
     for f in (ROOT / "config").iterdir()
-    if f.suffix in (".json", ".yaml", ".yml", ".toml") and not f.name.endswith(".schema.json")
+    if f.suffix in (".json", ".yaml", ".yml", ".toml")
+    and not f.name.endswith(".schema.json")
+    and not f.name.startswith("accelerate_")  # the launcher's, not a run's
 )
 
 
