@@ -12,7 +12,15 @@ from typing import Any, Final
 
 from supertuner.config import place as places
 
-FREE: Final = ("forecast", "memory", "parallel", "plan", "report", "gh200_optimizations.enable_uvm_hints")
+FREE: Final = (
+    "checkpoints.in_background",
+    "forecast",
+    "memory",
+    "parallel",
+    "plan",
+    "report",
+    "gh200_optimizations.enable_uvm_hints",
+)
 """Settings, and blocks of them, that change nothing of what is trained."""
 
 

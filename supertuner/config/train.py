@@ -40,6 +40,9 @@ class CheckpointSettings(Block):
     """Optimizer steps between checkpoints; 0: only at the end, on request and on a signal."""
     keep: Annotated[int, Field(ge=1)] = 3
     """How many of the last checkpoints are kept."""
+    in_background: bool = True
+    """Copy what is saved into host memory and write it while training goes on; training waits where the copy has no
+    room."""
     resume: Annotated[str, Field(min_length=1, json_schema_extra=name_or_folder("latest", "never"))] = "latest"
     """What a run that is started again goes on from: "latest", a checkpoint's folder, or "never": it must be new."""
 

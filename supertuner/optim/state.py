@@ -14,7 +14,7 @@ Rates and weight decay are settings, not memory: a resumed run takes them from i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -30,8 +30,11 @@ NAMED_AT_MOST = 5
 """How many of many wrong entries an error names."""
 
 
-def pack(optimizer: Optimizer) -> tuple[dict[str, torch.Tensor], dict[str, JSON]]:
-    """Copies of everything that the optimizer remembers, on the CPU."""
+def pack(
+    optimizer: Optimizer, copy: Callable[[torch.Tensor], torch.Tensor] | None = None
+) -> tuple[dict[str, torch.Tensor], dict[str, JSON]]:
+    """Everything that the optimizer remembers, its tensors by what `copy` makes of them; None: copies on the CPU."""
+    copy = copy or _copy
     tensors: dict[str, torch.Tensor] = {}
     scalars: dict[str, JSON] = {}
     quantised: dict[str, JSON] = {}
@@ -41,10 +44,10 @@ def pack(optimizer: Optimizer) -> tuple[dict[str, torch.Tensor], dict[str, JSON]
             if not isinstance(value, torch.Tensor):
                 scalars[entry] = _number_out(value)
             elif type(value) is torch.Tensor:
-                tensors[entry] = _copy(value)
+                tensors[entry] = copy(value)
             else:
                 halves = cast(Any, value)
-                tensors[f"{entry}.codes"], tensors[f"{entry}.scale"] = _copy(halves.codes), _copy(halves.scale)
+                tensors[f"{entry}.codes"], tensors[f"{entry}.scale"] = copy(halves.codes), copy(halves.scale)
                 quantised[entry] = {"signed": bool(halves.signed), "dtype": str(value.dtype).removeprefix("torch.")}
     meta: dict[str, JSON] = {
         "optimizer": optimizer.name,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,11 +83,13 @@ def save(
     host: Host,
     sink: Sink | None = None,
     progress: Progress | None = None,
+    go_on: Callable[[], None] = lambda: None,
 ) -> Path:
     """Write the checkpoint of `step` into `folder`, and remove all but the last `keep`; where it is.
 
     One of the same step stays if it is the same, and is replaced if it is not. Checkpoints of later steps are left
-    alone: they are damaged ones that `latest` passed over.
+    alone: they are damaged ones that `latest` passed over. `go_on` is called again and again until the checkpoint gets
+    its name; if it raises, nothing is left behind.
     """
     assert keep >= 1 and step >= 0 and all(map(is_part, parts)), f"{keep=} {step=} {list(parts)}"
     plan = _plan(step, parts, state)
@@ -96,7 +98,7 @@ def save(
         _make(folder)
         sweep(folder, sink)
         _refuse_without_room(folder, plan, host)
-        new, manifest = _write(folder, plan, progress or Silence())
+        new, manifest = _write(folder, plan, progress or Silence(), go_on)
         made = _put_in_place(folder, new, manifest)
     _prune(folder, step, keep, sink)
     return made
@@ -190,7 +192,7 @@ def _make(folder: Path) -> None:
         sync_folder(folder.parent)
 
 
-def _write(folder: Path, plan: _Plan, progress: Progress) -> tuple[Path, Manifest]:
+def _write(folder: Path, plan: _Plan, progress: Progress, go_on: Callable[[], None]) -> tuple[Path, Manifest]:
     """Everything of the checkpoint, synced, under its hidden name."""
     new = folder / f"{SAVING}{folder_name(plan.step)}"
     new.mkdir()
@@ -198,14 +200,21 @@ def _write(folder: Path, plan: _Plan, progress: Progress) -> tuple[Path, Manifes
         with progress.phase(f"saving {folder_name(plan.step)}", nbytes=sum(plan.sizes())) as phase:
             files = {STATE: _write_file(new / STATE, [memoryview(plan.state)], phase)}
             for name, layout in plan.layouts.items():
-                files[name] = _write_file(new / name, layout.chunks(), phase)
+                files[name] = _write_file(new / name, _while(go_on, layout.chunks()), phase)
             manifest = Manifest(plan.step, dict(sorted(files.items())))
             _write_file(new / MANIFEST, [memoryview(manifest_bytes(manifest))], phase)
         sync_folder(new)
+        go_on()
     except BaseException:
         _discard(new)
         raise
     return new, manifest
+
+
+def _while(go_on: Callable[[], None], chunks: Iterator[memoryview]) -> Iterator[memoryview]:
+    for chunk in chunks:
+        go_on()
+        yield chunk
 
 
 def _write_file(path: Path, chunks: Iterator[memoryview] | list[memoryview], phase: Phase) -> FileFacts:

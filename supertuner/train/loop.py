@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 
 from supertuner.core.errors import ModelError, NotFinite, SuperTunerError, TrainError
 from supertuner.core.events import Noted, Warned
@@ -22,7 +23,7 @@ from supertuner.train.full import fitting, release
 from supertuner.train.loss_log import LossRecord
 from supertuner.train.requests import Request, Requests
 from supertuner.train.run import Run
-from supertuner.train.saving import save
+from supertuner.train.saver import Answer, Saver
 from supertuner.train.signals import Signals
 from supertuner.train.validate import validate
 
@@ -44,7 +45,7 @@ def train(run: Run) -> Ending:
     """Train from the run's step to its end, or until a signal asks to stop."""
     begun = time.perf_counter()
     settings = run.config.validation
-    with Signals() as signals, _requests(run) as requests, run.feed() as feed:
+    with Signals() as signals, _requests(run) as requests, Saver(run) as saver, run.feed() as feed:
         run.sink.emit(
             training.began(
                 step=run.step, steps=run.course.total_steps, samples=run.samples, samples_total=run.course.total_samples
@@ -54,15 +55,18 @@ def train(run: Run) -> Ending:
             validate(run)
         for window in feed:
             _train(run, window)
+            saver.settle()
             last = run.step == run.course.total_steps
             if _due(run.step, settings.every_steps) or (last and settings.at_end):
                 _validate(run)
             asked = _asked(run, requests, signals)
             if _due(run.step, run.config.checkpoints.every_steps) or last or asked.stop:
-                save(run)
-            _serve(run, requests, asked)
+                saver.save()
+            _serve(run, saver, requests, asked)
             if asked.stop and not last:
+                saver.wait()
                 return _ended(run, begun, asked.stop)
+        saver.wait()
     return _ended(run, begun, None)
 
 
@@ -185,7 +189,7 @@ def _asked(run: Run, requests: Requests | None, signals: Signals) -> _Asked:
     return _Asked(Signals.name_of(number), bool(validation), pending, kinds)
 
 
-def _serve(run: Run, requests: Requests | None, asked: _Asked) -> None:
+def _serve(run: Run, saver: Saver, requests: Requests | None, asked: _Asked) -> None:
     """What was asked for from outside. A request that fails is answered so; it does not end the run."""
     if asked.validate:
         try:
@@ -193,19 +197,34 @@ def _serve(run: Run, requests: Requests | None, asked: _Asked) -> None:
         except SuperTunerError as error:
             run.sink.emit(Warned("SIGUSR1", str(error)))
     for number, kind in enumerate(asked.kinds):
-        refused, path = None, None
+        request = None if requests is None else asked.pending[number]
+        done = f"{kind} of step {run.step}"
+        if kind == "checkpoint":
+            saver.ask(None if requests is None or request is None else _answer_later(requests, request, done))
+            continue
         try:
-            path = validate(run, asked=True) if kind == "validate" else save(run)
+            path = validate(run, asked=True)
         except SuperTunerError as error:
-            refused = str(error)
-            run.sink.emit(Warned(f"request {kind}", refused))
-        if requests is not None:
-            request = asked.pending[number]
-            if refused is not None:
-                requests.refuse(request, refused)
-            else:
-                requests.answer(request, f"{kind} of step {run.step}", path)
+            run.sink.emit(Warned(f"request {kind}", str(error)))
+            if requests is not None and request is not None:
+                requests.refuse(request, str(error))
+        else:
+            if requests is not None and request is not None:
+                requests.answer(request, done, path)
         release(run.device)
+
+
+def _answer_later(requests: Requests, request: Request, done: str) -> Answer:
+    """A checkpoint that was asked for is written while training goes on: who asked is told once it is on disk."""
+    requests.take(request)
+
+    def answer(made: Path | None, why: str) -> None:
+        if made is None:
+            requests.refuse(request, why)
+        else:
+            requests.answer(request, done, made)
+
+    return answer
 
 
 def _requests(run: Run) -> AbstractContextManager[Requests | None]:

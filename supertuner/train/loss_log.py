@@ -84,12 +84,15 @@ class LossLog:
         self._digest.update(line)
 
     def position(self) -> Position:
-        """Where the log ends now, with everything before it safe on disk: for the checkpoint."""
+        """Where the log ends now: for the checkpoint, which must not be seen before a `sync` that comes after this."""
+        return Position(self._nbytes, self._digest.hexdigest())
+
+    def sync(self) -> None:
+        """Everything that was appended is safe on disk. From any thread, while others are appended."""
         try:
             os.fsync(self._fd)
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be synced: {error.strerror}; nothing was saved") from error
-        return Position(self._nbytes, self._digest.hexdigest())
 
     def cut(self, nbytes: int, digest: str) -> None:
         """Go back to a position: drop every line behind it. What lies before it must be what the checkpoint saw."""
@@ -143,6 +146,9 @@ class Elsewhere(LossLog):
 
     def position(self) -> Position:
         return BEGINNING
+
+    def sync(self) -> None:
+        pass
 
     def cut(self, nbytes: int, digest: str) -> None:
         pass

@@ -78,6 +78,10 @@ class Requests:
         looked = [self._look(name) for name in asked[:MOST_AT_ONCE]]
         return [request for request in looked if request is not None]
 
+    def take(self, request: Request) -> None:
+        """It will be answered later, perhaps by another thread: `pending` names it no more."""
+        self._ignored |= {f"{request.id}.json"}
+
     def answer(self, request: Request, result: str, path: Path | None = None) -> None:
         """It was done: `result` is told to who asked, and `path` says where it is."""
         self._reply(request.id, Answer("done", result, None if path is None else str(path)))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from importlib.metadata import version
-from pathlib import Path
 
 import torch
 import xxhash
 
 from supertuner import __version__
 from supertuner.core.errors import CheckpointError
-from supertuner.core.events import Noted, Warned
+from supertuner.core.events import Warned
 from supertuner.core.types import JSON
 from supertuner.models import adapters
 from supertuner.models.spec import Tensors
@@ -21,42 +20,41 @@ from supertuner.train.checkpoint_reading import Loaded
 from supertuner.train.run import Run
 
 
-def save(run: Run) -> Path:
-    """Write the checkpoint of the current step, and say so. Where each process has everything, one of them writes."""
-    if run.parallel.rank != 0:
-        return run.folder / checkpoint.FOLDER / checkpoint.folder_name(run.step)
+def contents(run: Run) -> tuple[dict[str, Tensors], dict[str, JSON]]:
+    """(tensors by part, facts) of the run as it is now. The tensors are its own: training goes on to change them."""
     parts: dict[str, Tensors] = {"random": _random_states(run.device)}
     experts: dict[str, JSON] = {}
     for trainee in run.trainees:
         expert = trainee.expert.name
-        parts[f"adapter.{expert}"] = adapters.state(run.trained[expert])
-        parts[f"optimizer.{expert}"], optimizer = optimizer_state.pack(trainee.optimizer)
+        parts[f"adapter.{expert}"] = dict(run.trained[expert].parameters)
+        parts[f"optimizer.{expert}"], optimizer = optimizer_state.pack(trainee.optimizer, copy=torch.Tensor.detach)
         facts: dict[str, JSON] = {"optimizer": optimizer}
         if trainee.ema is not None:
-            parts[f"ema.{expert}"], facts["ema_updates"] = trainee.ema.state()
+            parts[f"ema.{expert}"], facts["ema_updates"] = dict(trainee.ema.averages), trainee.ema.updates
         if trainee.scaler is not None:
             facts["scaler"] = trainee.scaler.state()
         experts[expert] = facts
     state: dict[str, JSON] = {
         "step": run.step,
         "samples": run.samples,
-        "processes": run.begun_by,
         "nonfinite": run.nonfinite,
+        "experts": experts,
+        "losses": list(run.losses.position()),
+        "validations": list(run.validations.position()),
+    }
+    return parts, state
+
+
+def constants(run: Run) -> dict[str, JSON]:
+    """The facts that are the same in every checkpoint of a session. To look through the captions takes its time."""
+    return {
+        "processes": run.begun_by,
         "versions": versions(),
         "data": {**data_of(run)},
         "beside": {**_beside(run)},
         "given": {**run.given},
         "revision": run.model.source.revision,
-        "experts": experts,
-        "losses": list(run.losses.position()),
-        "validations": list(run.validations.position()),
     }
-    folder, keep = run.folder / checkpoint.FOLDER, run.config.checkpoints.keep
-    made = checkpoint.save(
-        folder, run.step, parts, state, keep=keep, host=run.host, sink=run.sink, progress=run.progress
-    )
-    run.sink.emit(Noted("checkpoint", f"saved step {run.step}: {made}"))
-    return made
 
 
 def restore(run: Run, loaded: Loaded) -> None:
