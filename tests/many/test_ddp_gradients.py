@@ -1,0 +1,105 @@
+"""Gradients of a window are those of one process, however many it is shared out over: 1×8, 2×4 and 4×2 agree."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from supertuner.models.spec import Source
+from supertuner.train.parallel import Alone, Parallel
+from tests.many.ranks import run_ranks
+from tests.many.training import Array, Made, little_windows, wan_windows
+from tests.models.pipelines import tiny_wan
+
+__all__ = ["tiny_wan"]
+
+KINDS = ("lora", "lokr", "loha", "full")
+RAGGED: dict[str, Any] = {"ramp": (1, 9, 24), "total": 45, "sizes": (9, 4, 7), "batch_size": 2}
+"""Windows of 1 to 9 samples of three buckets: batches are ragged, and of four processes some have nothing to do."""
+
+
+def _all_kinds(parallel: Parallel, source: Source) -> dict[str, Made]:
+    """8 samples in batches of one; then windows that fewer processes have a share in."""
+    return {kind: wan_windows(parallel, source, kind, samples=(8, 5, 1, 3)) for kind in KINDS}
+
+
+def _ragged(parallel: Parallel, **changed: Any) -> Made:
+    return little_windows(parallel, **{**RAGGED, **changed})
+
+
+def farthest(left: Mapping[str, Array], right: Mapping[str, Array]) -> float:
+    """The largest difference of any number, beside the largest number of its tensor or 1."""
+    assert left.keys() == right.keys() and left
+    return max(
+        float(np.abs(left[name] - right[name]).max() / max(1.0, float(np.abs(right[name]).max()))) for name in left
+    )
+
+
+def assert_same_windows(made: Made, expected: Made, tolerance: float = 1e-6) -> None:
+    assert len(made.gradients) == len(expected.gradients) > 0
+    for mine, theirs in zip(made.gradients, expected.gradients, strict=True):
+        assert farthest(mine, theirs) <= tolerance
+    assert made.losses == pytest.approx(expected.losses, rel=tolerance)
+    assert made.norms == pytest.approx(expected.norms, rel=tolerance)
+
+
+def assert_same_bits(left: Made, right: Made) -> None:
+    assert (left.losses, left.norms) == (right.losses, right.norms)
+    for mine, theirs in zip(left.gradients, right.gradients, strict=True):
+        assert all(np.array_equal(mine[name], theirs[name]) for name in theirs)
+    assert all(np.array_equal(left.weights[name], right.weights[name]) for name in right.weights)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_eight_micro_batches_have_the_same_gradient_on_any_number_of_processes(tiny_wan: Source, ranks: int) -> None:
+    expected = _all_kinds(Alone(), tiny_wan)
+    found = run_ranks(ranks, _all_kinds, tiny_wan)
+    for kind in KINDS:
+        assert_same_windows(found[0][kind], expected[kind])
+        assert all(np.abs(gradient).max() > 0 for gradient in found[0][kind].gradients[0].values()), kind
+        for other in found[1:]:
+            assert_same_bits(other[kind], found[0][kind])
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_growing_ramp_over_ragged_buckets_has_the_gradients_of_one_process(ranks: int) -> None:
+    expected = _ragged(Alone())
+    found = run_ranks(ranks, _ragged)
+    for made in found:
+        assert_same_windows(made, expected)
+        assert_same_bits(made, found[0])
+    together = [sorted(sum(own, ())) for own in zip(*(made.positions for made in found), strict=True)]
+    assert together == [sorted(positions) for positions in expected.positions]
+    idle = sum(not own for made in found for own in made.positions)
+    assert idle > 0, "a window of one sample leaves somebody without"
+
+
+def test_in_fp64_nothing_is_left_of_the_difference() -> None:
+    """So what fp32 shows is rounding, and no sample counts twice or not at all."""
+    expected = _ragged(Alone(), double=True)
+    for made in run_ranks(3, partial(_ragged, double=True)):
+        for mine, theirs in zip(made.gradients, expected.gradients, strict=True):
+            assert farthest(mine, theirs) <= 1e-14
+
+
+def test_a_parameter_that_nobody_used_stays_without_a_gradient_and_one_that_somebody_used_has_it_everywhere() -> None:
+    found = run_ranks(2, _partly_used)
+    assert found[0] == found[1] == {"both": 3.0, "first": 1.0, "second": 2.0, "nobody": None}
+
+
+def _partly_used(parallel: Parallel) -> dict[str, float | None]:
+    import torch
+    from torch import nn
+
+    both, first, second, nobody = (nn.Parameter(torch.zeros(1)) for _ in range(4))
+    used = second if parallel.rank else first
+    for parameter in (both, used):
+        parameter.grad = torch.full((1,), parallel.rank + 1.0)
+    assert parallel.reduction is not None
+    parallel.reduction.add([both, first, second, nobody], torch.zeros(()))
+    named = {"both": both, "first": first, "second": second, "nobody": nobody}
+    return {name: None if p.grad is None else float(p.grad) for name, p in named.items()}
