@@ -1,0 +1,61 @@
+"""Processes of one node that fill one store: each entry is made by one of them, and nobody outlives a failure."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from supertuner.core.events import Silence
+from supertuner.core.host import Host
+from tests.cache.making import Encoder, contents, store
+from tests.cache.together import fill
+from tests.many.ranks import launched_ranks, run_launched
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_all_processes_make_entries_each_once_and_into_one_arena(tmp_path: Path, ranks: int) -> None:
+    found = run_launched(ranks, fill, tmp_path, 50, -1, "")
+    made = Counter(one for _, mine, _ in found for one in mine)
+    assert made == Counter(contents(50)), "no entry twice, none left out"
+    assert all(mine for _, mine, _ in found), "everybody takes part"
+    assert {total for total, _, _ in found} == {50}
+    assert {shown["encoding latents"] for _, _, shown in found} == {50}, "everybody shows how far all of them are"
+    assert [name for name in (tmp_path / "home").iterdir() if name.name.startswith(".peers")] == []
+
+
+def test_the_error_of_one_is_the_error_of_all(tmp_path: Path) -> None:
+    with launched_ranks(3, fill, tmp_path, 50, 1, "fail") as ranks:
+        for outcome in ranks.ended():
+            assert outcome.error is not None and "sample 7 is broken; remove it" in outcome.error.splitlines()[-1]
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_killed_process_is_named_by_all_others_and_its_entries_are_gone_on_with(tmp_path: Path, rank: int) -> None:
+    with launched_ranks(3, fill, tmp_path, 50, rank, "wait") as ranks:
+        while not (tmp_path / "waiting").exists():
+            time.sleep(0.01)
+        killed = ranks.pids[rank]
+        ranks.signal(rank, signal.SIGKILL)
+        found = ranks.ended()
+    for number, outcome in enumerate(found):
+        if number == rank:
+            assert outcome.exitcode == -signal.SIGKILL
+        else:
+            last = (outcome.error or "").splitlines()[-1]
+            assert f"process {rank} of the 3 of this node (pid {killed}) is gone without a word" in last
+    encoder = Encoder(contents(50))
+    with store(tmp_path / "home", life="run") as filled:
+        filled.fill(encoder.wanted(), host=Host(), progress=Silence())
+        assert len(encoder.made) <= 50 - 2, "what was committed is not made again"
+        assert len(filled.entries) == 50
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_that_is_stopped_leaves_its_entries_to_the_others(tmp_path: Path, rank: int) -> None:
+    found = run_launched(2, fill, tmp_path, 50, rank, "stop")
+    assert len(set(found[0][1]) | set(found[1][1])) == 50
+    assert len(found[1 - rank][1]) >= 40
