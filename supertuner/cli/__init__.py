@@ -10,6 +10,7 @@ import typer
 
 from supertuner.cli.adapter import app as adapter
 from supertuner.cli.arena import app as arena
+from supertuner.cli.baseline import app as baseline
 from supertuner.cli.cache import app as cache
 from supertuner.cli.checkpoint import app as checkpoint
 from supertuner.cli.config import app as config
@@ -45,6 +46,7 @@ app.add_typer(cache, name="cache")
 app.add_typer(run, name="run")
 app.add_typer(checkpoint, name="checkpoint")
 app.add_typer(adapter, name="adapter")
+app.add_typer(baseline, name="baseline")
 
 
 def _version(wanted: bool) -> None:

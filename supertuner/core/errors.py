@@ -16,6 +16,7 @@
     │   └── NotFinite               losses or gradients that are not numbers, too many times in a row
     ├── CheckpointError             a checkpoint cannot be written, or is not what was written
     ├── PeerError                   another process that works on the same run failed or is gone; its words are here
+    ├── OutOfStep                   this one failed at what all processes must do together, so none of them can go on
     ├── BaselineError               a baseline cannot be captured, read, or run again
     └── ArenaError                  an arena on this node
         ├── ArenaMissing            nothing committed under that name
@@ -116,6 +117,10 @@ class CheckpointError(SuperTunerError):
 
 
 class PeerError(SuperTunerError):
+    pass
+
+
+class OutOfStep(SuperTunerError):
     pass
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from supertuner.config.environment import current
@@ -33,6 +34,8 @@ class Trained:
     curve: Path | None
     memory: tuple[str, ...]
     """What became of the memory engine, a line each: hints by outcome, what overflowed."""
+    hints: Mapping[str, int] = field(default_factory=dict)
+    """Residency hints of this session by outcome."""
 
 
 def train(loaded: Loaded, *, resume: str | None = None, anyway: bool = False) -> Trained:
@@ -42,8 +45,8 @@ def train(loaded: Loaded, *, resume: str | None = None, anyway: bool = False) ->
         return train_in(work, resume=resume, anyway=anyway)
 
 
-def train_in(work: Session, *, resume: str | None = None, anyway: bool = False) -> Trained:
-    """The same within a session that is open already."""
+def train_in(work: Session, *, resume: str | None = None, anyway: bool = False, also: Sink | None = None) -> Trained:
+    """The same within a session that is open already. `also` gets everything that is reported, each step included."""
     with work.console.phase("loading libraries"):
         from supertuner.plan.report import as_json
         from supertuner.tools.curve import draw_curve
@@ -65,7 +68,8 @@ def train_in(work: Session, *, resume: str | None = None, anyway: bool = False) 
         if known is not None and work.launched.first:
             write_json(folder / FORECAST, as_json(known.forecast))
         planning = None if known is None else known.planning
-        outside = Outside(with_reports(work, opened), work.console, work.host)
+        sink = with_reports(work, opened)
+        outside = Outside(sink if also is None else Together(sink, also), work.console, work.host)
         run = opened.enter_context(
             open_run(config, folder.name, folder, outside, resume=resume, parallel=parallel, planning=planning)
         )
@@ -75,7 +79,8 @@ def train_in(work: Session, *, resume: str | None = None, anyway: bool = False) 
         if work.launched.first and (folder / LOSSES).stat().st_size:  # none: there was nothing left to do
             draw_curve(folder / LOSSES, curve := folder / CURVE)
         memory = tuple(run.memory.lines())
-        return Trained(folder, run.step, run.samples, ending.seconds, ending.stopped_by, exports, curve, memory)
+        hints = run.memory.tally.by_status()
+        return Trained(folder, run.step, run.samples, ending.seconds, ending.stopped_by, exports, curve, memory, hints)
 
 
 def with_reports(work: Session, opened: ExitStack) -> Sink:

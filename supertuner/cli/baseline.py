@@ -1,0 +1,165 @@
+"""`supertuner baseline`: measure a configuration's training, keep it, and tell later whether anything got worse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from supertuner.cli.stage import Config, Sets
+
+if TYPE_CHECKING:
+    from supertuner.tools.baseline.judging import Judged
+
+app = typer.Typer(help="Measure training, and tell whether it got worse.", no_args_is_help=True)
+
+Name = Annotated[str, typer.Argument(help="The baseline's name.", show_default=False)]
+Folder = Annotated[Path, typer.Option("--dir", help="The folder that holds baselines.")]
+Limit = Annotated[float, typer.Option(min=0.1, max=100, metavar="PERCENT", help="How much worse is a regression.")]
+Repeats = Annotated[int, typer.Option(min=1, help="Rounds, each of new processes; more follow while undecided.")]
+Most = Annotated[int | None, typer.Option(min=1, help="Rounds at most.", show_default="three times --repeats")]
+Fewer = Annotated[int | None, typer.Option(min=2, help="Steps of each run.", show_default="those of the baseline")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of Markdown.")]
+UNDECIDED = 3
+
+
+@app.callback()
+def group() -> None:
+    """Measure training, and tell whether it got worse."""
+
+
+@app.command()
+def capture(
+    name: Name,
+    config: Config,
+    steps: Annotated[int, typer.Option(min=2, help="Optimizer steps of each repeat.")] = 1000,
+    repeats: Annotated[int, typer.Option(min=1, help="How many times they are run, each in a process of its own.")] = 3,
+    sets: Sets = None,
+    folder: Folder = Path("baseline"),
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Keep a trace of torch's profiler too, of some steps of a run of its own.")
+    ] = False,
+    replace: Annotated[bool, typer.Option("--replace", help="Capture a baseline of this name anew.")] = False,
+) -> None:
+    """Train CONFIG for some steps, several times over, and keep what it took in baseline/NAME.
+
+    Nothing of it touches the runs of CONFIG: those of a capture have names of their own, and are removed.
+    """
+    from supertuner.config import environment
+    from supertuner.sinks.console import Console
+    from supertuner.tools.baseline.capturing import capture as run_capture
+    from supertuner.tools.baseline.report import baseline_summary
+
+    with Console() as console:
+        path, baseline = run_capture(
+            folder,
+            name,
+            config,
+            sets=sets or (),
+            steps=steps,
+            repeats=repeats,
+            replace_old=replace,
+            profile=profile,
+            environ=environment.current(),
+            progress=console,
+        )
+    typer.echo("\n".join(baseline_summary(baseline)))
+    typer.echo(f"\nkept in {path}; `supertuner baseline check {name}` tells later whether it got worse")
+
+
+@app.command()
+def check(
+    name: Name,
+    config: Annotated[
+        Path | None,
+        typer.Argument(help="A configuration to run instead of the one that was kept.", show_default=False),
+    ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            metavar="CODE",
+            help="Old code to run beside: a git revision, a folder with another checkout, or another environment's "
+            "python. Unless given: the commit of the capture, where this checkout has it.",
+        ),
+    ] = None,
+    stored: Annotated[bool, typer.Option("--stored", help="Run no old code: judge by what was kept.")] = False,
+    limit: Limit = 5.0,
+    repeats: Repeats = 3,
+    most: Most = None,
+    steps: Fewer = None,
+    sets: Sets = None,
+    folder: Folder = Path("baseline"),
+    as_json: Json = False,
+) -> None:
+    """Train as baseline NAME did, with the code here, and tell whether anything got worse.
+
+    Exit code 0: nothing did; 1: something did; 3: the noise, or another machine, does not let tell. The report is kept
+    in the baseline's folder, as check.md and check.json.
+    """
+    from supertuner.config import environment
+    from supertuner.sinks.console import Console
+    from supertuner.tools.baseline import checking
+
+    asked = checking.Asked(limit / 100, repeats, most or 3 * repeats, steps)
+    with Console() as console:
+        path, judged = checking.check(
+            folder,
+            name,
+            asked,
+            config=config,
+            sets=sets or (),
+            against=against,
+            stored=stored,
+            environ=environment.current(),
+            progress=console,
+        )
+    _tell(f"Baseline {path.name}, now", judged, path / "check", as_json)
+
+
+@app.command()
+def compare(
+    old: Annotated[str, typer.Argument(metavar="A", help="The baseline before.", show_default=False)],
+    new: Annotated[str, typer.Argument(metavar="B", help="The baseline after.", show_default=False)],
+    again: Annotated[
+        bool, typer.Option("--again", help="Run both here again, in turns, so that they see the same weather.")
+    ] = False,
+    limit: Limit = 5.0,
+    repeats: Repeats = 3,
+    most: Most = None,
+    steps: Fewer = None,
+    folder: Folder = Path("baseline"),
+    as_json: Json = False,
+) -> None:
+    """Tell whether baseline B is worse than A: by what was kept of both, or, with --again, by running both.
+
+    Exit codes as those of `check`. The report is kept in B's folder, as against-A.md and against-A.json.
+    """
+    from supertuner.config import environment
+    from supertuner.sinks.console import Console
+    from supertuner.tools.baseline import checking
+
+    asked = checking.Asked(limit / 100, repeats, most or 3 * repeats, steps)
+    if again:
+        with Console() as console:
+            path, judged = checking.compare_again(
+                folder, (old, new), asked, environ=environment.current(), progress=console
+            )
+    else:
+        path, judged = checking.compare(folder, (old, new), asked)
+    _tell(f"Baseline {path.name} against {Path(old).name}", judged, path / f"against-{Path(old).name}", as_json)
+
+
+def _tell(title: str, judged: Judged, stem: Path, as_json: bool) -> None:
+    """Print what was found, keep it, and leave with its exit code."""
+    from supertuner.core.durable import write_json, write_text
+    from supertuner.tools.baseline import verdict
+    from supertuner.tools.baseline.judging import Verdict
+
+    document, text = verdict.as_json(title, judged), verdict.as_markdown(title, judged)
+    write_json(stem.with_name(f"{stem.name}.json"), document)
+    write_text(stem.with_name(f"{stem.name}.md"), text)
+    typer.echo(json.dumps(document, indent=2, ensure_ascii=False) if as_json else text.rstrip())
+    codes = {Verdict.WORSE: 1, Verdict.UNDECIDED: UNDECIDED}
+    raise typer.Exit(codes.get(judged.verdict, 0))

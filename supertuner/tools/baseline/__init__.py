@@ -1,0 +1,1 @@
+"""Baselines: what a configuration's training takes today, kept, and judged against what it takes later or elsewhere."""

@@ -1,0 +1,116 @@
+"""Whether two runs learnt the same: bit for bit, up to rounding, or not. Pure, and blind to how long a step took.
+
+A step that is computed in another order gives the same loss up to rounding, and the difference grows as training goes
+on. So the first steps that differ are judged by rounding, and the whole course by its running mean. Runs that are no
+more alike among themselves (kernels that add up in any order) are their own measure.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from supertuner.tools.baseline.record import Job
+
+ROUNDING: Final = {"fp32": 1e-5}
+ROUNDING_ELSE: Final = 1e-3
+"""Relative difference of a loss that another order of additions explains: in fp32, and where steps compute in less."""
+COURSE: Final = 0.05
+"""How far the mean of ten neighbouring losses may come apart at last, as rounding grows."""
+NEIGHBOURS: Final = 10
+
+
+class Likeness(StrEnum):
+    IDENTICAL = "identical"
+    ROUNDING = "the same up to rounding"
+    DIFFERENT = "different"
+    INCOMPARABLE = "not comparable"
+
+
+@dataclass(frozen=True, slots=True)
+class Losses:
+    likeness: Likeness
+    words: str
+    first_difference: int | None = None
+    """The first step whose losses differ."""
+    there: float | None = None
+    """The relative difference at that step."""
+    largest: float | None = None
+    """The largest of running means."""
+
+
+def compare(old: Sequence[Job], new: Sequence[Job], precision: str) -> Losses:
+    """Judge the new losses by the old ones. Those of repeats say how alike runs of the same code are."""
+    a, b = [_course(job) for job in old], [_course(job) for job in new]
+    if not _same_work(old[0], new[0]):
+        return Losses(Likeness.INCOMPARABLE, "the steps were given other samples: the settings are not the same")
+    length = min(len(a[0]), len(b[0]))
+    first = next((at for at in range(length) if not _equal(a[0][at], b[0][at])), None)
+    if first is None and all(one[:length] == a[0][:length] for one in (*a, *b)):
+        return Losses(Likeness.IDENTICAL, f"all {length} losses are the same to the bit")
+    rounding = ROUNDING.get(precision, ROUNDING_ELSE)
+    early, whole = _apart(a, b, length)
+    own_early, own_whole = _own(a, length), _own(b, length)
+    explained = max(rounding, 2 * own_early[0], 2 * own_whole[0])
+    reach = max(COURSE, 2 * own_early[1], 2 * own_whole[1])
+    at = None if first is None else first + 1
+    if early > explained or whole > reach or math.isnan(early):
+        return Losses(Likeness.DIFFERENT, _different(at, early, whole, explained), at, early, whole)
+    words = f"first apart at step {at} by {early:.1e} of the loss, means of {NEIGHBOURS} by at most {whole:.1e}"
+    return Losses(Likeness.ROUNDING, words, at, early, whole)
+
+
+def _apart(a: Sequence[Sequence[float]], b: Sequence[Sequence[float]], length: int) -> tuple[float, float]:
+    """(where they first differ, the largest of running means): relative, of the least apart pair of runs."""
+    pairs = [
+        (_first_gap(one[:length], other[:length]), _mean_gap(one[:length], other[:length])) for one in a for other in b
+    ]
+    return min(early for early, _ in pairs), min(whole for _, whole in pairs)
+
+
+def _own(courses: Sequence[Sequence[float]], length: int) -> tuple[float, float]:
+    """The same among repeats of one side, at most; nothing for one run."""
+    pairs = [(one[:length], other[:length]) for at, one in enumerate(courses) for other in courses[at + 1 :]]
+    if not pairs:
+        return 0.0, 0.0
+    return max(_first_gap(*pair) for pair in pairs), max(_mean_gap(*pair) for pair in pairs)
+
+
+def _first_gap(a: Sequence[float], b: Sequence[float]) -> float:
+    return next((_relative(x, y) for x, y in zip(a, b, strict=True) if not _equal(x, y)), 0.0)
+
+
+def _mean_gap(a: Sequence[float], b: Sequence[float]) -> float:
+    size = min(NEIGHBOURS, len(a))
+    spans = (slice(at, at + size) for at in range(len(a) - size + 1))
+    return max((_relative(statistics.fmean(a[span]), statistics.fmean(b[span])) for span in spans), default=0.0)
+
+
+def _relative(x: float, y: float) -> float:
+    if math.isnan(x) or math.isnan(y):
+        return 0.0 if math.isnan(x) and math.isnan(y) else math.inf
+    return abs(x - y) / max(abs(x), abs(y), 1e-12)
+
+
+def _equal(x: float, y: float) -> bool:
+    return x == y or (math.isnan(x) and math.isnan(y))
+
+
+def _course(job: Job) -> list[float]:
+    return [math.nan if step.loss is None else step.loss for step in job.steps]
+
+
+def _same_work(old: Job, new: Job) -> bool:
+    length = min(len(old.schedule), len(new.schedule))
+    return old.schedule[:length] == new.schedule[:length]
+
+
+def _different(at: int | None, early: float, whole: float, explained: float) -> str:
+    if early > explained:
+        more = f", more than the {explained:.0e} that rounding or repeats explain"
+        return f"they differ at step {at} by {early:.1e} of the loss{more}; means of {NEIGHBOURS} by up to {whole:.1e}"
+    return f"they come apart: means of {NEIGHBOURS} losses by up to {whole:.1%}"

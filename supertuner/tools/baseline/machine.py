@@ -1,0 +1,65 @@
+"""What decides how fast a step is beside code and settings: the machine, as the doctor knows it, and variables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from supertuner.core.events import Silence
+from supertuner.core.host import Host
+from supertuner.core.types import JSON
+
+VARIABLES: Final = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "CUDA_VISIBLE_DEVICES",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "CUDA_LAUNCH_BLOCKING",
+    "LD_PRELOAD",
+)
+SAME: Final = ("cpu", "cpus", "arch", "gpus")
+"""Facts that must be the same for times to be compared."""
+
+
+def diagnostics(host: Host, environ: Mapping[str, str]) -> dict[str, JSON]:
+    """The doctor's report; it looks and takes nothing."""
+    from supertuner.tools.doctor.machine import examine
+    from supertuner.tools.doctor.report import document
+
+    return document(examine(host, environ, None, Silence(), lambda checks: None), (), ())
+
+
+def facts(report: Mapping[str, Any]) -> dict[str, JSON]:
+    """The few of them by which machines are told apart."""
+    host, driver = report["host"], report["driver"]
+    return {
+        "title": None if report["machine"] is None else report["machine"]["title"],
+        "cpu": host["cpu_name"],
+        "cpus": host["cpus"],
+        "arch": host["arch"],
+        "kernel": host["kernel"],
+        "memory_bytes": host["memory_total"],
+        "gpus": [gpu["name"] for gpu in report["gpus"]],
+        "driver": driver["kernel_driver"],
+        "cuda": driver["cuda_version"],
+    }
+
+
+def differences(old: Mapping[str, JSON], new: Mapping[str, JSON], names: Iterable[str] = SAME) -> list[str]:
+    """In what two machines, or their variables, differ that a step's time depends on."""
+    return [
+        f"{name} was {_text(old.get(name))}, is {_text(new.get(name))}"
+        for name in names
+        if old.get(name) != new.get(name)
+    ]
+
+
+def variables(environ: Mapping[str, str]) -> dict[str, str]:
+    return {name: environ[name] for name in VARIABLES if environ.get(name)}
+
+
+def _text(value: JSON) -> str:
+    return (
+        "not set" if value is None else ", ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
+    )

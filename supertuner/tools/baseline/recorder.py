@@ -1,0 +1,117 @@
+"""Inside the process that is measured: each step's clock, the start, and taking turns with another process.
+
+It is a sink of the run, so nothing of the run knows that it is measured. What it does itself is in no figure: the time
+in `emit` is left out, and a process that waits for its turn is stopped as a whole (SIGSTOP), its threads included.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from supertuner.core.events import MEMORY, Event, Measured
+from supertuner.core.types import JSON
+from supertuner.sinks import training
+from supertuner.tools.baseline.record import Peaks, Start, Step
+
+KINDS: Final[Mapping[str, str]] = {
+    "torch.allocated_peak_bytes": "gpu.allocated",
+    "torch.reserved_peak_bytes": "gpu.reserved",
+    "nvml.used_bytes": "gpu.used",
+    "uvm.device_bytes.peak": "uvm.device",
+    "uvm.managed_bytes.peak": "uvm.managed",
+}
+"""Figures of the run's own telemetry that are peaks of memory, and the kind each is of."""
+
+
+class Recorder:
+    """`begun`: when this process was started, by the clock that all processes share."""
+
+    def __init__(
+        self,
+        begun: float,
+        turn_steps: int = 0,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        stop: Callable[[], None] | None = None,
+        after_step: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.steps: list[Step] = []
+        self.peaks = Peaks()
+        self.cold = False
+        self._began_s = self._first_s = self._waited_s = 0.0
+        self._begun = begun
+        self._turn = turn_steps
+        self._clock = clock
+        self._stop = stop or stop_until_told(os.getppid())
+        self._after_step = after_step
+        self._since = begun
+
+    def emit(self, event: Event, /) -> None:
+        if not isinstance(event, Measured):
+            return
+        now = self._clock()
+        if event.what == training.STEP:
+            self._step(event.figures, now)
+        elif event.what == training.BEGIN:
+            self.began(now)
+        elif event.what == MEMORY:
+            self.peaks.see(_kinds(event.figures))
+        elif event.what.endswith(".staging"):
+            self.cold |= event.figures.get("reused") is False
+        elif event.what.startswith("cache."):
+            self.cold |= bool(event.figures.get("made"))
+
+    def began(self, now: float) -> None:
+        """Training begins now."""
+        self._began_s = now - self._begun
+        self._wait_for_turn()
+
+    def stepped(self, *, window: int, expert: str, loss: float | None, seconds: float, waited_s: float = 0.0) -> None:
+        """A step was done: for a peer, which has no events."""
+        self._record(window, expert, loss, seconds, waited_s, self._clock())
+
+    def start(self) -> Start:
+        return Start(self._began_s, self._first_s, self.cold)
+
+    def _step(self, figures: Mapping[str, JSON], now: float) -> None:
+        window, seconds, waited = figures["samples_in_window"], figures["seconds"], figures["waited_s"]
+        loss = figures["loss"]
+        assert isinstance(window, int) and isinstance(seconds, float) and isinstance(waited, float)
+        self._record(window, str(figures["expert"]), loss if isinstance(loss, float) else None, seconds, waited, now)
+
+    def _record(self, window: int, expert: str, loss: float | None, seconds: float, waited: float, now: float) -> None:
+        if not self.steps:
+            self._first_s = now - self._begun - self._waited_s
+        number = len(self.steps) + 1
+        self.steps.append(Step(number, window, expert, loss, seconds, waited, now - self._since))
+        self._after_step()
+        if self._turn and number % self._turn == 0:
+            self._wait_for_turn()
+        else:
+            self._since = self._clock()
+
+    def _wait_for_turn(self) -> None:
+        before = self._clock()
+        if self._turn:
+            self._stop()
+        self._since = self._clock()
+        self._waited_s += self._since - before
+
+
+def stop_until_told(parent: int) -> Callable[[], None]:
+    """Stop this process, all of its threads, until `parent` sends SIGCONT. Without a parent nobody would: it ends."""
+
+    def stop() -> None:
+        if os.getppid() != parent:
+            os._exit(1)
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    return stop
+
+
+def _kinds(figures: Mapping[str, JSON]) -> dict[str, int]:
+    return {KINDS[name]: int(value) for name, value in figures.items() if name in KINDS and isinstance(value, int)}

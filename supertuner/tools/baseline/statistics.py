@@ -1,0 +1,96 @@
+"""Ratios with the noise in mind: a middle, and where it could as well lie. Pure: same figures, same interval.
+
+What is compared is logarithms of seconds (or bytes), so that a ratio and its inverse are judged alike. Noise has two
+sources, and both count. Within a process times wander, and not independently from step to step: so neighbouring steps
+are joined to blocks, and blocks are drawn again and again (bootstrap). And no process is quite like another (where its
+memory lies, say): so between repeats there is Student's interval over their middles. The wider of the two is told.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Final
+
+CONFIDENCE: Final = 0.95
+DRAWS: Final = 1000
+STUDENT: Final = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145)
+"""Two-sided 95 % quantiles of Student's t for 1, 2, … degrees of freedom."""
+STUDENT_FAR: Final = 2.131
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """Of a logarithm of ratios."""
+
+    middle: float
+    low: float
+    high: float
+
+    def minus(self, other: Interval) -> Interval:
+        """The difference of two that were measured independently."""
+        middle = self.middle - other.middle
+        down = math.hypot(self.middle - self.low, other.high - other.middle)
+        up = math.hypot(self.high - self.middle, other.middle - other.low)
+        return Interval(middle, middle - down, middle + up)
+
+    @property
+    def ratio(self) -> float:
+        return math.exp(self.middle)
+
+    @property
+    def between(self) -> tuple[float, float]:
+        return math.exp(self.low), math.exp(self.high)
+
+
+def interval(repeats: Sequence[Sequence[float]]) -> Interval:
+    """The middle of what repeats gave; each repeat is a list of blocks, of which each is one figure."""
+    assert repeats and all(repeats), "nothing was measured"
+    middles = [statistics.median(blocks) for blocks in repeats]
+    middle = statistics.median(middles)
+    low, high = _drawn(repeats)
+    reach = _between(middles)
+    return Interval(middle, min(low, middle - reach, middle), max(high, middle + reach, middle))
+
+
+def blocks(values: Sequence[float], size: int, *, sums: bool = False) -> list[float]:
+    """Neighbours joined: the median of each whole block of `size`, or their sum; a rest that is no whole block is left
+    out, unless it is all there is."""
+    size = min(size, len(values))
+    join = math.fsum if sums else statistics.median
+    return [join(values[at : at + size]) for at in range(0, len(values) - size + 1, size)]
+
+
+def logs(values: Sequence[float]) -> list[float]:
+    return [math.log(value) for value in values]
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The value below which this share of them lies, between two neighbours by a straight line."""
+    ordered = sorted(values)
+    at = share * (len(ordered) - 1)
+    below = math.floor(at)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (at - below)
+
+
+def _drawn(repeats: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """Bootstrap of the blocks within each repeat."""
+    random = Random(len(repeats))
+    found = []
+    for _ in range(DRAWS):
+        middles = [statistics.median(random.choices(values, k=len(values))) for values in repeats]
+        found.append(statistics.median(middles))
+    tail = (1 - CONFIDENCE) / 2
+    return quantile(found, tail), quantile(found, 1 - tail)
+
+
+def _between(middles: Sequence[float]) -> float:
+    """Half of Student's interval for the mean of repeats; nothing is known of it from one repeat."""
+    if len(middles) < 2:
+        return 0.0
+    factor = STUDENT[len(middles) - 2] if len(middles) - 2 < len(STUDENT) else STUDENT_FAR
+    return factor * statistics.stdev(middles) / math.sqrt(len(middles))

@@ -1,0 +1,40 @@
+"""Tables and figures as text that reads well on a screen and is Markdown as well. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from supertuner.core.types import bytes_text
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """A Markdown table whose columns line up; all but the first are on the right, unless they are words."""
+    widths = [max(len(row[at]) for row in [heads, *rows]) for at in range(len(heads))]
+    right = [at > 0 and all(_is_figure(row[at]) for row in rows) for at in range(len(heads))]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = (c.rjust(w) if r else c.ljust(w) for c, w, r in zip(cells, widths, right, strict=True))
+        return f"| {' | '.join(padded)} |".rstrip()
+
+    rule = "|".join(f"{'-' * (w + 1)}{':' if r else '-'}" for w, r in zip(widths, right, strict=True))
+    return [line(heads), f"|{rule}|", *(line(row) for row in rows)]
+
+
+def amount(value: float, unit: str) -> str:
+    """`30.9 ms`, `511 MiB`, `1.23 ×`."""
+    if unit == "bytes":
+        return bytes_text(value)
+    if unit.startswith("s"):
+        for name, factor in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+            if abs(value) >= factor or name == "µs":
+                return f"{value / factor:.3g} {name}{unit[1:]}"
+    return f"{value:.3g} {unit}".rstrip()
+
+
+def percent(ratio: float) -> str:
+    """A ratio as what it changes: `+3.1 %`."""
+    return f"{100 * (ratio - 1):+.1f} %"
+
+
+def _is_figure(cell: str) -> bool:
+    return not cell or cell[0] in "+-−0123456789" or cell == "–"
