@@ -52,6 +52,8 @@ class Entry:
     """Where the settings give none."""
     state_shapes: Callable[[nn.Parameter], dict[str, tuple[Shape, ...]]]
     """What it remembers of a parameter once that had a gradient, and which shapes each entry may have."""
+    each_weight_alone: bool = False
+    """Whether a weight's step depends on its own gradients only: then parts of a tensor are stepped like the whole."""
 
 
 class Optimizer:
@@ -246,13 +248,13 @@ def _automagic_shapes(p: nn.Parameter) -> dict[str, tuple[Shape, ...]]:
 USUAL = Limits(start=1e-6, bump=1e-6, lowest=USUAL_MIN_LR, highest=USUAL_MAX_LR)
 """Automagic's own settings where nothing else is said."""
 OPTIMIZERS = {
-    "adamw": Entry(_adamw, 1e-4, 1e-2, _adam_shapes),
+    "adamw": Entry(_adamw, 1e-4, 1e-2, _adam_shapes, each_weight_alone=True),
     "adamw8bit": Entry(_adamw8bit, 1e-4, 1e-2, _adam_shapes),
     # The rate of Adafactor is relative to the size of the weights, as in its paper.
     "adafactor": Entry(_adafactor, 1e-2, 0.0, _adafactor_shapes),
     # Prodigy estimates the rate; what is given is a factor on it.
     "prodigy": Entry(_prodigy, 1.0, 0.0, _prodigy_shapes),
-    "schedule_free": Entry(_schedule_free, 5e-4, 0.0, _schedule_free_shapes),
+    "schedule_free": Entry(_schedule_free, 5e-4, 0.0, _schedule_free_shapes, each_weight_alone=True),
     # The rate is where the rates of all weights start from.
     "automagic": Entry(_automagic, USUAL.start, 0.0, _automagic_shapes),
 }

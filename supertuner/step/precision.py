@@ -29,6 +29,9 @@ def stored_dtype(dtype: torch.dtype) -> torch.dtype:
 class Precision:
     name: Name
     device: torch.device
+    keeps_casts: bool = True
+    """Trained weights that were cast for one layer are kept for others until the forward pass is over. Where weights
+    come and go block by block, that would be a copy of all of them."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -39,7 +42,7 @@ class Precision:
         """Around every forward pass."""
         if self.name == "fp32":
             return nullcontext()
-        return torch.autocast(self.device.type, self.dtype)
+        return torch.autocast(self.device.type, self.dtype, cache_enabled=self.keeps_casts)
 
     def scaler(self) -> LossScaler | None:
         return LossScaler() if self.name == "fp16" else None

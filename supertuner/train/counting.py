@@ -26,6 +26,9 @@ class Counting:
     weights: tuple[NDArray[np.float32] | None, ...]
     masks: tuple[Masks | None, ...]
     prior: tuple[bool, ...]
+    in_step: bool = False
+    """Every batch says which of its samples keep the prior, also where none does: it costs a pass through the model,
+    and processes that share out the weights make each pass together."""
 
     def of(self, micro: MicroBatch, turns: Sequence[int], shape: tuple[int, ...]) -> Tensors:
         """The batch's `weight` [B], `mask` [B, 1, …, H, W] and `prior` [B], each only if some sample needs it.
@@ -41,7 +44,7 @@ class Counting:
         if any(self.masks[one] is not None for one in datasets):
             drawn = [self._mask(*which, micro) for which in zip(datasets, samples, turns, strict=True)]
             found["mask"] = at_places(torch.stack(drawn), shape)
-        if any(self.prior[one] for one in datasets):
+        if any(self.prior if self.in_step else (self.prior[one] for one in datasets)):
             found["prior"] = torch.tensor([self.prior[one] for one in datasets])
         return found
 
@@ -67,13 +70,13 @@ class Counting:
         return masks.draw(self.corpus.seed, self.corpus.parts[dataset], sample, turn, bucket)
 
 
-def counting_of(corpus: Corpus, sink: Sink) -> Counting | None:
-    """What is counted apart in these data; None: nothing is."""
+def counting_of(corpus: Corpus, sink: Sink, *, in_step: bool = False) -> Counting | None:
+    """What is counted apart in these data; None: nothing is. `in_step`: see `Counting`."""
     weights = tuple(weights_of(part) for part in corpus.parts)
     masks = tuple(masks_of(part, sink) for part in corpus.parts)
     prior = tuple(part.settings.prior and not part.settings.held_out for part in corpus.parts)
     nothing = not any(prior) and all(one is None for one in (*weights, *masks))
-    return None if nothing else Counting(corpus, weights, masks, prior)
+    return None if nothing else Counting(corpus, weights, masks, prior, in_step)
 
 
 def at_places(masks_BHW: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from supertuner.core.errors import ModelError, NotFinite, SuperTunerError, TrainError
+from supertuner.core.errors import ModelError, NotFinite, OutOfStep, SuperTunerError, TrainError
 from supertuner.core.events import Noted, Warned
 from supertuner.models.objective import noise_seed
 from supertuner.optim.schedule import change_text, window_samples
@@ -194,6 +194,8 @@ def _serve(run: Run, saver: Saver, requests: Requests | None, asked: _Asked) -> 
     if asked.validate:
         try:
             validate(run, asked=True)
+        except OutOfStep:
+            raise
         except SuperTunerError as error:
             run.sink.emit(Warned("SIGUSR1", str(error)))
     for number, kind in enumerate(asked.kinds):
@@ -204,6 +206,8 @@ def _serve(run: Run, saver: Saver, requests: Requests | None, asked: _Asked) -> 
             continue
         try:
             path = validate(run, asked=True)
+        except OutOfStep:
+            raise
         except SuperTunerError as error:
             run.sink.emit(Warned(f"request {kind}", str(error)))
             if requests is not None and request is not None:

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
+from torch import nn
+
 from supertuner.models.adapters import Trained
 from supertuner.step.window import Reduction
 
@@ -16,6 +18,9 @@ class Sharing(Protocol):
 
     def share_out(self, trained: Trained, /) -> Trained:
         """An expert whose module is in host memory, in parts on the device of each process."""
+
+    def share(self, module: nn.Module, /) -> None:
+        """The same with a module that nothing is trained of."""
 
 
 class Parallel(Protocol):

@@ -100,6 +100,32 @@ def make_samples(
     return sampled(step=step, folder=made, grid=made / GRID, film=made / FILM if film else None, weights=weights.label)
 
 
+def made_ahead(
+    plan: SamplePlan, sampler: Sampler, *, step: int, modules: Iterable[nn.Module], progress: Progress, weights: Weights
+) -> Sampler:
+    """All samples of the plan, made now and held; who writes them out can fail without leaving the model halfway."""
+    with (
+        undisturbed(modules),
+        weights.applied(),
+        progress.phase(f"computing samples of step {step}", items=len(plan), noun="samples") as phase,
+    ):
+        held = []
+        for _, _, request in plan.requests():
+            held.append(sampler.sample(request))
+            phase.advance(1)
+    return _Held(iter(held))
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """Samples that are there already, in the order of their plan."""
+
+    frames: Iterator[NDArray[np.uint8]]
+
+    def sample(self, request: SampleRequest) -> NDArray[np.uint8]:
+        return next(self.frames)
+
+
 @contextmanager
 def undisturbed(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Look, and leave no trace: random states, train and eval modes are afterwards what they were; no gradients."""

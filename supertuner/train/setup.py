@@ -46,6 +46,7 @@ from supertuner.train.counting import counting_of
 from supertuner.train.feed import Maker
 from supertuner.train.full import fitting
 from supertuner.train.loss_log import LOSSES, Elsewhere, LossLog
+from supertuner.train.many.shareable import require_shareable
 from supertuner.train.memory import MemoryEngine, open_memory
 from supertuner.train.model_source import opened_model
 from supertuner.train.node import open_peers
@@ -82,7 +83,9 @@ def open_run(
     parallel = parallel or Alone()
     sink = outside.sink
     device = device_of(config.train.device)
-    precision = Precision(config.train.mixed_precision, device)
+    precision = Precision(config.train.mixed_precision, device, keeps_casts=parallel.sharing is None)
+    if parallel.sharing is not None:
+        require_shareable(config)
     begin = _checkpoint_of_all(folder, resume or config.checkpoints.resume, outside, parallel)
     with in_turn(parallel):  # a tiny model is made in the run's folder, by the first
         family, model = opened_model(config, folder, None if begin is None else revision_of(begin))
@@ -111,7 +114,7 @@ def open_run(
         samples_plan = plan(config, family, model, corpus, other, sink)  # before hours of encoding: it may be refused
         with peers.in_turn("fingerprints"):  # of gigabytes, which are read through once
             encoding = encoding_of(config, family, model, precision, memory.remedy)
-        maker_of = partial(_maker, config, encoding, folder, opened, outside, memory, peers)
+        maker_of = partial(_maker, config, encoding, folder, opened, outside, memory, peers, parallel.in_step)
         done = course.consumed(0 if begin is None else begin.step)
         maker = maker_of(memory.place, corpus, done, course.total_samples)
         # Held-out batches get their noise later, by the CPU: they are only put where the GPU can fetch them.
@@ -259,9 +262,7 @@ def _checkpoint(folder: Path, resume: str, outside: Outside) -> Loaded | None:
     return found
 
 
-def _opened_data(
-    config: RunConfig, opened: ExitStack, outside: Outside, peers: Peers
-) -> tuple[Corpus, Corpus | None]:
+def _opened_data(config: RunConfig, opened: ExitStack, outside: Outside, peers: Peers) -> tuple[Corpus, Corpus | None]:
     """The datasets that are trained on, and those that are held out, if there are any."""
 
     def corpus_of(part: RunConfig) -> Corpus:
@@ -318,13 +319,14 @@ def _maker(
     outside: Outside,
     memory: MemoryEngine,
     peers: Peers,
+    in_step: bool,
     place: Callable[[StepBatch], StepBatch],
     corpus: Corpus,
     begin: int,
     until: int,
 ) -> Maker:
     """Who makes batches of these data, from caches that are filled now."""
-    counting = counting_of(corpus, outside.sink)  # before hours of encoding: masks may be refused
+    counting = counting_of(corpus, outside.sink, in_step=in_step)  # before hours of encoding: masks may be refused
     encoded = opened.enter_context(
         open_encoded(
             config,

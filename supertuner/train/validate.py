@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from supertuner.config.tree import RunConfig
-from supertuner.core.errors import TrainError
+from supertuner.core.errors import ModelError, OutOfStep, TrainError
 from supertuner.core.events import Sink
 from supertuner.data.batching.batches import Decoders
 from supertuner.data.batching.render import caption_of
@@ -19,13 +20,13 @@ from supertuner.data.corpus import Corpus
 from supertuner.data.ordering.windows import MicroBatch, micro_batches
 from supertuner.models.attention import use_backend
 from supertuner.models.quantise import quantise
-from supertuner.models.spec import Family, Model
+from supertuner.models.spec import Family, Model, Sampler
 from supertuner.sinks.training import HeldOut, measured_held_out
 from supertuner.train import held_out
 from supertuner.train.full import fitting, release
 from supertuner.train.run import SAMPLES, Run
 from supertuner.train.sample_plan import LOOKED_AT, Captioned, SamplePlan, largest, plan_samples
-from supertuner.train.samples import Weights, evaluated, folder_name, make_samples, undisturbed
+from supertuner.train.samples import Weights, evaluated, folder_name, made_ahead, make_samples, undisturbed
 
 ASKED = "asked"
 """Below `samples`, what somebody asked for while the run went on: no part of its result."""
@@ -33,52 +34,90 @@ ASKED = "asked"
 
 def validate(run: Run, *, asked: bool = False) -> Path:
     """Measure the held-out loss, make samples; the folder of the samples. Where each process has the whole model, the
-    first does it, and the others wait at their next window."""
+    first does it, and the others wait at their next window; else all compute, and the first writes."""
+    folder = run.folder / SAMPLES / ASKED if asked else run.folder / SAMPLES
     if run.parallel.rank != 0 and not run.parallel.in_step:
-        return run.folder / SAMPLES / folder_name(run.step)
-    with fitting("samples do", partial(run.memory.remedy, "lower validation.width, height or frames")):
-        return _validate(run, asked)
-
-
-def _validate(run: Run, asked: bool) -> Path:
+        return folder / folder_name(run.step)
+    fits = partial(fitting, "samples do", partial(run.memory.remedy, "lower validation.width, height or frames"))
     weights = evaluated(run.trainees, run.trained)
-    rows = _held_out(run, weights)
+    if run.parallel.in_step:
+        with _together(run), fits():
+            rows = _held_out(run, weights)
+            sampler = _made_ahead(run, _sampler(run), weights)
+        if run.parallel.rank == 0:
+            _tell(run, rows, asked)
+            _write(run, sampler, Weights(weights.label), folder)
+    else:
+        with fits():
+            _tell(run, _held_out(run, weights), asked)
+            _write(run, _sampler(run), weights, folder)
+    release(run.device)
+    return folder / folder_name(run.step)
+
+
+@contextmanager
+def _together(run: Run) -> Iterator[None]:
+    """A validation may fail and the run go on, but not where other processes are in the middle of the same pass."""
+    try:
+        yield
+    except (TrainError, ModelError) as error:
+        raise OutOfStep(
+            f"validation of step {run.step}: {error}. All processes make it together, so none can leave it out"
+        ) from error
+
+
+def _sampler(run: Run) -> Sampler:
+    modules = _modules(run)
+    with undisturbed(modules.values()):
+        return run.family.sampler(run.model, {**modules, **_others(run)}, run.device, run.dtype)
+
+
+def _made_ahead(run: Run, sampler: Sampler, weights: Weights) -> Sampler:
+    modules = _modules(run).values()
+    return made_ahead(run.samples_plan, sampler, step=run.step, modules=modules, progress=run.progress, weights=weights)
+
+
+def _modules(run: Run) -> dict[str, nn.Module]:
+    return {trainee.expert.part: trainee.module for trainee in run.trainees}
+
+
+def _tell(run: Run, rows: list[HeldOut], asked: bool) -> None:
     if rows:
         run.sink.emit(measured_held_out(run.step, rows))
         if not asked:
             for row in rows:
                 run.validations.append_line(held_out.line_of(run.step, row))
-    folder = run.folder / SAMPLES / ASKED if asked else run.folder / SAMPLES
-    modules = {trainee.expert.part: trainee.module for trainee in run.trainees}
-    with undisturbed(modules.values()):
-        sampler = run.family.sampler(run.model, {**modules, **_others(run)}, run.device, run.dtype)
+
+
+def _write(run: Run, sampler: Sampler, weights: Weights, folder: Path) -> None:
     made = make_samples(
         run.samples_plan,
         sampler,
         run=run.name,
         step=run.step,
-        modules=modules.values(),
+        modules=_modules(run).values(),
         folder=folder,
         progress=run.progress,
         weights=weights,
     )
-    del sampler
-    release(run.device)
     run.sink.emit(made)
-    return folder / folder_name(run.step)
 
 
 def _others(run: Run) -> dict[str, nn.Module]:
-    """Experts that are not trained, in 8 bits if the trained ones are: there may be no room for more. Otherwise the
-    sampler loads them itself."""
-    kind = run.config.model.base_weights
+    """Experts that are not trained: in 8 bits or shared out if the trained ones are, as there may be no room for more.
+    Otherwise the sampler loads them itself."""
+    kind, sharing = run.config.model.base_weights, run.parallel.sharing
     found: dict[str, nn.Module] = {}
     for expert in run.model.experts:
-        if kind != "as_computed" and expert not in run.experts:
-            module = run.family.denoiser(run.model, expert, run.dtype).to(run.device)
-            use_backend(module, run.config.model.attention)
-            quantise(module, kind, run.device)
-            found[expert.part] = module
+        if expert in run.experts or (kind == "as_computed" and sharing is None):
+            continue
+        module = run.family.denoiser(run.model, expert, run.dtype)
+        use_backend(module, run.config.model.attention)
+        if sharing is not None:
+            sharing.share(module)
+        elif kind != "as_computed":
+            quantise(module.to(run.device), kind, run.device)
+        found[expert.part] = module
     return found
 
 

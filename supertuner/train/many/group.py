@@ -96,6 +96,8 @@ class Group:
 def joined(place: Launched, device: torch.device, *, timeout_s: float, in_step: bool = False) -> Iterator[Group]:
     """Meet the other processes where the launcher's variables say; leave them at the end."""
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # NCCL and FSDP compute on the current one
     try:
         dist.init_process_group(backend, rank=place.rank, world_size=place.ranks, timeout=timedelta(seconds=timeout_s))
     except (RuntimeError, ValueError) as error:

@@ -12,7 +12,7 @@ the whole model. Gradients are sums, not means: losses are divided by the sample
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -24,7 +24,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from supertuner.config.parallel import ParallelSettings
-from supertuner.core.errors import TrainError
 from supertuner.models.adapters import Place, Trained
 from supertuner.models.blocks import blocks_of
 from supertuner.train.many.group import Replicated
@@ -70,14 +69,8 @@ class Sharing:
     def share_out(self, trained: Trained) -> Trained:
         """The same in parts, on the device; its module was elsewhere."""
         module = trained.module
-        if trained.kind == "full":
-            raise TrainError('adapter.type is "full": its checkpoints cannot be shared out yet; use strategy "ddp"')
-        outside = set() if trained.kind == "full" else set(trained.parameters.values())
-        for parameter in outside:
-            parameter.data = parameter.data.to(self.device)
-        for block in blocks_of(module).values():
-            self._shard(block, outside)
-        self._shard(module, outside)
+        outside = () if trained.kind == "full" else tuple(trained.parameters.values())
+        self.share(module, outside)
         if trained.kind != "full":
             return trained
         shards = _shards_of(module)
@@ -85,6 +78,14 @@ class Sharing:
         parameters = {name: nn.Parameter(weight.to_local().detach()) for name, weight in shards.weights.items()}
         self.known_as |= {parameters[name]: weight for name, weight in shards.weights.items()}
         return replace(trained, parameters=parameters, parts=shards)
+
+    def share(self, module: nn.Module, /, outside: Collection[nn.Parameter] = ()) -> None:
+        """The module in parts, on the device; what is `outside` stays whole there."""
+        for parameter in outside:
+            parameter.data = parameter.data.to(self.device)
+        for block in blocks_of(module).values():
+            self._shard(block, set(outside))
+        self._shard(module, set(outside))
 
     def _shard(self, module: nn.Module, outside: set[nn.Parameter]) -> None:
         module.register_forward_hook(_owned)  # before FSDP's own
