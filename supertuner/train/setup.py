@@ -94,17 +94,7 @@ def open_run(
     experts = experts_of(config, model)
     require_stages(config, model, sink)
     _require_machinery(config, experts, precision)
-    for expert in experts:
-        require_choice(loading.skeleton(model, expert.part), config.model.attention)
-    if config.adapter.type != "full":
-        for expert in experts:
-            settings = adapters.for_expert(config.adapter, expert.name)
-            targets = adapters.targets_of(settings, family.targets)
-            adapters.layers_of(loading.skeleton(model, expert.part), settings, targets, expert.name)
-    given: dict[str, str] = {}
-    for expert in experts:
-        tried = adapter_start.tried(config, family, model, expert)
-        given |= {f"{expert.name}: {place}": digest for place, digest in tried.items()}
+    given = _tried(config, family, model, experts)
     with ExitStack() as opened:
         peers = opened.enter_context(open_peers(config, parallel))  # first: it sees how everything below ends
         memory = opened.enter_context(open_memory(config, device, host=outside.host, sink=sink))
@@ -205,6 +195,21 @@ def _require_machinery(config: RunConfig, experts: tuple[Expert, ...], precision
         probe(config.model.base_weights, precision.device, precision.dtype)
     if config.model.compile:
         try_compiler(precision.device)
+
+
+def _tried(config: RunConfig, family: Family, model: Model, experts: tuple[Expert, ...]) -> dict[str, str]:
+    """What can be refused by the model's layers alone is, before anything is staged; expert and setting of each file
+    that an adapter begins with → what it is known by."""
+    given: dict[str, str] = {}
+    for expert in experts:
+        bones = loading.skeleton(model, expert.part)
+        require_choice(bones, config.model.attention)
+        if config.adapter.type != "full":
+            settings = adapters.for_expert(config.adapter, expert.name)
+            adapters.layers_of(bones, settings, adapters.targets_of(settings, family.targets), expert.name)
+        tried = adapter_start.tried(config, family, model, expert)
+        given |= {f"{expert.name}: {place}": digest for place, digest in tried.items()}
+    return given
 
 
 def law_of(config: RunConfig, family: Family, model: Model, shape: tuple[int, ...]) -> Law:
