@@ -17,6 +17,10 @@ app = typer.Typer(help="Measure training, and tell whether it got worse.", no_ar
 
 Name = Annotated[str, typer.Argument(help="The baseline's name.", show_default=False)]
 Folder = Annotated[Path, typer.Option("--dir", help="The folder that holds baselines.")]
+Peer = Annotated[
+    Path | None,
+    typer.Option(metavar="SCRIPT", help="Keep ratios against a script that does the same work, and no times."),
+]
 Limit = Annotated[float, typer.Option(min=0.1, max=100, metavar="PERCENT", help="How much worse is a regression.")]
 Repeats = Annotated[int, typer.Option(min=1, help="Rounds, each of new processes; more follow while undecided.")]
 Most = Annotated[int | None, typer.Option(min=1, help="Rounds at most.", show_default="three times --repeats")]
@@ -41,6 +45,7 @@ def capture(
     profile: Annotated[
         bool, typer.Option("--profile", help="Keep a trace of torch's profiler too, of some steps of a run of its own.")
     ] = False,
+    peer: Peer = None,
     replace: Annotated[bool, typer.Option("--replace", help="Capture a baseline of this name anew.")] = False,
 ) -> None:
     """Train CONFIG for some steps, several times over, and keep what it took in baseline/NAME.
@@ -52,6 +57,26 @@ def capture(
     from supertuner.tools.baseline.capturing import capture as run_capture
     from supertuner.tools.baseline.report import baseline_summary
 
+    if peer is not None:
+        from supertuner.tools.baseline import ratios
+        from supertuner.tools.baseline.checking import Asked
+
+        with Console() as console:
+            asked = Asked(rounds=repeats, most=3 * repeats, steps=steps)
+            ratios.capture(
+                folder / name,
+                config,
+                peer,
+                asked,
+                sets=sets or (),
+                replace_old=replace,
+                environ=environment.current(),
+                progress=console,
+            )
+        typer.echo(
+            f"ratios kept in {folder / name}; `supertuner baseline check {name} {config} --peer {peer}` uses them"
+        )
+        return
     with Console() as console:
         path, baseline = run_capture(
             folder,
@@ -84,6 +109,7 @@ def check(
             "python. Unless given: the commit of the capture, where this checkout has it.",
         ),
     ] = None,
+    peer: Peer = None,
     stored: Annotated[bool, typer.Option("--stored", help="Run no old code: judge by what was kept.")] = False,
     limit: Limit = 5.0,
     repeats: Repeats = 3,
@@ -103,6 +129,17 @@ def check(
     from supertuner.tools.baseline import checking
 
     asked = checking.Asked(limit / 100, repeats, most or 3 * repeats, steps)
+    if peer is not None:
+        from supertuner.tools.baseline import ratios
+
+        path = folder / name
+        if config is None:
+            raise typer.BadParameter("a baseline of ratios has no configuration of its own: give CONFIG")
+        with Console() as console:
+            judged = ratios.check(
+                path, config, peer, asked, sets=sets or (), environ=environment.current(), progress=console
+            )
+        _tell(f"Baseline {path.name}, beside {peer.name}", judged, None, as_json)
     with Console() as console:
         path, judged = checking.check(
             folder,
@@ -151,15 +188,16 @@ def compare(
     _tell(f"Baseline {path.name} against {Path(old).name}", judged, path / f"against-{Path(old).name}", as_json)
 
 
-def _tell(title: str, judged: Judged, stem: Path, as_json: bool) -> None:
+def _tell(title: str, judged: Judged, stem: Path | None, as_json: bool) -> None:
     """Print what was found, keep it, and leave with its exit code."""
     from supertuner.core.durable import write_json, write_text
     from supertuner.tools.baseline import verdict
     from supertuner.tools.baseline.judging import Verdict
 
     document, text = verdict.as_json(title, judged), verdict.as_markdown(title, judged)
-    write_json(stem.with_name(f"{stem.name}.json"), document)
-    write_text(stem.with_name(f"{stem.name}.md"), text)
+    if stem is not None:
+        write_json(stem.with_name(f"{stem.name}.json"), document)
+        write_text(stem.with_name(f"{stem.name}.md"), text)
     typer.echo(json.dumps(document, indent=2, ensure_ascii=False) if as_json else text.rstrip())
     codes = {Verdict.WORSE: 1, Verdict.UNDECIDED: UNDECIDED}
     raise typer.Exit(codes.get(judged.verdict, 0))

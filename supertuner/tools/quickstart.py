@@ -68,7 +68,7 @@ def quickstart(folder: Path, sets: Sequence[str] = ()) -> Quickstart:
     `sets` are settings as `--set` takes them. Started again, it goes on where it was.
     """
     begun = time.perf_counter()
-    config = _data(folder)
+    config = drawn_data(folder)
     with session(load_narrowed(config, sets)) as work:
         stage_all(work)
         _contact_sheet(work, folder / SHEET)
@@ -100,7 +100,8 @@ def settings() -> dict[str, Any]:
     }
 
 
-def _data(folder: Path) -> Path:
+def drawn_data(folder: Path) -> Path:
+    """The configuration beside its data below `folder`, drawn unless they are there from last time."""
     data = folder / DATA
     config = data / "config.json"
     if config.is_file():

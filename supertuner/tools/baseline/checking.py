@@ -30,7 +30,7 @@ from supertuner.tools.baseline.capturing import (
 )
 from supertuner.tools.baseline.judging import LIMIT, Judged, judge
 from supertuner.tools.baseline.record import Job
-from supertuner.tools.baseline.rounds import Side, both_fit, run_rounds, turn_steps_of
+from supertuner.tools.baseline.rounds import Pairs, Side, both_fit, run_rounds, turn_steps_of
 from supertuner.tools.baseline.store import CONFIG, Baseline, find, load
 from supertuner.tools.baseline.turns import Command, scratch
 
@@ -82,11 +82,15 @@ def check(
 def compare(folder: Path, names: tuple[str, str], asked: Asked) -> tuple[Path, Judged]:
     """Two baselines by what was kept of them."""
     path, (old, new) = find(folder, names[1]), (load(find(folder, name)) for name in names)
-    notes = (
-        f"captured apart, {people_time(old.captured_at)} and {people_time(new.captured_at)}: --again runs both now",
-    )
+    notes = ("captured apart, so the machine's weather is in this; --again runs both now, in turns",)
     judged = judge(
-        old.jobs, new.jobs, turn_steps=-1, limit=asked.limit, precision=old.precision, how=_kept_text(old), notes=notes
+        old.jobs,
+        new.jobs,
+        turn_steps=-1,
+        limit=asked.limit,
+        precision=old.precision,
+        how=f"{_kept_text(old)}, and {_kept_text(new)}",
+        notes=notes,
     )
     other = [
         *machine.differences(old.machine, new.machine),
@@ -127,18 +131,22 @@ def _in_rounds(
     how = f"in turns of {turn} steps" if turn else "one after the other: both do not fit into memory at once"
     how = f"{old.command.title} and {new.command.title}, {how}"
 
-    return run_rounds(
+    def judged(pairs: Pairs) -> Judged:
+        return judge(
+            pairs.old, pairs.new, turn_steps=turn, limit=asked.limit, precision=precision, how=how, notes=notes
+        )
+
+    pairs = run_rounds(
         old,
         new,
         out,
         turn_steps=turn,
         rounds=asked.rounds,
-        most=max(asked.rounds, asked.most),
-        judged=lambda pairs: judge(
-            pairs.old, pairs.new, turn_steps=turn, limit=asked.limit, precision=precision, how=how, notes=notes
-        ),
+        most=asked.most,
+        undecided=lambda pairs: bool(judged(pairs).undecided),
         progress=progress,
     )
+    return judged(pairs)
 
 
 def _against_kept(
@@ -241,7 +249,7 @@ def _without_times(judged: Judged, other: Sequence[str]) -> Judged:
 
 
 def _kept_text(base: Baseline) -> str:
-    return f"what was kept of {len(base.jobs)} repeats of {base.name}, {people_time(base.captured_at)}"
+    return f"{len(base.jobs)} repeats of {base.name}, kept {people_time(base.captured_at)}"
 
 
 def _gpu_bytes() -> int | None:

@@ -3,8 +3,11 @@
     worse       the ratio is above the limit, and its interval lies above 1: it is not noise
     undecided   it may be above the limit and may not: the interval is too wide
     no worse    neither; `better` where it is below the limit's inverse, and surely below 1
+    not judged  a start, where the noise is too large: it is told, and decides nothing
 
-Losses are judged apart from times: a step that is slower and one that learns something else are different findings.
+Others on the machine make steps longer and never shorter. So where they disturb so much that medians cannot tell, the
+quickest tenth of steps does, of each kind of step. Losses are judged apart from times: a step that is slower and one
+that learns something else are different findings.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from typing import Final
 from supertuner.core.types import MIB
 from supertuner.tools.baseline.losses import Likeness, Losses, compare
 from supertuner.tools.baseline.record import Job, Step
-from supertuner.tools.baseline.statistics import Interval, blocks, interval, logs
+from supertuner.tools.baseline.statistics import Interval, blocks, interval, logs, quantile
 
 LIMIT: Final = 0.05
 START_LIMIT: Final = 0.20
@@ -28,6 +31,9 @@ LEAST_BYTES: Final = 16 * MIB
 """Memory that comes and goes without a reason of ours; a difference below is none."""
 WARM_UP_SHARE: Final = 0.05
 BLOCKS: Final = 20
+QUICK_SHARE: Final = 0.1
+ALIKE: Final = 5
+"""Steps of one kind (samples, expert) that there must be for their quickest tenth to say anything."""
 COLD_TURN_STEPS: Final = 4
 """In turns of at least so many steps the first of each is left out: the other process had the CPU's caches."""
 
@@ -37,6 +43,7 @@ class Verdict(StrEnum):
     UNDECIDED = "undecided"
     SAME = "no worse"
     BETTER = "better"
+    UNJUDGED = "not judged"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +133,8 @@ def step_time(old: Sequence[Job], new: Sequence[Job], turn_steps: int, limit: fl
     unit, of = _per_step(old[0], new[0])
     found = _both(old, new, turn_steps, lambda job: [of(step) for step in job.steps], sums=False)
     a, b = (statistics.median([of(step) for job in side for step in _warm(job)]) for side in (old, new))
-    return Figure("step", unit, a, b, found, limit, verdict(found, limit), "median, from first batch to update")
+    figure = Figure("step", unit, a, b, found, limit, verdict(found, limit), "median, from first batch to update")
+    return _settled(figure, old, new, turn_steps, of)
 
 
 def sample_time(old: Sequence[Job], new: Sequence[Job], turn_steps: int, limit: float) -> Figure:
@@ -134,7 +142,8 @@ def sample_time(old: Sequence[Job], new: Sequence[Job], turn_steps: int, limit: 
     found = _both(old, new, turn_steps, lambda job: [step.wall_s / step.window for step in job.steps], sums=True)
     a, b = (statistics.median([1 / job.samples_per_s for job in side]) for side in (old, new))
     note = "with logs, saves and validations between steps"
-    return Figure("time per sample", "s/sample", a, b, found, limit, verdict(found, limit), note)
+    figure = Figure("time per sample", "s/sample", a, b, found, limit, verdict(found, limit), note)
+    return _settled(figure, old, new, turn_steps, lambda step: step.wall_s / step.window)
 
 
 def start_up(old: Sequence[Job], new: Sequence[Job], limit: float) -> list[Figure]:
@@ -145,7 +154,9 @@ def start_up(old: Sequence[Job], new: Sequence[Job], limit: float) -> list[Figur
             found = _of_each(sides)
             note = "from the command to the first step, " + ("data encoded on the way" if cold else "data ready")
             a, b = (statistics.median(side) for side in sides)
-            return [Figure("start", "s", a, b, found, limit, verdict(found, limit), note)]
+            judged = verdict(found, limit) if min(map(len, sides)) > 1 else Verdict.UNJUDGED
+            known = Verdict.UNJUDGED if judged is Verdict.UNDECIDED else judged
+            return [Figure("start", "s", a, b, found, limit, known, note)]
     return []
 
 
@@ -185,6 +196,35 @@ def _both(
     typical = [statistics.median(column) for column in zip(*(values(job)[:length] for job in old), strict=True)]
     sides = [interval([_joined(values(job), typical, kept, size, sums) for job in side]) for side in (new, old)]
     return sides[0].minus(sides[1])
+
+
+def _settled(
+    figure: Figure, old: Sequence[Job], new: Sequence[Job], turn_steps: int, of: Callable[[Step], float]
+) -> Figure:
+    """The figure, judged by undisturbed steps if its median does not let tell."""
+    if figure.verdict is not Verdict.UNDECIDED or min(len(old), len(new)) < 2:
+        return figure
+    sides = [[_undisturbed(job, of) for job in side] for side in (old, new)]
+    if not all(value for side in sides for value in side):
+        return figure
+    together = turn_steps >= 0
+    found = interval([[math.log(b / a)] for a, b in zip(*sides, strict=True)]) if together else _of_each(sides)
+    judged = verdict(found, figure.limit)
+    if judged is Verdict.UNDECIDED:
+        return figure
+    a, b = (statistics.median(side) for side in sides)
+    note = f"others disturbed: the quickest {QUICK_SHARE:.0%} of steps is judged instead of the median"
+    return Figure(figure.name, figure.unit, a, b, found, figure.limit, judged, note)
+
+
+def _undisturbed(job: Job, of: Callable[[Step], float]) -> float:
+    """The quickest tenth of each kind of step, on average over all steps of kinds that are frequent; 0: none is."""
+    kinds: dict[tuple[int, str], list[float]] = {}
+    for step in _warm(job):
+        kinds.setdefault((step.window, step.expert), []).append(of(step))
+    frequent = [values for values in kinds.values() if len(values) >= ALIKE]
+    total = sum(map(len, frequent))
+    return sum(len(values) * quantile(values, QUICK_SHARE) for values in frequent) / total if total else 0.0
 
 
 def _joined(new: Sequence[float], old: Sequence[float], kept: Iterable[int], size: int, sums: bool) -> list[float]:

@@ -45,14 +45,18 @@ class Losses:
 
 def compare(old: Sequence[Job], new: Sequence[Job], precision: str) -> Losses:
     """Judge the new losses by the old ones. Those of repeats say how alike runs of the same code are."""
-    a, b = [_course(job) for job in old], [_course(job) for job in new]
     if not _same_work(old[0], new[0]):
         return Losses(Likeness.INCOMPARABLE, "the steps were given other samples: the settings are not the same")
+    rounding = ROUNDING.get(precision, ROUNDING_ELSE)
+    return compare_courses([course(job) for job in old], [course(job) for job in new], rounding)
+
+
+def compare_courses(a: Sequence[Sequence[float]], b: Sequence[Sequence[float]], rounding: float) -> Losses:
+    """The same of the losses themselves; one that is no number is NaN."""
     length = min(len(a[0]), len(b[0]))
     first = next((at for at in range(length) if not _equal(a[0][at], b[0][at])), None)
     if first is None and all(one[:length] == a[0][:length] for one in (*a, *b)):
         return Losses(Likeness.IDENTICAL, f"all {length} losses are the same to the bit")
-    rounding = ROUNDING.get(precision, ROUNDING_ELSE)
     early, whole = _apart(a, b, length)
     own_early, own_whole = _own(a, length), _own(b, length)
     explained = max(rounding, 2 * own_early[0], 2 * own_whole[0])
@@ -100,7 +104,7 @@ def _equal(x: float, y: float) -> bool:
     return x == y or (math.isnan(x) and math.isnan(y))
 
 
-def _course(job: Job) -> list[float]:
+def course(job: Job) -> list[float]:
     return [math.nan if step.loss is None else step.loss for step in job.steps]
 
 

@@ -46,7 +46,7 @@ class Start:
     began_s: float
     """Until training began: libraries, data, caches, model."""
     first_step_s: float
-    """Until the first step was done; the others' turns are not in it."""
+    """And the first step; neither others' turns nor a validation before it are in it."""
     cold: bool
     """Data were staged or encoded: another start finds them."""
 

@@ -42,7 +42,7 @@ class Recorder:
         self.steps: list[Step] = []
         self.peaks = Peaks()
         self.cold = False
-        self._began_s = self._first_s = self._waited_s = 0.0
+        self._began_s = 0.0
         self._begun = begun
         self._turn = turn_steps
         self._clock = clock
@@ -75,7 +75,7 @@ class Recorder:
         self._record(window, expert, loss, seconds, waited_s, self._clock())
 
     def start(self) -> Start:
-        return Start(self._began_s, self._first_s, self.cold)
+        return Start(self._began_s, self._began_s + self.steps[0].seconds, self.cold)
 
     def _step(self, figures: Mapping[str, JSON], now: float) -> None:
         window, seconds, waited = figures["samples_in_window"], figures["seconds"], figures["waited_s"]
@@ -84,8 +84,6 @@ class Recorder:
         self._record(window, str(figures["expert"]), loss if isinstance(loss, float) else None, seconds, waited, now)
 
     def _record(self, window: int, expert: str, loss: float | None, seconds: float, waited: float, now: float) -> None:
-        if not self.steps:
-            self._first_s = now - self._begun - self._waited_s
         number = len(self.steps) + 1
         self.steps.append(Step(number, window, expert, loss, seconds, waited, now - self._since))
         self._after_step()
@@ -95,11 +93,9 @@ class Recorder:
             self._since = self._clock()
 
     def _wait_for_turn(self) -> None:
-        before = self._clock()
         if self._turn:
             self._stop()
         self._since = self._clock()
-        self._waited_s += self._since - before
 
 
 def stop_until_told(parent: int) -> Callable[[], None]:

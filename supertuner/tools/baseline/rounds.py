@@ -7,15 +7,14 @@ while the noise does not let tell.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
 from supertuner.core.events import Progress
 from supertuner.core.host import Host
 from supertuner.tools.baseline.capturing import Scenario
-from supertuner.tools.baseline.judging import Judged
-from supertuner.tools.baseline.record import Job
+from supertuner.tools.baseline.record import Job, Order
 from supertuner.tools.baseline.turns import Command, run_alone, run_in_turns
 
 TURN_S: Final = 0.3
@@ -30,6 +29,11 @@ GPU_SHARE: Final = 0.9
 class Side:
     command: Command
     work: Scenario
+    schedule: tuple[tuple[int, str], ...] = ()
+    """For a peer: what each step is to do."""
+
+    def order(self, out: Path, label: str) -> Order:
+        return replace(self.work.order(out, label), schedule=self.schedule)
 
 
 @dataclass(slots=True)
@@ -48,9 +52,9 @@ def run_rounds(
     turn_steps: int,
     rounds: int,
     most: int,
-    judged: Callable[[Pairs], Judged],
+    undecided: Callable[[Pairs], bool],
     progress: Progress,
-) -> Judged:
+) -> Pairs:
     """At least `rounds`, and more while anything is undecided, but not more than `most`."""
     found = Pairs()
     while True:
@@ -59,18 +63,15 @@ def run_rounds(
             f"round {at} of {rounds if at <= rounds else most}: {old.command.title}, {new.command.title}"
         ):
             _round(old, new, out, at, turn_steps, found)
-        if at < rounds:
-            continue
-        verdict = judged(found)
-        if not verdict.undecided or at >= most:
-            return verdict
+        if at >= rounds and (at >= most or not undecided(found)):
+            return found
 
 
 def _round(old: Side, new: Side, out: Path, at: int, turn_steps: int, found: Pairs) -> None:
     sides = [(old, found.old, f"old-{at}"), (new, found.new, f"new-{at}")]
     if at % 2 == 0:
         sides.reverse()
-    orders = [side.work.order(out, label) for side, _, label in sides]
+    orders = [side.order(out, label) for side, _, label in sides]
     commands = [side.command for side, _, _ in sides]
     if turn_steps:
         jobs = run_in_turns(commands, orders, turn_steps)

@@ -1,0 +1,109 @@
+"""The quickstart's training as one would write it down with diffusers and peft: the peer of `make baseline-check`.
+
+It reads the same pictures, trains LoRA of the same size on the same layers of the same experts, and takes as many
+samples in each step; everything lies ready in memory. It is started with an order (`supertuner.tools.baseline.record`)
+and takes turns with what is measured. What it learns is not compared, only what it takes.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from supertuner.tools.baseline.job import own_peak, versions
+from supertuner.tools.baseline.record import Job, read_order, write_job
+from supertuner.tools.baseline.recorder import Recorder
+
+TARGETS = ["to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"]
+TRAIN_STEPS = 1000
+
+
+def main(file: str) -> int:
+    order = read_order(Path(file))
+    recorder = Recorder(order.begun, order.turn_steps)
+    settings = json.loads(Path(order.config).read_bytes())
+    train(settings, Path(order.config).parent, order.schedule, recorder)
+    job = Job(
+        steps=tuple(recorder.steps),
+        start=recorder.start(),
+        peaks=own_peak(),
+        hints={},
+        memory=(),
+        losses="",
+        versions=versions(),
+        code=__file__,
+        seconds=time.monotonic() - order.begun,
+    )
+    write_job(Path(order.out), job)
+    return 0
+
+
+def train(settings: dict[str, Any], folder: Path, schedule: tuple[tuple[int, str], ...], recorder: Recorder) -> None:
+    import torch
+    from diffusers import WanPipeline
+    from peft import LoraConfig
+
+    pipe = WanPipeline.from_pretrained(settings["model"]["path"], torch_dtype=torch.float32)
+    pipe.set_progress_bar_config(disable=True)
+    rank, batch, clip = settings["adapter"]["rank"], settings["train"]["batch_size"], settings["train"]["max_grad_norm"]
+    latents, texts = encoded(pipe, folder / settings["datasets"][0]["instance_data_dir"])
+    experts = {"high_noise": pipe.transformer, "low_noise": pipe.transformer_2}
+    boundary, trained = pipe.config.boundary_ratio, {}
+    for name, expert in experts.items():
+        expert.requires_grad_(False)
+        expert.add_adapter(LoraConfig(r=rank, lora_alpha=rank, target_modules=TARGETS))
+        weights = [weight for weight in expert.parameters() if weight.requires_grad]
+        trained[name] = (weights, torch.optim.AdamW(weights, lr=settings["optimizer"]["learning_rate"], fused=True))
+    recorder.began(time.monotonic())
+    for window, name in schedule:
+        begun = time.perf_counter()
+        weights, optimizer = trained[name]
+        loss = 0.0
+        for at in range(0, window, batch):
+            count = min(batch, window - at)
+            rows = torch.randint(len(latents), (count,))
+            clean, noise = latents[rows], torch.randn((count, *latents.shape[1:]))
+            share = torch.sigmoid(torch.randn(count))
+            level = boundary + (1 - boundary) * share if name == "high_noise" else boundary * share
+            mixed = level.view(-1, 1, 1, 1, 1)
+            predicted = experts[name](
+                hidden_states=(1 - mixed) * clean + mixed * noise,
+                timestep=level * TRAIN_STEPS,
+                encoder_hidden_states=texts[rows],
+                return_dict=False,
+            )[0]
+            each = (predicted - (noise - clean)).square().flatten(1).mean(1)
+            (each.sum() / window).backward()
+            loss += float(each.detach().sum())
+        torch.nn.utils.clip_grad_norm_(weights, clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        recorder.stepped(window=window, expert=name, loss=loss / window, seconds=time.perf_counter() - begun)
+
+
+def encoded(pipe: Any, folder: Path) -> tuple[Any, Any]:
+    """Latents and text embeddings of every picture and caption."""
+    import numpy as np
+    import torch
+    from PIL import Image
+
+    shape = (1, pipe.vae.config.z_dim, 1, 1, 1)
+    mean = torch.tensor(pipe.vae.config.latents_mean).view(shape)
+    std = torch.tensor(pipe.vae.config.latents_std).view(shape)
+    latents, texts = [], []
+    with torch.no_grad():
+        for file in sorted(folder.glob("*.png")):
+            with Image.open(file) as picture:
+                pixels = torch.from_numpy(np.asarray(picture.convert("RGB")).copy()).permute(2, 0, 1).float()
+            video = (pixels / 127.5 - 1)[None, :, None]
+            latents.append((pipe.vae.encode(video).latent_dist.mode() - mean) / std)
+            prompt = file.with_suffix(".txt").read_text().strip()
+            texts.append(pipe.encode_prompt(prompt, do_classifier_free_guidance=False, max_sequence_length=512)[0])
+    return torch.cat(latents), torch.cat(texts)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1]))
