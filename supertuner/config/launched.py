@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from supertuner.core.errors import ConfigError, Problem
 
@@ -16,6 +17,8 @@ class Launched:
     ranks: int = 1
     local_rank: int = 0
     local_ranks: int = 1
+    error_file: Path | None = None
+    """Where the launcher looks for why this process failed."""
 
     @property
     def first(self) -> bool:
@@ -26,6 +29,7 @@ class Launched:
 ALONE = Launched()
 RANK, RANKS, LOCAL_RANK, LOCAL_RANKS = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
 ADDRESS, PORT = "MASTER_ADDR", "MASTER_PORT"
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 COUNTS: Mapping[str, str] = {
     "OMPI_COMM_WORLD_SIZE": "mpirun",
     "PMI_SIZE": "mpirun",
@@ -54,7 +58,8 @@ def launched(environ: Mapping[str, str]) -> Launched:
         raise _refused("", f"{said} is no place among processes; {HOW}")
     if ranks > 1 and (missing := [name for name in (ADDRESS, PORT) if not environ.get(name)]):
         raise _refused(", ".join(missing), f"not set: where do the {ranks} processes meet? {HOW}")
-    return Launched(rank, ranks, local_rank, local_ranks)
+    error_file = environ.get(ERROR_FILE)
+    return Launched(rank, ranks, local_rank, local_ranks, Path(error_file) if error_file else None)
 
 
 def _require_alone(environ: Mapping[str, str]) -> None:

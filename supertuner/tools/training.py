@@ -55,21 +55,23 @@ def train_in(work: Session, *, resume: str | None = None, anyway: bool = False, 
         from supertuner.train.loop import train as run_loop
         from supertuner.train.loss_log import LOSSES
         from supertuner.train.many.opening import open_parallel
+        from supertuner.train.many.pulse import MarkedProgress, MarkedSink, Pulse
         from supertuner.train.parallel import in_turn
         from supertuner.train.setup import Outside, device_of, open_run
     config, folder = work.config, work.path
     device = device_of(config.train.device, work.launched)
+    pulse = Pulse()
+    progress = MarkedProgress(work.console, pulse)
     with ExitStack() as opened:
-        parallel = opened.enter_context(open_parallel(config.parallel, work.launched, device))
+        parallel = opened.enter_context(open_parallel(config.parallel, work.launched, device, pulse))
         with in_turn(parallel):
-            known = before_training(
-                config, device, host=work.host, sink=work.sink, progress=work.console, anyway=anyway
-            )
+            known = before_training(config, device, host=work.host, sink=work.sink, progress=progress, anyway=anyway)
         if known is not None and work.launched.first:
             write_json(folder / FORECAST, as_json(known.forecast))
         planning = None if known is None else known.planning
-        sink = with_reports(work, opened)
-        outside = Outside(sink if also is None else Together(sink, also), work.console, work.host)
+        reports = with_reports(work, opened)
+        sink = MarkedSink(reports if also is None else Together(reports, also), pulse)
+        outside = Outside(sink, progress, work.host)
         run = opened.enter_context(
             open_run(config, folder.name, folder, outside, resume=resume, parallel=parallel, planning=planning)
         )

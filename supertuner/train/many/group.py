@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from supertuner.config.launched import Launched
-from supertuner.core.errors import TrainError
 from supertuner.step.window import Reduction
+from supertuner.train.many.meeting import COLLECTIVES_WAIT, meet
 from supertuner.train.parallel import Sharing
 
 PIECE_BYTES = 32 << 20
@@ -93,19 +93,17 @@ class Group:
 
 
 @contextmanager
-def joined(place: Launched, device: torch.device, *, timeout_s: float, in_step: bool = False) -> Iterator[Group]:
-    """Meet the other processes where the launcher's variables say; leave them at the end."""
+def joined(
+    place: Launched, device: torch.device, *, timeout_s: float, in_step: bool = False, store: Store | None = None
+) -> Iterator[Group]:
+    """Join the other processes, by the `store` that they have in common; leave them at the end."""
+    store = store or meet(place, timeout_s=timeout_s)
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     if device.type == "cuda":
         torch.cuda.set_device(device)  # NCCL and FSDP compute on the current one
-    try:
-        dist.init_process_group(backend, rank=place.rank, world_size=place.ranks, timeout=timedelta(seconds=timeout_s))
-    except (RuntimeError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise TrainError(
-            f"rank {place.rank} of {place.ranks} did not meet the others within {timeout_s:g} s: {reason}; see that "
-            "every process was started, and that MASTER_ADDR and MASTER_PORT can be reached from here"
-        ) from error
+    dist.init_process_group(
+        backend, store=PrefixStore("group", store), rank=place.rank, world_size=place.ranks, timeout=COLLECTIVES_WAIT
+    )
     try:
         yield Group(place, in_step, Replicated())
     finally:

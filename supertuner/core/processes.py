@@ -1,0 +1,50 @@
+"""What the system says of a process by its number: running, stopped or gone, and what this one takes of the machine."""
+
+from __future__ import annotations
+
+import os
+from typing import Literal, TypeAlias
+
+Found: TypeAlias = Literal["alive", "stopped", "gone"]
+
+
+def born(pid: int) -> int:
+    """When a process was begun, in the system's ticks; 0: there is none, or the system does not say."""
+    return (_fields(pid) or ("", 0))[1]
+
+
+def state_of(pid: int, since: int) -> Found:
+    """Of the process that was begun at `since`. One that ended and was not fetched yet is gone."""
+    fields = _fields(pid)
+    if fields is None or fields[1] != since or fields[0] in "ZX":
+        return "gone"
+    return "stopped" if fields[0] in "Tt" else "alive"
+
+
+def namespace() -> str:
+    """The same for processes that see each other under the same numbers."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return f"only {os.getpid()}"  # nobody is looked at by number where the system does not say this
+
+
+def bytes_moved() -> int:
+    """Read and written by this process so far, files and pipes; 0 where the system does not say."""
+    try:
+        with open("/proc/self/io", encoding="ascii") as file:
+            found = dict(line.split(":") for line in file)
+    except (OSError, ValueError):
+        return 0
+    return int(found.get("rchar", 0)) + int(found.get("wchar", 0))
+
+
+def _fields(pid: int) -> tuple[str, int] | None:
+    """State and time of birth. A name may hold anything: what counts comes after its last bracket."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            after = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return after[0].decode("ascii"), int(after[19])

@@ -1,0 +1,382 @@
+"""A thread beside training that knows how the other processes are, and ends this one when the job cannot go on.
+
+Each process writes a report into the store that all of them meet at, twice a second, and reads those of others. Who is
+gone, stopped or hanging becomes one verdict, the same for all (`verdict.py` decides). A process whose main thread
+cannot be reached, in a collective that will never end, is ended here: after a verdict none outlives a few seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType, TracebackType
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from supertuner.config.launched import Launched
+from supertuner.core import processes
+from supertuner.core.errors import PeerError
+from supertuner.train.many.broken import is_broken_connection
+from supertuner.train.many.pulse import Pulse
+from supertuner.train.many.verdict import (
+    Report,
+    Seen,
+    State,
+    Verdict,
+    judged,
+    of,
+    report_from_bytes,
+    report_to_text,
+)
+
+BEAT_S = 0.5
+GRACE_S = 3.0
+"""After a verdict: for the main thread to end by itself, by the error of a broken connection."""
+END_S = 6.0
+"""After an error of the main thread: for everything to be closed."""
+FIND_S = 5.0
+"""After a broken connection: to find out who is gone."""
+SILENT_S = 3.0
+"""And then, who has not been heard for so long is."""
+MOST_LOOKED_AT = 16
+"""Others that each process looks at; in larger jobs, the next ones by rank."""
+BUSY_SHARE = 0.05
+"""Of a CPU: a process that waits for ever takes less, with all that goes on beside it; one that works takes more."""
+BUSY_BYTES_PER_S = 1 << 14
+"""Read or written: a slow download is no hang."""
+GOES_ON = "the next start goes on from the last checkpoint"
+TERMINATED = 128 + signal.SIGTERM
+STANDARD_ERROR = 2
+VERDICT = "watch/verdict"
+OURS = str(Path(__file__).parents[3] / "supertuner") + os.sep
+COLLECTIVES = os.path.dirname(dist.__file__) + os.sep
+
+
+class Watch:
+    """Of one process. `start`, and then `leave` or `failed`, by the main thread."""
+
+    def __init__(self, store: Store, place: Launched, pulse: Pulse, *, timeout_s: float) -> None:
+        self._store, self._place, self._pulse = store, place, pulse
+        self._patience_s = max(timeout_s / 2, timeout_s - GRACE_S - 2 * BEAT_S)
+        self._beat_s = min(BEAT_S, timeout_s / 8)
+        pid = os.getpid()
+        self._self = Report(
+            place.rank, place.local_rank, platform.node(), processes.namespace(), pid, processes.born(pid)
+        )
+        self._peers = _Peers(store, self._self, place.ranks)
+        self._life = _Life(pulse, chunk_s=self._patience_s / 10)
+        self._beats = 0
+        self._verdict: Verdict | None = None
+        self._decided, self._leaving, self._broken = threading.Event(), threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def leave(self) -> None:
+        """All is done. The first process waits for the others to say so too: the store may be its own."""
+        self._leaving.set()
+        self._thread.join()
+        with suppress(RuntimeError):  # a store that is gone has nobody left to tell
+            self._say(left=True)
+            deadline = time.monotonic() + FIND_S
+            while self._place.rank == 0 and time.monotonic() < deadline and not self._peers.all_left():
+                time.sleep(self._beat_s / 4)
+
+    def failed(self, error: BaseException) -> BaseException | None:
+        """The main thread ends with an error: tell the others, or learn from them why. What to raise instead, if it is
+        another process's fault. Whatever happens from here on, this process ends soon."""
+        terminated = isinstance(error, SystemExit) and error.code == TERMINATED
+        instead: BaseException | None = None
+        if terminated or isinstance(error, PeerError) or is_broken_connection(error):
+            self._broken.set()
+            self._decided.wait(SILENT_S / 2 if terminated else FIND_S)
+            instead = self._blamed(error, terminated)
+        else:
+            self._tell(of(self._report(), f"failed: {_first_lines(error)}"))
+        self._leaving.set()
+        said = str(instead) if isinstance(instead, PeerError) else _first_lines(error)
+        self._tell_launcher(said)
+        threading.Thread(target=self._end, args=(said,), name="end", daemon=True).start()
+        return instead
+
+    def _blamed(self, error: BaseException, terminated: bool) -> BaseException | None:
+        verdict = self._verdict
+        if verdict is not None and verdict.rank != self._place.rank:
+            return PeerError(self._words(verdict)) if self._speaks(verdict) else SystemExit(1)
+        if terminated:
+            self._tell(of(self._report(), "was ended by SIGTERM"))
+            return None
+        if isinstance(error, PeerError):
+            self._tell(of(self._report(), f"failed: {_first_lines(error)}"))
+            return None
+        why = f"lost its connection to the others, and nobody said why: {_first_lines(error)}"
+        self._tell(of(self._report(), why))
+        return PeerError(f"{self._self.named()} {why}; {GOES_ON}")
+
+    # ------------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        try:
+            while True:
+                self._beat()
+                if self._decided.is_set():
+                    break
+                if self._leaving.wait(self._beat_s):
+                    return
+        except RuntimeError as error:  # torch's, of a store that does not answer
+            if not self._leaving.is_set():
+                self._without_store(error)
+            return
+        if self._leaving.wait(GRACE_S):
+            return
+        assert self._verdict is not None
+        self._exit(self._words(self._verdict))
+
+    def _beat(self) -> None:
+        self._life.beat()
+        self._peers.beat(self._life.elapsed_s)
+        self._say()
+        if self._store.check([VERDICT]):
+            self._hear(Verdict.from_bytes(self._store.get(VERDICT)))
+            return
+        broken = self._broken.is_set()
+        idle = self._life.idle_s >= self._patience_s
+        seen = [*self._peers.seen(everybody=broken or idle), self._own_view()]
+        silent_s = min(SILENT_S, self._patience_s) if broken else None
+        verdict = judged(seen, self._patience_s, silent_s=silent_s)
+        if verdict is not None:
+            self._hear(self._pronounced(verdict))
+
+    def _say(self, *, left: bool = False) -> None:
+        self._beats += 1
+        report = self._report(left=left)
+        self._store.set(f"watch/{self._place.rank}", report_to_text(report))
+
+    def _report(self, *, left: bool = False) -> Report:
+        own, where, waits = self._self, *_main_thread()
+        return Report(
+            own.rank,
+            own.local_rank,
+            own.host,
+            own.node,
+            own.pid,
+            own.born,
+            beat=self._beats,
+            doing=self._pulse.doing,
+            step=self._pulse.step,
+            idle_s=self._life.idle_s,
+            waits=waits,
+            where=where,
+            left=left,
+        )
+
+    def _own_view(self) -> Seen:
+        return Seen(self._place.rank, self._report(), 0.0, State.ALIVE)
+
+    def _pronounced(self, verdict: Verdict) -> Verdict:
+        """What counts: the first verdict of all."""
+        found = self._store.compare_set(VERDICT, "", verdict.to_text())
+        return Verdict.from_bytes(found)
+
+    def _hear(self, verdict: Verdict) -> None:
+        self._verdict = verdict
+        self._peers.end(verdict)
+        self._decided.set()
+
+    def _tell(self, verdict: Verdict) -> None:
+        """By the main thread. A store that is gone has nobody left to tell."""
+        with suppress(RuntimeError):
+            self._verdict = self._verdict or self._pronounced(verdict)
+            self._decided.set()
+
+    def _without_store(self, error: RuntimeError) -> None:
+        """The launcher of the first node ended without ending us, or that node is gone. Processes that are whole save
+        and stop, as if the launcher had passed on a signal; where they are not, the error of it comes by itself."""
+        self._verdict = Verdict(-1, -1, "", f"the launcher of the first node is gone: {_first_lines(error)}")
+        self._decided.set()
+        _print("the launcher is gone; saving and stopping")
+        os.kill(os.getpid(), signal.SIGTERM)
+        if not self._leaving.wait(self._patience_s):
+            self._exit(self._words(self._verdict))
+
+    # ------------------------------------------------------------------ the end
+
+    def _words(self, verdict: Verdict) -> str:
+        return f"{verdict.text}; rank {self._place.rank} ends with it, and {GOES_ON}"
+
+    def _speaks(self, verdict: Verdict) -> bool:
+        """One process of each node does: the first that is not the one it is about."""
+        about_first = verdict.node == self._self.node and verdict.local_rank == 0
+        return self._place.local_rank == (1 if about_first else 0)
+
+    def _end(self, said: str) -> None:
+        time.sleep(END_S)
+        self._exit(said)
+
+    def _exit(self, said: str) -> None:
+        _print(said)
+        self._tell_launcher(said)
+        os._exit(1)
+
+    def _tell_launcher(self, said: str) -> None:
+        """Where torchrun looks for the reason of a failure; it tells the first of them."""
+        path = self._place.error_file
+        if path is not None and not path.exists():
+            told = {"message": {"message": said, "extraInfo": {"timestamp": str(int(time.time()))}}}
+            with suppress(OSError):
+                path.write_text(json.dumps(told))
+
+
+class _Life:
+    """Since when the main thread gave no sign of life. Time that this process was stopped itself does not count."""
+
+    def __init__(self, pulse: Pulse, *, chunk_s: float) -> None:
+        self._pulse, self._chunk_s = pulse, chunk_s
+        self._at, self._marks = time.monotonic(), -1
+        self._chunk = 0.0
+        self._cpu, self._bytes = _cpu_seconds(), processes.bytes_moved()
+        self.idle_s = 0.0
+        self.elapsed_s = 0.0
+        """Of the last beat."""
+
+    def beat(self) -> None:
+        now = time.monotonic()
+        self.elapsed_s, self._at = min(now - self._at, 2 * BEAT_S), now
+        self._chunk += self.elapsed_s
+        self.idle_s += self.elapsed_s
+        if self._pulse.marks != self._marks:
+            self._marks, self.idle_s = self._pulse.marks, 0.0
+        if self._chunk >= self._chunk_s:
+            if self._works() and not self._pulse.in_pass:
+                self.idle_s = 0.0
+            self._chunk = 0.0
+
+    def _works(self) -> bool:
+        """Whether this process took anything of the machine since this was last asked."""
+        cpu, moved = _cpu_seconds(), processes.bytes_moved()
+        took, read = cpu - self._cpu, moved - self._bytes
+        self._cpu, self._bytes = cpu, moved
+        return took > BUSY_SHARE * self._chunk or read > BUSY_BYTES_PER_S * self._chunk
+
+
+class _Peers:
+    """What is known of the others."""
+
+    def __init__(self, store: Store, own: Report, ranks: int) -> None:
+        self._store, self._own, self._ranks = store, own, ranks
+        self._reports: dict[int, Report] = {}
+        self._silent_s = dict.fromkeys(range(ranks), 0.0)
+
+    def beat(self, elapsed_s: float) -> None:
+        for rank in self._silent_s:
+            self._silent_s[rank] += elapsed_s
+
+    def seen(self, *, everybody: bool) -> list[Seen]:
+        looked_at = self._ranks - 1 if everybody else min(self._ranks - 1, MOST_LOOKED_AT)
+        ranks = [(self._own.rank + distance) % self._ranks for distance in range(1, looked_at + 1)]
+        for rank in ranks:
+            self._look(rank)
+        return [Seen(rank, self._reports.get(rank), self._silent_s[rank], self._state(rank)) for rank in ranks]
+
+    def all_left(self) -> bool:
+        return all(one.report is not None and one.report.left for one in self.seen(everybody=True))
+
+    def end(self, verdict: Verdict) -> None:
+        """One of this node that cannot end itself is ended: launchers wait long for a process that is stopped."""
+        report = self._reports.get(verdict.rank)
+        if report is not None and self._state(verdict.rank) is State.STOPPED and not report.left:
+            with suppress(ProcessLookupError):
+                os.kill(report.pid, signal.SIGKILL)
+
+    def _look(self, rank: int) -> None:
+        name = f"watch/{rank}"
+        if rank in self._reports or self._store.check([name]):
+            report = report_from_bytes(self._store.get(name))
+            if rank not in self._reports or self._reports[rank].beat != report.beat:
+                self._silent_s[rank] = 0.0
+            self._reports[rank] = report
+
+    def _state(self, rank: int) -> State:
+        report = self._reports.get(rank)
+        if report is None or report.node != self._own.node:
+            return State.ELSEWHERE
+        return State(processes.state_of(report.pid, report.born))
+
+
+@contextmanager
+def watching(store: Store, place: Launched, pulse: Pulse, *, timeout_s: float) -> Iterator[None]:
+    """While inside, the others are watched, and this process is watched by them."""
+    own = store.clone()  # type: ignore[attr-defined]  # torch's stubs do not know it; its calls wait, and must not make those of others wait
+    own.set_timeout(timedelta(seconds=FIND_S))
+    watch = Watch(own, place, pulse, timeout_s=timeout_s)
+    with _terminable():
+        watch.start()
+        try:
+            yield
+        except BaseException as error:
+            instead = watch.failed(error)
+            if instead is None:
+                raise
+            raise instead from error
+        watch.leave()
+
+
+class _terminable:
+    """SIGTERM becomes an error of the main thread, where nobody else handles it: a launcher sends it to all processes
+    when one has failed, and then that one is to be named."""
+
+    def __enter__(self) -> None:
+        self._ours = (
+            threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        )
+        if self._ours:
+            signal.signal(signal.SIGTERM, _raise_terminated)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._ours:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _raise_terminated(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(TERMINATED)
+
+
+def _main_thread() -> tuple[str, bool]:
+    """Where in our code the main thread is, and whether it is inside a collective."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    where, waits = "", False
+    while frame is not None and not where:
+        name = frame.f_code.co_filename
+        waits = waits or name.startswith(COLLECTIVES)
+        if name.startswith(OURS):
+            where = f"supertuner/{name.removeprefix(OURS)}:{frame.f_lineno}, {frame.f_code.co_name}"
+        frame = frame.f_back
+    return where, waits
+
+
+def _cpu_seconds() -> float:
+    return time.process_time() - time.thread_time()
+
+
+def _first_lines(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:8]) or type(error).__name__
+
+
+def _print(text: str) -> None:
+    """Straight to the descriptor: the main thread may hold any lock."""
+    with suppress(OSError):
+        os.write(STANDARD_ERROR, f"{text}\n".encode())
