@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from types import TracebackType
 
 import numpy as np
@@ -31,8 +32,17 @@ _WAIT_S = 0.5
 
 
 class Store:
-    def __init__(self, place: Place, space: Space, sink: Sink, *, name: str | None = None) -> None:
-        """Open what is there. `name` is what its arenas are called, if not as the space says."""
+    def __init__(
+        self,
+        place: Place,
+        space: Space,
+        sink: Sink,
+        *,
+        name: str | None = None,
+        arenas: Sequence[str] | None = None,
+    ) -> None:
+        """Open what is there. `name` is what its arenas are called, if not as the space says; `arenas` opens just
+        these, in that order: what another process found in them is where it was."""
         self.place, self.space, self._sink = place, space, sink
         self.name = name or space.name
         self.entries = Entries(remedy=place.remedy)
@@ -40,8 +50,20 @@ class Store:
         """Arenas that were looked at: whether they are shown, or are damaged."""
         self.made = 0
         """Entries that were made here since it was opened."""
-        place.home.sweep()
-        self.refresh()
+        if arenas is None:
+            place.home.sweep()
+            self.refresh()
+        else:
+            with ExitStack() as opened:
+                opened.callback(self.close)
+                for one in arenas:
+                    self._show(_number(one), place.home.attach(one, verify=place.verify))
+                opened.pop_all()
+
+    @property
+    def arenas(self) -> list[str]:
+        """Those that are shown, in the order that refs count them in."""
+        return [self._arena(number) for number, shown in self._numbers.items() if shown]
 
     def refresh(self) -> None:
         """Show arenas that were sealed since. A damaged one is left out, which is told; its entries are missing."""
@@ -86,6 +108,17 @@ class Store:
                     made += self._help(build, wanted, host, progress, stop, peers)
         self.made += made
         return made
+
+    def help(
+        self, wanted: Wanted, *, host: Host, progress: Progress, stop: Callable[[], bool] = never, peers: Peers
+    ) -> bool:
+        """Make some of what a peer is filling this store with now; False: there is nothing to be taken."""
+        joined = self._join(peers)
+        if joined is None:
+            return False
+        with joined:
+            self.made += self._help(joined, wanted, host, progress, stop, peers)
+        return True
 
     def remove_unfinished(self) -> None:
         """Remove what a stopped `fill` left behind; nothing if another process goes on with it."""
@@ -153,7 +186,7 @@ class Store:
     def _join(self, peers: Peers) -> Joined | None:
         """A part in what a peer builds; None: nobody of this run does, or nothing is left to be taken."""
         name = self._arena(max(self._listed(), default=-1))
-        queue = Queue.join(peers, name)
+        queue = Queue.join(peers, self.place.home.path / name)
         if queue is None:
             return None
         with queue:
@@ -195,11 +228,11 @@ class Store:
             if peers.count == 1:
                 filling.write(build, [fresh] if len(fresh) else [], phase, stop)
             else:
-                with Queue.begin(peers, build.name, fresh) as queue:
+                with Queue.begin(peers, self.place.home.path / build.name, fresh) as queue:
                     if not work(queue, filling, build, phase, stop, peers):
                         return filling.made  # a peer left; the build is kept, and gone on with
         build.seal(self._meta())
-        self._attach(int(build.name.rpartition("-")[2]))
+        self._attach(_number(build.name))
         return len(fresh)
 
     def _help(
@@ -212,7 +245,7 @@ class Store:
         peers: Peers,
     ) -> int:
         """Make some of what a peer's build is missing; who builds waits for the last and seals."""
-        queue = Queue.join(peers, build.name)
+        queue = Queue.join(peers, self.place.home.path / build.name)
         assert queue is not None, "who joined a build has seen its list"
         with queue, progress.phase(self._title(wanted), items=queue.state().total, noun="entries") as phase:
             work(queue, self._filling(wanted, queue.rest(), host), build, phase, stop, peers)
@@ -234,3 +267,7 @@ class Store:
             "identity": space.identity,
             "dtype": space.dtype,
         }
+
+
+def _number(arena: str) -> int:
+    return int(arena.rpartition("-")[2])

@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
+from pathlib import Path
 from types import TracebackType
 
 import numpy as np
@@ -54,8 +55,8 @@ class Queue:
         self._fd, self._name = fd, name
 
     @classmethod
-    def begin(cls, peers: Peers, arena: str, fresh: Places) -> Queue:
-        """Publish the list for the arena of that name, which this process builds."""
+    def begin(cls, peers: Peers, arena: Path, fresh: Places) -> Queue:
+        """Publish the list for the arena at that place, which this process builds."""
         assert peers.folder is not None
         name = f"queue-{uuid.uuid4().hex}"
         state = State(len(fresh), max(1, min(_MOST_AT_ONCE, len(fresh) // (4 * peers.count))))
@@ -71,7 +72,7 @@ class Queue:
         return queue
 
     @classmethod
-    def join(cls, peers: Peers, arena: str) -> Queue | None:
+    def join(cls, peers: Peers, arena: Path) -> Queue | None:
         """The list of the arena that another process of the node builds; None if there is none."""
         name = peers.told(_word(arena))
         if name is None or peers.folder is None:
@@ -218,5 +219,5 @@ def work(queue: Queue, filling: Filling, build: Joined, phase: Phase, stop: Call
         raise
 
 
-def _word(arena: str) -> str:
+def _word(arena: Path) -> str:
     return f"queue of {arena}"

@@ -149,7 +149,7 @@ def _built(data: str, caching: Caching, check: bool) -> Iterator[Built]:
             continue
         with store:
             place = store.place
-            yield Built(what, data, len(unique(caching.needs.keys(what))[0]), store.made, place.home.path, place.life)
+            yield Built(what, data, len(unique(caching.keys(what))[0]), store.made, place.home.path, place.life)
 
 
 @contextmanager
@@ -176,7 +176,7 @@ def _state(cachings: Sequence[Caching]) -> State:
         if where is None:
             continue
         space = cachings[0].needs.space(what)
-        keys, _ = unique(np.concatenate([caching.needs.keys(what) for caching in cachings]))
+        keys, _ = unique(np.concatenate([caching.keys(what) for caching in cachings]))
         homes += [where.kept.home, *([] if where.shared is None else [where.shared.home])]
         needed.append(Needed(space, keys))
         with Store(where.kept, space, Silence()) as store:

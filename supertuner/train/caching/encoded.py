@@ -24,9 +24,9 @@ from supertuner.data.ordering.order import Draws
 from supertuner.data.ordering.windows import MicroBatch
 from supertuner.train.caching.encoders import Encoders, Encoding, LazyDecoders, broken_at_caching, original_of
 from supertuner.train.caching.epochs import Epoch
-from supertuner.train.caching.media import MediaTable
 from supertuner.train.caching.needs import Needs
 from supertuner.train.caching.stores import open_caching
+from supertuner.train.caching.tables import Tables
 from supertuner.train.caching.told import told_of
 from supertuner.train.caching.treatment import How
 
@@ -43,6 +43,7 @@ class Encoded:
     def __init__(
         self,
         needs: Needs,
+        tables: Tables,
         media: Entries,
         text: Entries,
         epochs: Rotation[Epoch] | None,
@@ -51,8 +52,7 @@ class Encoded:
     ) -> None:
         self._needs, self._corpus = needs, needs.corpus
         self._media, self._text, self._epochs = media, text, epochs
-        self._table = MediaTable(needs.corpus, needs.media, media.find(needs.media.keys))
-        self._text_refs: Refs = text.find(needs.text_keys)
+        self._table, self._captions, self._text_refs = tables.media, tables.captions, tables.text_refs
         self._cached = np.array([self._table.holds(group) for group in range(len(needs.corpus.order.groups))])
         self._decoders, self._encoders = decoders, encoders
         self._guard = threading.Lock()
@@ -76,7 +76,7 @@ class Encoded:
         for row, (group, sample, turn) in enumerate(
             zip(draws.group.tolist(), draws.sample.tolist(), draws.cycle.tolist(), strict=True)
         ):
-            table = self._needs.text.tables[order.groups[group].dataset]
+            table = self._captions[order.groups[group].dataset]
             number = None if table is None else table.text(self._corpus.seed, sample, turn)
             if number is not None:
                 found.append(self._text.entry(int(self._text_refs[number])))
@@ -210,12 +210,16 @@ def open_encoded(
             if store is not None:
                 opened.callback(store.close)
         media, text = (Entries() if store is None else store.entries for store in stores)
+        tables, held = caching.tables(*stores)
+        if held is not None:
+            opened.callback(held.close)
+        caching = caching.without_plan()
         if any(caching.needs.any_is("latents", how) for how in (How.EACH_EPOCH, How.AT_USE)):
             caching.decoders()  # its threads are started by this one, not in the middle of a batch
         epochs = caching.epochs(begin, until)
         if epochs is not None:
             opened.callback(epochs.close)
-        yield Encoded(caching.needs, media, text, epochs, caching.decoders, caching.encoders)
+        yield Encoded(caching.needs, tables, media, text, epochs, caching.decoders, caching.encoders)
 
 
 def _assembled(pieces: list[Piece], count: int) -> Tensors:

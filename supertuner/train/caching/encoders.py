@@ -64,6 +64,7 @@ class Encoders:
         self._encoding = encoding
         self._media: MediaEncoder | None = None
         self._text: TextEncoder | None = None
+        self._cut = 0
         threads = torch.get_num_threads()
         self._pool = ThreadPoolExecutor(
             1, thread_name_prefix="encode", initializer=torch.set_num_threads, initargs=(threads,)
@@ -83,15 +84,15 @@ class Encoders:
 
     @property
     def cut(self) -> int:
-        """How many captions were longer than the model reads, since the text encoder was made."""
-        return 0 if self._text is None else self._text.cut
+        """How many captions were longer than the model reads."""
+        return self._cut + (0 if self._text is None else self._text.cut)
 
     def drop(self, what: str) -> None:
         """Free the encoder of latents or text; it is made again if it is needed again."""
         if what == "latents":
             self._media = None
         else:
-            self._text = None
+            self._cut, self._text = self.cut, None
         _free(self._encoding.device)
 
     def close(self) -> None:

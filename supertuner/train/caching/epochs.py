@@ -158,10 +158,10 @@ class EpochMaker:
         return np.flatnonzero(fresh[draws.group])
 
     def _name(self, space: Space, epoch: int | str) -> str:
-        return f"{space.name}-{_run(self.needs.corpus)}-epoch{epoch}"
+        return f"{space.name}-{run_digest(self.needs.corpus)}-epoch{epoch}"
 
 
-def _run(corpus: Corpus) -> str:
+def run_digest(corpus: Corpus) -> str:
     """Eight digits that tell runs with other data, settings or seeds apart: their epochs are not each other's."""
     digest = hashlib.blake2b(str(corpus.seed).encode(), digest_size=4)
     for part in corpus.parts:

@@ -39,12 +39,13 @@ class MediaPlan:
 class MediaTable:
     """From draws to entries: arrays, no hashing."""
 
-    def __init__(self, corpus: Corpus, plan: MediaPlan, refs: Refs) -> None:
+    def __init__(self, corpus: Corpus, begins: Sequence[int | None], turns: Sequence[int], refs: Refs) -> None:
+        """`begins` and `turns` are the plan's, and `refs` has one for each of its jobs."""
         self._members = [group.members for group in corpus.order.groups]
-        self._turns = plan.turns
+        self._turns = turns
         self._refs = [
-            None if begin is None else refs[begin : begin + turns * len(members)].reshape(turns, len(members))
-            for begin, turns, members in zip(plan.begins, plan.turns, self._members, strict=True)
+            None if begin is None else refs[begin : begin + kept * len(members)].reshape(kept, len(members))
+            for begin, kept, members in zip(begins, turns, self._members, strict=True)
         ]
 
     def holds(self, group: int) -> bool:

@@ -29,52 +29,60 @@ KINDS: tuple[What, ...] = ("latents", "text")
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Needs:
+    """What follows from the settings alone."""
+
     corpus: Corpus
     treatments: tuple[Treatment, ...]
     """For each dataset of the corpus."""
     media_space: Space
     text_space: Space
-    media: MediaPlan
-    text: TextPlan
-    text_keys: Keys
-
-    def media_wanted(self, decoders: LazyDecoders, encoders: Encoders) -> Wanted:
-        needed = np.flatnonzero(self.media.keys != NO_KEY)
-        jobs = self.media.jobs.take(needed)
-        make = media_maker(self.corpus, jobs, decoders, encoders)
-        return Wanted(self.media.keys[needed], make, job_sizes(self.corpus, jobs), "encoding samples")
-
-    def text_wanted(self, encoders: Encoders) -> Wanted:
-        return Wanted(self.text_keys, text_maker(self.text.texts, encoders), title="encoding captions")
 
     def space(self, what: What) -> Space:
         return self.media_space if what == "latents" else self.text_space
-
-    def keys(self, what: What) -> Keys:
-        """Keys of all entries of a kind that are cached once."""
-        return self.media.keys[self.media.keys != NO_KEY] if what == "latents" else self.text_keys
 
     def any_is(self, what: What, how: How) -> bool:
         """Whether any dataset's entries of a kind are treated so."""
         return any((one.media if what == "latents" else one.text) is how for one in self.treatments)
 
 
-def needs_of(
-    config: RunConfig, corpus: Corpus, identities: Identities, dtype: torch.dtype, until: int | None = None
-) -> Needs:
-    """`until` is the position at which the run ends: samples that it never draws are not needed."""
-    treatments = tuple(treatment(part.settings, config.cache_config) for part in corpus.parts)
-    media_space = Space("latents", identities.media, _name(stored_dtype(dtype)))
-    text_space = Space("text", identities.text, _name(dtype))
-    text = text_plan(corpus, treatments, until)
+@dataclass(frozen=True, eq=False, slots=True)
+class Plan:
+    """All entries that are cached once. It is as large as the corpus, and done with once they are there."""
+
+    media: MediaPlan
+    text: TextPlan
+    text_keys: Keys
+
+    def media_wanted(self, corpus: Corpus, decoders: LazyDecoders, encoders: Encoders) -> Wanted:
+        needed = np.flatnonzero(self.media.keys != NO_KEY)
+        jobs = self.media.jobs.take(needed)
+        make = media_maker(corpus, jobs, decoders, encoders)
+        return Wanted(self.media.keys[needed], make, job_sizes(corpus, jobs), "encoding samples")
+
+    def text_wanted(self, encoders: Encoders) -> Wanted:
+        return Wanted(self.text_keys, text_maker(self.text.texts, encoders), title="encoding captions")
+
+    def keys(self, what: What) -> Keys:
+        """Keys of all entries of a kind that are cached once."""
+        return self.media.keys[self.media.keys != NO_KEY] if what == "latents" else self.text_keys
+
+
+def needs_of(config: RunConfig, corpus: Corpus, identities: Identities, dtype: torch.dtype) -> Needs:
     return Needs(
         corpus=corpus,
-        treatments=treatments,
-        media_space=media_space,
-        text_space=text_space,
-        media=media_plan(corpus, treatments, media_space, until),
+        treatments=tuple(treatment(part.settings, config.cache_config) for part in corpus.parts),
+        media_space=Space("latents", identities.media, _name(stored_dtype(dtype))),
+        text_space=Space("text", identities.text, _name(dtype)),
+    )
+
+
+def plan_of(needs: Needs, until: int | None = None) -> Plan:
+    """`until` is the position at which the run ends: samples that it never draws are not needed."""
+    text = text_plan(needs.corpus, needs.treatments, until)
+    return Plan(
+        media=media_plan(needs.corpus, needs.treatments, needs.media_space, until),
         text=text,
-        text_keys=text_space.keys(one.content() for one in text.texts),
+        text_keys=needs.text_space.keys(one.content() for one in text.texts),
     )
 
 

@@ -9,9 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from supertuner.arena.format import Life
+from supertuner.arena.home import Home, default_home
 from supertuner.arena.peers import ALONE, Peers
+from supertuner.arena.reader import Reader
+from supertuner.cache.entries import Entries
 from supertuner.cache.filling import Wanted
-from supertuner.cache.keys import Space
+from supertuner.cache.keys import Keys
 from supertuner.cache.mending import loaded, mend
 from supertuner.cache.room import Place
 from supertuner.cache.rotation import Rotation
@@ -21,9 +24,12 @@ from supertuner.core.events import Decided, Measured, Progress, Sink, Warned
 from supertuner.core.host import Host
 from supertuner.data.corpus import Corpus
 from supertuner.train.caching.encoders import Encoders, Encoding, LazyDecoders
-from supertuner.train.caching.epochs import Epoch, EpochMaker
-from supertuner.train.caching.needs import KINDS, Needs, What, needs_of, require_buckets
+from supertuner.train.caching.epochs import Epoch, EpochMaker, run_digest
+from supertuner.train.caching.needs import KINDS, Needs, Plan, What, needs_of, plan_of, require_buckets
 from supertuner.train.caching.places import Places, places
+from supertuner.train.caching.plan_arena import mapped as mapped_plan
+from supertuner.train.caching.tables import Tables, mapped
+from supertuner.train.caching.together import Together, helped
 from supertuner.train.caching.treatment import How, doubts
 
 
@@ -33,6 +39,8 @@ class Caching:
 
     config: RunConfig
     needs: Needs
+    plan: Plan | None
+    """None once all caches are open."""
     encoders: Encoders
     decoders: LazyDecoders
     run_folder: Path
@@ -41,8 +49,10 @@ class Caching:
     sink: Sink
     progress: Progress
     attached: Callable[[int, int], None] | None = None
-    peers: Peers = ALONE
-    """Processes of this node that make and open the same caches."""
+    together: Together | None = None
+    """With the other processes of this node that open the same caches; None: there are none."""
+    plan_held: Reader | None = None
+    """The arena that the plan lies in, if it is shared."""
 
     def places(self, what: What) -> Places | None:
         """Where entries of a kind live; None if they are not cached."""
@@ -50,27 +60,56 @@ class Caching:
         kind = cache.vae_cache_type if what == "latents" else cache.text_cache_type
         return None if kind == "none" else places(kind, self.config, self.run_folder, self.life, self.attached)
 
+    def keys(self, what: What) -> Keys:
+        """Keys of all entries of a kind that are cached once."""
+        return self._planned.keys(what)
+
     def open(self, what: What, *, check: bool = False, load: bool = True) -> Store | None:
         """The store of all entries of a kind that are cached once, everything in it; None if the kind is not cached.
 
         The encoder is dropped afterwards, unless it is needed on the way. With `check`, entries that are there are
         checked too; without `load` they are left where they are kept.
         """
-        wanted = self._wanted(what)
-        store = self._open(self.places(what), self.needs.space(what), wanted, check, load)
-        if what == "text" and self.encoders.cut:
-            message = f"{self.encoders.cut} captions are longer than the model reads; their ends are left out"
-            self.sink.emit(Warned("captions", message))
+        where, wanted = self.places(what), self._wanted(what)
+        store = None if where is None else self._open(what, where, wanted, check, load)
+        if what == "text" and self.together is None:
+            self._tell_cut(self.encoders.cut)
         if not self.needs.any_is(what, How.EACH_EPOCH) and not self.needs.any_is(what, How.AT_USE):
             self.encoders.drop(what)
             if what == "latents":
                 self.decoders.close()
         return store
 
+    def tables(self, media: Store | None, text: Store | None) -> tuple[Tables, Reader | None]:
+        """Where batches find what these stores hold, and the arena that it lies in, if it is shared."""
+        corpus = self.needs.corpus
+        if self.together is None:
+            entries = [Entries() if store is None else store.entries for store in (media, text)]
+            return Tables.of(corpus, self._planned, *entries), None
+        held = self.together.tables(self._planned, media, text)
+        self._tell_cut(self.together.arrived(self.encoders.cut))
+        assert self.plan_held is not None
+        self.plan_held.close()  # nobody is still to come for it
+        return mapped(corpus, held), held
+
+    def without_plan(self) -> Caching:
+        """The same once all caches are open: the plan's memory is free then."""
+        return replace(self, plan=None)
+
+    @property
+    def _planned(self) -> Plan:
+        assert self.plan is not None, "the plan is gone"
+        return self.plan
+
+    def _tell_cut(self, count: int) -> None:
+        if count:
+            message = f"{count} captions are longer than the model reads; their ends are left out"
+            self.sink.emit(Warned("captions", message))
+
     def _wanted(self, what: What) -> Wanted:
         if what == "latents":
-            return self.needs.media_wanted(self.decoders, self.encoders)
-        return self.needs.text_wanted(self.encoders)
+            return self._planned.media_wanted(self.needs.corpus, self.decoders, self.encoders)
+        return self._planned.text_wanted(self.encoders)
 
     def epochs(self, begin: int, until: int | None) -> Rotation[Epoch] | None:
         """The entries of `refresh_each_epoch`, those of the first epoch made; None if no dataset asks for it."""
@@ -88,7 +127,7 @@ class Caching:
             host=self.host,
             sink=self.sink,
             progress=self.progress,
-            peers=self.peers,
+            peers=self._peers,
         )
         first = order.epoch_at(begin)
         maker.remove_leftovers((first, first + 1))
@@ -101,19 +140,28 @@ class Caching:
             raise
         return rotation
 
-    def _open(self, where: Places | None, space: Space, wanted: Wanted, check: bool, load: bool) -> Store | None:
-        if where is None:
-            return None
-        began = time.monotonic()
+    @property
+    def _peers(self) -> Peers:
+        return ALONE if self.together is None else self.together.peers
+
+    def _open(self, what: What, where: Places, wanted: Wanted, check: bool, load: bool) -> Store:
+        if self.together is not None and not self._peers.first:
+            assert load and not check, "caches are checked and built by one process"
+            return helped(
+                self.together, self.needs, what, where, wanted, host=self.host, sink=self.sink, progress=self.progress
+            )
+        began, space = time.monotonic(), self.needs.space(what)
         self.sink.emit(Decided(f"cache.{space.what}", str(where.kept.home.path), where.why))
         kept = Store(where.kept, space, self.sink)
         with _closed_on_error(kept):
             if check:
                 mend(kept, wanted, host=self.host, progress=self.progress, sink=self.sink)
-            kept.fill(wanted, host=self.host, progress=self.progress, peers=self.peers)
+            kept.fill(wanted, host=self.host, progress=self.progress, peers=self._peers)
             store = self._loaded(kept, where, wanted) if load else kept
         figures = {"entries": len(wanted.keys), "made": kept.made, "seconds": round(time.monotonic() - began, 3)}
         self.sink.emit(Measured(f"cache.{space.what}", figures))
+        if self.together is not None:
+            self.together.tell_store(what, store)
         return store
 
     def _loaded(self, kept: Store, where: Places, wanted: Wanted) -> Store:
@@ -122,7 +170,7 @@ class Caching:
         shared = Store(where.shared, kept.space, self.sink)
         with _closed_on_error(shared):
             copies = loaded(kept, wanted, host=self.host, progress=self.progress, sink=self.sink)
-            shared.fill(copies, host=self.host, progress=self.progress, peers=self.peers)
+            shared.fill(copies, host=self.host, progress=self.progress, peers=self._peers)
         kept.close()
         return shared
 
@@ -150,13 +198,32 @@ def open_caching(
     require_buckets(corpus, encoding.family, encoding.model)
     for doubt in doubts([part.settings for part in corpus.parts], config.cache_config):
         sink.emit(doubt)
-    needs = needs_of(config, corpus, encoding.identities, encoding.dtype, until)
+    needs = needs_of(config, corpus, encoding.identities, encoding.dtype)
     with ExitStack() as opened:
+        together, held = None, None
+        if peers.count > 1:
+            together = Together(peers, Home(config.arena.home or default_home()), f"{run_digest(corpus)} until {until}")
+            held = together.plan(corpus, lambda: plan_of(needs, until))
+            opened.callback(held.close)
         encoders = Encoders(encoding)
         opened.callback(encoders.close)
         decoders = LazyDecoders(corpus, config.loader.num_workers or max(1, host.cpus() // peers.count))
         opened.callback(decoders.close)
-        yield Caching(config, needs, encoders, decoders, run_folder, life, host, sink, progress, attached, peers)
+        yield Caching(  # nobody here holds on to the plan, which is large
+            config=config,
+            needs=needs,
+            plan=plan_of(needs, until) if held is None else mapped_plan(corpus, held),
+            encoders=encoders,
+            decoders=decoders,
+            run_folder=run_folder,
+            life=life,
+            host=host,
+            sink=sink,
+            progress=progress,
+            attached=attached,
+            together=together,
+            plan_held=held,
+        )
 
 
 def _for_epochs(where: Places | None) -> Place | None:

@@ -65,7 +65,7 @@ class CaptionTable:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class TextPlan:
-    texts: tuple[Told, ...]
+    texts: Sequence[Told]
     tables: tuple[CaptionTable | None, ...]
     """For each dataset; None if its captions are not cached once."""
 
