@@ -15,62 +15,47 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import xxhash
-
 from supertuner.core.durable import sync_folder
 from supertuner.core.errors import CheckpointError
-from supertuner.core.events import Phase, Progress, Silence, Sink, Warned
+from supertuner.core.events import Progress, Silence, Sink, Warned
 from supertuner.core.host import Host
-from supertuner.core.many import write_all
 from supertuner.core.types import JSON, bytes_text
-from supertuner.train import tensor_file
 from supertuner.train.checkpoint_format import (
     FOLDER,
     MANIFEST,
     STATE,
-    TENSORS,
-    FileFacts,
     Manifest,
     folder_name,
     is_part,
-    json_bytes,
     manifest_bytes,
     step_of,
 )
 from supertuner.train.checkpoint_reading import Loaded, find, load, names, read_manifest, verify
+from supertuner.train.checkpoint_together import announce, contribute, gathered
+from supertuner.train.checkpoint_writing import Plan, Sharers, plan_save, write_file, write_parts
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["FOLDER", "Loaded", "find", "folder_name", "latest", "load", "save", "sweep", "turn_back", "verify"]
+__all__ = [
+    "FOLDER",
+    "Loaded",
+    "Sharers",
+    "find",
+    "folder_name",
+    "latest",
+    "load",
+    "save",
+    "sweep",
+    "turn_back",
+    "verify",
+]
 
 SAVING, REPLACED, REMOVING = ".saving-", ".replaced-", ".removing-"
 UNUSED = "unused-"
-BLOCK = 4096
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class _Plan:
-    """Everything about a save that can be known before it begins."""
-
-    step: int
-    state: bytes
-    layouts: Mapping[str, tensor_file.Layout]
-    """By file name, in order."""
-
-    def sizes(self) -> list[int]:
-        """Bytes of every file. A manifest's length does not depend on what its checksums are."""
-        sizes = {STATE: len(self.state), **{name: layout.nbytes for name, layout in self.layouts.items()}}
-        manifest = Manifest(self.step, {name: FileFacts(size, "0" * 32) for name, size in sizes.items()})
-        return [*sizes.values(), len(manifest_bytes(manifest))]
-
-    def room(self) -> int:
-        """What the folder will take on disk, in whole blocks."""
-        return sum(-(-size // BLOCK) * BLOCK for size in self.sizes()) + BLOCK
 
 
 def save(
@@ -84,21 +69,26 @@ def save(
     sink: Sink | None = None,
     progress: Progress | None = None,
     go_on: Callable[[], None] = lambda: None,
+    sharers: Sharers | None = None,
 ) -> Path:
     """Write the checkpoint of `step` into `folder`, and remove all but the last `keep`; where it is.
 
     One of the same step stays if it is the same, and is replaced if it is not. Checkpoints of later steps are left
     alone: they are damaged ones that `latest` passed over. `go_on` is called again and again until the checkpoint gets
-    its name; if it raises, nothing is left behind.
+    its name; if it raises, nothing is left behind. Of several `sharers` each calls this, and the first, who holds the
+    run's lock, publishes what all of them wrote; the others may be done before.
     """
     assert keep >= 1 and step >= 0 and all(map(is_part, parts)), f"{keep=} {step=} {list(parts)}"
-    plan = _plan(step, parts, state)
+    plan = plan_save(step, parts, state, sharers)
     sink = sink or Silence()
     with _said(folder, step):
+        if sharers is not None and sharers.rank != 0:
+            contribute(folder / f"{SAVING}{folder_name(step)}", plan, sharers, go_on)
+            return folder / folder_name(step)
         _make(folder)
         sweep(folder, sink)
-        _refuse_without_room(folder, plan, host)
-        new, manifest = _write(folder, plan, progress or Silence(), go_on)
+        _refuse_without_room(folder, plan, host, 1 if sharers is None else sharers.ranks)
+        new, manifest = _write(folder, plan, progress or Silence(), go_on, sharers)
         made = _put_in_place(folder, new, manifest)
     _prune(folder, step, keep, sink)
     return made
@@ -147,15 +137,6 @@ def sweep(folder: Path, sink: Sink) -> None:
             _remove(folder, name, sink)
 
 
-def _plan(step: int, parts: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, JSON]) -> _Plan:
-    try:
-        content = json_bytes(state)
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"{STATE} of step {step} cannot be written: {error}; nothing was saved") from error
-    layouts = {f"{name}{TENSORS}": tensor_file.lay_out(tensors) for name, tensors in sorted(parts.items())}
-    return _Plan(step, content, layouts)
-
-
 @contextmanager
 def _said(folder: Path, step: int) -> Iterator[None]:
     """The system's refusal in our words; what matters to the user is that the last checkpoint is still there."""
@@ -176,8 +157,9 @@ def _still_there(folder: Path) -> str:
     return f"the last good one is intact: {whole[-1].path}" if whole else f"there is none yet in {folder}"
 
 
-def _refuse_without_room(folder: Path, plan: _Plan, host: Host) -> None:
-    needed, free = plan.room(), host.free_bytes(folder)
+def _refuse_without_room(folder: Path, plan: Plan, host: Host, sharers: int) -> None:
+    """Those who share write as much as the first, or a few rows less."""
+    needed, free = plan.room() * sharers, host.free_bytes(folder)
     if needed > free:
         raise CheckpointError(
             f"the checkpoint of step {plan.step} needs {bytes_text(needed)}, {bytes_text(free)} are free below "
@@ -192,47 +174,28 @@ def _make(folder: Path) -> None:
         sync_folder(folder.parent)
 
 
-def _write(folder: Path, plan: _Plan, progress: Progress, go_on: Callable[[], None]) -> tuple[Path, Manifest]:
+def _write(
+    folder: Path, plan: Plan, progress: Progress, go_on: Callable[[], None], sharers: Sharers | None
+) -> tuple[Path, Manifest]:
     """Everything of the checkpoint, synced, under its hidden name."""
     new = folder / f"{SAVING}{folder_name(plan.step)}"
     new.mkdir()
     try:
         with progress.phase(f"saving {folder_name(plan.step)}", nbytes=sum(plan.sizes())) as phase:
-            files = {STATE: _write_file(new / STATE, [memoryview(plan.state)], phase)}
-            for name, layout in plan.layouts.items():
-                files[name] = _write_file(new / name, _while(go_on, layout.chunks()), phase)
+            if sharers is not None:
+                announce(new, sharers)
+            files = {STATE: write_file(new / STATE, [memoryview(plan.state)], phase)}
+            files |= write_parts(new, plan, phase, go_on)
+            if sharers is not None:
+                files |= gathered(new, sharers, go_on)
             manifest = Manifest(plan.step, dict(sorted(files.items())))
-            _write_file(new / MANIFEST, [memoryview(manifest_bytes(manifest))], phase)
+            write_file(new / MANIFEST, [memoryview(manifest_bytes(manifest))], phase)
         sync_folder(new)
         go_on()
     except BaseException:
         _discard(new)
         raise
     return new, manifest
-
-
-def _while(go_on: Callable[[], None], chunks: Iterator[memoryview]) -> Iterator[memoryview]:
-    for chunk in chunks:
-        go_on()
-        yield chunk
-
-
-def _write_file(path: Path, chunks: Iterator[memoryview] | list[memoryview], phase: Phase) -> FileFacts:
-    digest, at = xxhash.xxh3_128(), 0
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-    try:
-        for chunk in chunks:
-            write_all(fd, chunk, at)
-            digest.update(chunk)
-            at += len(chunk)
-            phase.advance(nbytes=len(chunk))
-        os.fsync(fd)
-    except OSError as error:
-        error.filename = str(path)
-        raise
-    finally:
-        os.close(fd)
-    return FileFacts(at, digest.hexdigest())
 
 
 def _put_in_place(folder: Path, new: Path, manifest: Manifest) -> Path:

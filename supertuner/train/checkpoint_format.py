@@ -4,6 +4,7 @@
       manifest.json         format, step, size and checksum of every other file, and a checksum of itself
       state.json            plain facts: step, samples consumed, versions …
       <part>.safetensors    one per part: adapter.high_noise, optimizer.high_noise, ema.low_noise …
+      <part>.shard-00001-of-00004.safetensors    instead, where processes share it out: the rows that one of them has
 
 The same content gives the same bytes: keys are sorted, and nothing in a checkpoint tells the time.
 """
@@ -27,13 +28,15 @@ from supertuner.core.types import JSON, bytes_text
 
 FOLDER = "checkpoints"
 """The folder of checkpoints in a run's folder."""
-FORMAT = 1
+FORMAT = 2
+"""The last version, which has parts in several files. One that has none is written as version 1."""
 MANIFEST = "manifest.json"
 STATE = "state.json"
 TENSORS = ".safetensors"
 JSON_MOST = 64 << 20
-FILES_MOST = 4096
+FILES_MOST = 1 << 16
 PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+)*")
+SHARD = re.compile(r"(?P<part>.+)\.shard-(?P<rank>[0-9]{5})-of-(?P<ranks>[0-9]{5})")
 CHECKPOINT = re.compile(r"step-([0-9]{8,18})")
 HASH = re.compile(r"[0-9a-f]{32}")
 ANOTHER = "resume from another one (`supertuner checkpoint ls RUN` lists them)"
@@ -55,7 +58,17 @@ class Manifest:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        return tuple(name.removesuffix(TENSORS) for name in self.files if name.endswith(TENSORS))
+        """Their names; one in several files counts once."""
+        return tuple(self.part_files)
+
+    @property
+    def part_files(self) -> dict[str, list[str]]:
+        """Part → its files, in the order of the processes that wrote them."""
+        found: dict[str, list[str]] = {}
+        for name in self.files:
+            if name.endswith(TENSORS):
+                found.setdefault(part_of(name), []).append(name)
+        return found
 
     @property
     def nbytes(self) -> int:
@@ -73,6 +86,18 @@ def step_of(name: str) -> int | None:
     return step if step is not None and folder_name(step) == name else None
 
 
+def part_file(part: str, rank: int | None = None, ranks: int = 1) -> str:
+    """The file of a part, or of what one of several processes has of it."""
+    return f"{part}{TENSORS}" if rank is None else f"{part}.shard-{rank:05d}-of-{ranks:05d}{TENSORS}"
+
+
+def part_of(file: str) -> str:
+    """The part that a tensor file belongs to."""
+    name = file.removesuffix(TENSORS)
+    match = SHARD.fullmatch(name)
+    return match["part"] if match else name
+
+
 def damaged(file: Path, what: str, remedy: str = ANOTHER) -> CheckpointError:
     return CheckpointError(f"{file}: {what}; {remedy}")
 
@@ -85,9 +110,9 @@ def json_bytes(value: Mapping[str, JSON]) -> bytes:
 
 def manifest_bytes(manifest: Manifest) -> bytes:
     body: dict[str, JSON] = {
-        "format": FORMAT,
+        "format": 2 if any(map(is_shard, manifest.files)) else 1,
         "step": manifest.step,
-        "files": {name: {"bytes": f.nbytes, "xxh3_128": f.checksum} for name, f in manifest.files.items()},
+        "files": files_json(manifest.files),
     }
     return json_bytes({**body, "checksum": xxhash.xxh3_128_hexdigest(json_bytes(body))})
 
@@ -158,6 +183,17 @@ def _step(value: object, file: Path) -> int:
 def _files(value: object, file: Path) -> dict[str, FileFacts]:
     if not isinstance(value, dict) or STATE not in value or len(value) > FILES_MOST:
         raise damaged(file, f"its files are not an object that names {STATE} and at most {FILES_MOST} files")
+    found = parse_files(value, file)
+    _require_all_shards(found, file)
+    return found
+
+
+def files_json(files: Mapping[str, FileFacts]) -> dict[str, JSON]:
+    return {name: {"bytes": facts.nbytes, "xxh3_128": facts.checksum} for name, facts in files.items()}
+
+
+def parse_files(value: Mapping[str, JSON], file: Path) -> dict[str, FileFacts]:
+    """What `files_json` made, in order of the names; an error names `file`, where it was read."""
     found = {}
     for name, facts in sorted(value.items()):
         if name != STATE and not (name.endswith(TENSORS) and is_part(name.removesuffix(TENSORS))):
@@ -173,8 +209,20 @@ def _files(value: object, file: Path) -> dict[str, FileFacts]:
     return found
 
 
+def _require_all_shards(files: Mapping[str, FileFacts], file: Path) -> None:
+    """A part is in one file, or in one of each process."""
+    for part, names in Manifest(0, files).part_files.items():
+        if names not in ([part_file(part)], [part_file(part, rank, len(names)) for rank in range(len(names))]):
+            raise damaged(file, f"of {part} it names {', '.join(names[:4])}, which are not all of its files")
+
+
 def is_part(name: str) -> bool:
     return len(name) <= 120 and PART.fullmatch(name) is not None
+
+
+def is_shard(file: str) -> bool:
+    """Whether a file holds what one of several processes has of a part."""
+    return SHARD.fullmatch(file.removesuffix(TENSORS)) is not None
 
 
 def _is_link(folder_fd: int, name: str) -> bool:

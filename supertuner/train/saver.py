@@ -15,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
 from pathlib import Path
+from secrets import token_hex
 from types import TracebackType
 from typing import TypeAlias
 
@@ -29,6 +30,10 @@ from supertuner.train.saving import constants, contents
 
 WAITED_TOLD_S = 1.0
 """Training that waits for longer than this until an earlier checkpoint is written is told so, once."""
+
+POLL_S = 0.02
+OTHERS_S = 5.0
+"""How long a save that others share is waited for once an error ends the run: they may be gone."""
 
 Answer: TypeAlias = Callable[[Path | None, str], None]
 """Called once: with where the checkpoint is, or None and why there is none. Possibly by the thread that writes."""
@@ -70,12 +75,20 @@ class _Save:
 
 
 class Saver:
-    """Of one run, from `with` on. Leaving waits for the save that is being written; an interrupt gives it up."""
+    """Of one run, from `with` on. Leaving waits for the save that is being written; an interrupt gives it up.
+
+    Where processes share out what is trained, each of them saves its own part, and they agree between two windows on
+    what became of it; otherwise the first saves everything, and the others do nothing here.
+    """
 
     def __init__(self, run: Run) -> None:
         self._run = run
+        self._shared = any(trained.parts is not None for trained in run.trained.values())
+        self._writes = self._shared or run.parallel.rank == 0
+        self._session = _session(run) if self._shared else ""
+        self._count = 0
         self._copies = HostCopies()
-        self._stop = threading.Event()
+        self._give_up: str | None = None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._last: _Save | None = None
         self._written: Future[Path] | None = None
@@ -96,26 +109,18 @@ class Saver:
 
     def settle(self) -> None:
         """Tell of a save that has ended meanwhile. CheckpointError if it was due, and failed."""
-        if self._written is not None and self._written.done():
-            self.wait()
+        if self._written is not None and not self._goes_on(self._written):
+            self._finish(self._written)
 
     def wait(self) -> None:
         """Until what was begun is on disk, and told. CheckpointError if it was due, and failed."""
-        if self._written is None or self._last is None:
+        if self._written is None:
             return
+        if self._shared:
+            while self._goes_on(self._written):
+                time.sleep(POLL_S)
         wait_for([self._written])
-        written, self._written = self._written, None
-        self._copies.give_back()
-        for event in self._last.said:
-            self._run.sink.emit(event)
-        try:
-            made = written.result()
-        except CheckpointError as error:
-            if self._last.due:
-                raise
-            self._run.sink.emit(Warned("request checkpoint", str(error)))
-        else:
-            self._run.sink.emit(Noted("checkpoint", f"saved step {self._last.step}: {made}"))
+        self._finish(self._written)
 
     def __enter__(self) -> Saver:
         return self
@@ -124,28 +129,31 @@ class Saver:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if kind is not None and not issubclass(kind, Exception):
-                self._stop.set()
-            self.wait()
-        except CheckpointError as failed:
             if kind is None:
-                raise
-            self._run.sink.emit(Warned("checkpoint", str(failed)))  # what ends the run already is told by others
+                self.wait()
+            elif self._written is not None:
+                self._finish_alone(self._written, at_once=not issubclass(kind, Exception))
         finally:
             self._pool.shutdown()
 
     def _begin(self, *, due: bool) -> None:
-        if self._run.parallel.rank != 0:
-            return  # where each process has everything, one of them writes
+        if not self._writes:
+            return
         self._wait_for_earlier()
         if self._constant is None:
             self._constant = constants(self._run)
-        parts, state = contents(self._run)
+        now = contents(self._run)
+        parts = now.parts
         copied = self._has_room(sum(tensor.nbytes for tensors in parts.values() for tensor in tensors.values()))
         if copied:
             parts = {name: self._copies.of(tensors) for name, tensors in parts.items()}
+        sharers = None
+        if self._shared:
+            self._count += 1
+            place, attempt = self._run.parallel, f"{self._session}-{self._count}"
+            sharers = checkpoint.Sharers(place.rank, place.ranks, attempt, now.begins)
         save = self._last = _Save(self._run.step, due)
-        self._written = self._pool.submit(self._write, save, parts, {**self._constant, **state})
+        self._written = self._pool.submit(self._write, save, parts, {**self._constant, **now.state}, sharers)
         if not copied:
             self.wait()
 
@@ -166,18 +174,21 @@ class Saver:
         if not self._run.config.checkpoints.in_background:
             return False
         needed, free = nbytes - self._copies.nbytes, self._run.host.memory_available()
-        if free is None or needed <= free // 2:
-            return True
-        if not self._told_room:
+        short = free is not None and needed > free // 2
+        if self._shared:
+            short = bool(self._run.parallel.agree([int(short)])[0])
+        if short and not self._told_room:
             self._told_room = True
             text = (
                 f"training waits while checkpoints are written: a copy of {bytes_text(nbytes)} would take more than "
-                f"half of the host memory that is free ({bytes_text(free)})"
+                f"half of the host memory that is free ({bytes_text(free or 0)})"
             )
             self._run.sink.emit(Noted("checkpoint", text))
-        return False
+        return not short
 
-    def _write(self, save: _Save, parts: Mapping[str, Tensors], state: Mapping[str, JSON]) -> Path:
+    def _write(
+        self, save: _Save, parts: Mapping[str, Tensors], state: Mapping[str, JSON], sharers: checkpoint.Sharers | None
+    ) -> Path:
         """In the thread: everything onto the disk, or an error, and whoever asked is told."""
         run = self._run
         try:
@@ -192,7 +203,8 @@ class Saver:
                 host=run.host,
                 sink=save,
                 progress=run.progress,
-                go_on=self._go_on,
+                go_on=self._require_going_on,
+                sharers=sharers,
             )
         except CheckpointError as error:
             save.ended(None, str(error))
@@ -200,6 +212,58 @@ class Saver:
         save.ended(made, "")
         return made
 
-    def _go_on(self) -> None:
-        if self._stop.is_set():
-            raise Abandoned("the checkpoint was given up: the run was stopped at once")
+    def _require_going_on(self) -> None:
+        if self._give_up is not None:
+            raise Abandoned(f"the checkpoint was given up: {self._give_up}")
+
+    def _goes_on(self, written: Future[Path]) -> bool:
+        """Whether it is still being written. Those who share ask each other: if one has failed, the others give up."""
+        if not self._shared:
+            return not written.done()
+        ended = written.done()
+        failed = ended and written.exception() is not None
+        going_on, failed_somewhere = self._run.parallel.agree([int(not ended), int(failed)])
+        if failed_somewhere:
+            self._give_up = "another process could not write its part; the log of the run says why"
+        return bool(going_on)
+
+    def _finish(self, written: Future[Path]) -> None:
+        """Tell what became of a save that has ended, in all processes that wrote it."""
+        error = written.exception()
+        if self._shared and self._give_up is not None:
+            own = "" if error is None or isinstance(error, Abandoned) else str(error)
+            said = [one.decode() for one in self._run.parallel.gather(own.encode())]
+            text = "; ".join(f"rank {rank}: {one}" for rank, one in enumerate(said) if one)
+            error = error if own else CheckpointError(text)
+        self._give_up = None
+        self._tell(written, error)
+
+    def _finish_alone(self, written: Future[Path], *, at_once: bool) -> None:
+        """The same while an error ends the run, of which others tell; processes that share the save may be gone."""
+        if not at_once:
+            wait_for([written], timeout=OTHERS_S if self._shared else None)
+        self._give_up = "the run was stopped at once"
+        wait_for([written])
+        try:
+            self._tell(written, written.exception())
+        except CheckpointError as failed:
+            self._run.sink.emit(Warned("checkpoint", str(failed)))
+
+    def _tell(self, written: Future[Path], error: BaseException | None) -> None:
+        assert self._last is not None
+        self._written = None
+        self._copies.give_back()
+        for event in self._last.said:
+            self._run.sink.emit(event)
+        if error is None:
+            self._run.sink.emit(Noted("checkpoint", f"saved step {self._last.step}: {written.result()}"))
+        elif self._last.due or not isinstance(error, CheckpointError):
+            raise error
+        else:
+            self._run.sink.emit(Warned("request checkpoint", str(error)))
+
+
+def _session(run: Run) -> str:
+    """A word that all processes of this job know, and no earlier job."""
+    own = token_hex(8).encode() if run.parallel.rank == 0 else None
+    return run.parallel.told(own).decode()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import version
+from typing import NamedTuple
 
 import torch
 import xxhash
@@ -16,23 +17,36 @@ from supertuner.models.spec import Tensors
 from supertuner.optim import state as optimizer_state
 from supertuner.step.window import Trainee
 from supertuner.train import checkpoint
+from supertuner.train.checkpoint_parts import Rows
 from supertuner.train.checkpoint_reading import Loaded
 from supertuner.train.run import Run
 
 
-def contents(run: Run) -> tuple[dict[str, Tensors], dict[str, JSON]]:
-    """(tensors by part, facts) of the run as it is now. The tensors are its own: training goes on to change them."""
+class Contents(NamedTuple):
+    """A run as it is now."""
+
+    parts: dict[str, Tensors]
+    """Its own tensors: training goes on to change them."""
+    state: dict[str, JSON]
+    begins: dict[str, dict[str, int]]
+    """Of parts whose tensors are shared out over processes: tensor → the row of the whole one that it begins with."""
+
+
+def contents(run: Run) -> Contents:
     parts: dict[str, Tensors] = {"random": _random_states(run.device)}
     experts: dict[str, JSON] = {}
+    begins: dict[str, dict[str, int]] = {}
     for trainee in run.trainees:
-        expert = trainee.expert.name
-        parts[f"adapter.{expert}"] = dict(run.trained[expert].parameters)
-        parts[f"optimizer.{expert}"], optimizer = optimizer_state.pack(trainee.optimizer, copy=torch.Tensor.detach)
+        expert, trained = trainee.expert.name, run.trained[trainee.expert.name]
+        own: dict[str, Tensors] = {"adapter": dict(trained.parameters)}
+        own["optimizer"], optimizer = optimizer_state.pack(trainee.optimizer, copy=torch.Tensor.detach)
         facts: dict[str, JSON] = {"optimizer": optimizer}
         if trainee.ema is not None:
-            parts[f"ema.{expert}"], facts["ema_updates"] = dict(trainee.ema.averages), trainee.ema.updates
+            own["ema"], facts["ema_updates"] = dict(trainee.ema.averages), trainee.ema.updates
         if trainee.scaler is not None:
             facts["scaler"] = trainee.scaler.state()
+        parts |= {f"{kind}.{expert}": tensors for kind, tensors in own.items()}
+        begins |= {f"{kind}.{expert}": _begins(trained, tensors) for kind, tensors in own.items()}
         experts[expert] = facts
     state: dict[str, JSON] = {
         "step": run.step,
@@ -42,7 +56,39 @@ def contents(run: Run) -> tuple[dict[str, Tensors], dict[str, JSON]]:
         "losses": list(run.losses.position()),
         "validations": list(run.validations.position()),
     }
-    return parts, state
+    return Contents(parts, state, {part: found for part, found in begins.items() if found})
+
+
+def _begins(trained: adapters.Trained, tensors: Tensors) -> dict[str, int]:
+    """Of what is shared out: what has a parameter's rows has those that the parameter has here."""
+    if trained.parts is None:
+        return {}
+    places, here = trained.parts.places, trained.parameters
+    return {
+        name: places[parameter].begin
+        for name, tensor in tensors.items()
+        if (parameter := _parameter(name)) in places and tensor.shape == here[parameter].shape
+    }
+
+
+def _rows(trained: adapters.Trained) -> Rows | None:
+    """The rows that are here of what a checkpoint has; None: all of them."""
+    if trained.parts is None:
+        return None
+    places, here = trained.parts.places, trained.parameters
+
+    def rows(name: str, shape: tuple[int, ...]) -> range | None:
+        place = places.get(_parameter(name))
+        if place is None or place.shape != shape:
+            return None
+        return range(place.begin, place.begin + len(here[_parameter(name)]))
+
+    return rows
+
+
+def _parameter(name: str) -> str:
+    """The parameter that a tensor of a checkpoint belongs to: an optimizer's have names of their own behind it."""
+    return name.rpartition("/")[0] or name
 
 
 def constants(run: Run) -> dict[str, JSON]:
@@ -179,14 +225,15 @@ def _restore_expert(run: Run, trainee: Trainee, loaded: Loaded, experts: dict[st
     if not isinstance(facts, dict) or not isinstance(facts.get("optimizer"), dict):
         has = ", ".join(experts) or "none"
         raise CheckpointError(f"{loaded.path}: has no state of the expert {expert}, it has {has}; see model.experts")
-    adapters.load_state(run.trained[expert], loaded.part(f"adapter.{expert}"))
+    rows = _rows(run.trained[expert])
+    adapters.load_state(run.trained[expert], loaded.part(f"adapter.{expert}", rows))
     home = None if run.acts is None else run.acts.state_home(expert)
-    optimizer_state.unpack(trainee.optimizer, loaded.part(f"optimizer.{expert}"), facts["optimizer"], home)
+    optimizer_state.unpack(trainee.optimizer, loaded.part(f"optimizer.{expert}", rows), facts["optimizer"], home)
     if trainee.ema is not None:
         updates = facts.get("ema_updates")
         if not isinstance(updates, int):
             raise CheckpointError(f"{loaded.path}: has no moving average of {expert}; unset train.ema_decay")
-        trainee.ema.load(loaded.part(f"ema.{expert}"), updates)
+        trainee.ema.load(loaded.part(f"ema.{expert}", rows), updates)
     if trainee.scaler is not None:
         scaler = facts.get("scaler")
         if not isinstance(scaler, dict):

@@ -3,6 +3,9 @@
 Written here and not by the library because a checkpoint wants four things of it: the exact size beforehand, one tensor
 in memory at a time, a checksum on the way, and tensors that are read back into memory of torch's own alignment, with
 which CPU kernels give the same bits as before. The library reads these files, and we read its.
+
+A file may hold some rows of tensors whose other rows are in other files; then it says which, in the words of torch's
+distributed checkpoints, whose tools read such files too.
 """
 
 from __future__ import annotations
@@ -10,9 +13,9 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeGuard
 
 from supertuner.core.many import read_all
 
@@ -39,10 +42,16 @@ CODES = {
 }
 """The format's name of a dtype → torch's, and bytes per element."""
 METADATA = "__metadata__"
+SHARDING, OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
+"""Torch's names in the metadata: JSON of tensor → where it begins in the whole one, in each dimension."""
 HEADER_MOST = 100_000_000
 """What the format's own library accepts."""
 ALIGNED = 64
 CHUNK = 8 << 20
+
+
+Placing: TypeAlias = "Callable[[Entry], Tensor]"
+"""Where a tensor is read to."""
 
 
 class Malformed(ValueError):
@@ -95,18 +104,38 @@ def lay_out(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = 
     return Layout(len(text).to_bytes(8, "little") + text, tuple(tensors[name] for name in order), 8 + len(text) + end)
 
 
-def read_tensors(fd: int, nbytes: int, seen: Callable[[memoryview], object]) -> dict[str, Tensor]:
-    """Every tensor of an open file of `nbytes`, on the CPU, in memory of its own. `seen` gets all bytes, in order."""
-    import torch
+def rows_metadata(begins: Mapping[str, int], tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """The metadata of a file that holds, of each of these tensors, the rows from `begins` on; not named: all of it."""
+    offsets = {
+        name: {OFFSETS: [begins.get(name, 0), *[0] * (len(tensor.shape) - 1)] if len(tensor.shape) else []}
+        for name, tensor in sorted(tensors.items())
+    }
+    return {SHARDING: json.dumps(offsets, ensure_ascii=False, separators=(",", ":"))}
 
+
+def first_rows(header: bytes, entries: Iterable[Entry]) -> dict[str, int]:
+    """Tensor → the row of the whole one that it begins with, as the header says; 0 if it says nothing."""
+    told = _sharding(header)
+    found = {}
+    for entry in entries:
+        offsets = told.get(entry.name, {OFFSETS: [0] * len(entry.shape)})
+        offsets = offsets.get(OFFSETS) if isinstance(offsets, dict) else None
+        if not _are_sizes(offsets) or len(offsets) != len(entry.shape) or any(offsets[1:]):
+            raise Malformed(f"{entry.name!r} begins at {offsets!r} of the whole tensor; known are parts made of rows")
+        found[entry.name] = offsets[0] if offsets else 0
+    return found
+
+
+def read_tensors(
+    fd: int, nbytes: int, seen: Callable[[memoryview], object], place: Placing | None = None
+) -> dict[str, Tensor]:
+    """Every tensor of an open file of `nbytes`, on the CPU, in memory of its own or, in one piece, where `place` says.
+    `seen` gets all bytes, in order."""
     header, entries = read_header(fd, nbytes)
     seen(memoryview(header))
     found = {}
     for entry in entries:
-        try:
-            tensor = torch.empty(entry.shape, dtype=getattr(torch, CODES[entry.code][0]))
-        except RuntimeError as error:  # torch's word for it
-            raise MemoryError(f"{entry.end - entry.begin} bytes for {entry.name}") from error
+        tensor = empty(entry.shape, entry) if place is None else place(entry)
         content = _bytes_of(tensor)
         for begin in range(0, len(content), CHUNK):
             chunk = content[begin : begin + CHUNK]
@@ -114,6 +143,25 @@ def read_tensors(fd: int, nbytes: int, seen: Callable[[memoryview], object]) -> 
             seen(chunk)
         found[entry.name] = tensor
     return found
+
+
+def read_rows(fd: int, header_bytes: int, entry: Entry, first: int, into: Tensor) -> None:
+    """Some rows of a tensor, from `first` on and as many as `into` has."""
+    each = math.prod(entry.shape[1:]) * CODES[entry.code][1]
+    content = _bytes_of(into)
+    for begin in range(0, len(content), CHUNK):
+        _read_into(fd, content[begin : begin + CHUNK], header_bytes + entry.begin + first * each + begin)
+
+
+def empty(shape: Sequence[int], entry: Entry) -> Tensor:
+    """Memory for a tensor of the entry's dtype."""
+    import torch
+
+    try:
+        return torch.empty(tuple(shape), dtype=getattr(torch, CODES[entry.code][0]))
+    except RuntimeError as error:  # torch's word for it
+        nbytes = math.prod(shape) * CODES[entry.code][1]
+        raise MemoryError(f"{nbytes} bytes for {entry.name}") from error
 
 
 def read_header(fd: int, nbytes: int) -> tuple[bytes, list[Entry]]:
@@ -149,6 +197,21 @@ def _entries(text: bytes) -> Iterator[Entry]:
             yield _entry(name, facts)
 
 
+def _sharding(header: bytes) -> dict[str, object]:
+    """What a checked header says about parts of tensors."""
+    metadata = json.loads(header[8:]).get(METADATA)
+    text = metadata.get(SHARDING) if isinstance(metadata, dict) else None
+    if text is None:
+        return {}
+    try:
+        told = json.loads(text)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise Malformed(f"its {SHARDING} is not JSON ({error})") from error
+    if not isinstance(told, dict):
+        raise Malformed(f"its {SHARDING} is not an object")
+    return told
+
+
 def _entry(name: str, facts: object) -> Entry:
     if not isinstance(facts, dict) or set(facts) != {"dtype", "shape", "data_offsets"}:
         raise Malformed(f"{name!r} is not described by dtype, shape and data_offsets")
@@ -164,7 +227,7 @@ def _entry(name: str, facts: object) -> Entry:
     return Entry(name, code, tuple(shape), offsets[0], offsets[1])
 
 
-def _are_sizes(value: object) -> bool:
+def _are_sizes(value: object) -> TypeGuard[list[int]]:
     return isinstance(value, list) and len(value) <= 64 and all(type(n) is int and 0 <= n < 1 << 63 for n in value)
 
 

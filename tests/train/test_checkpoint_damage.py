@@ -142,8 +142,8 @@ def test_names_that_are_no_files_of_a_checkpoint_are_refused(made: Path, name: s
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"format": 2}, ("format 2", "update SuperTuner")),
-        ({"format": 2, "files": "another shape altogether"}, ("format 2", "update SuperTuner")),
+        ({"format": 3}, ("format 3", "update SuperTuner")),
+        ({"format": 3, "files": "another shape altogether"}, ("format 3", "update SuperTuner")),
         ({"format": 0}, ("format is 0",)),
         ({"format": True}, ("format is True",)),
         ({"format": "1"}, ("format is '1'",)),

@@ -1,0 +1,80 @@
+"""One checkpoint written by many processes: each writes its own files into one hidden folder, the first publishes it.
+
+They meet in that folder and nowhere else: threads that write need no line to each other while training uses it.
+
+    .saving-step-00000040/
+      attempt-<save>             by the first process: the folder is of this save, and not a remainder of another one
+      wrote-00001-<save>.json    by each other process, last of all: its files, with their sizes and checksums
+
+The first process takes both away before it writes the manifest. A process that was left behind by a job that is gone
+still holds the folder that it began with: it cannot write into another one that has got the same name.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from supertuner.core.events import Silence
+from supertuner.train.checkpoint_format import FileFacts, files_json, json_bytes, parse_files, parse_object
+from supertuner.train.checkpoint_writing import Plan, Sharers, write_file, write_parts
+
+POLL_S = 0.02
+
+
+def announce(folder: Path, sharers: Sharers) -> None:
+    """The first process has made the folder: the others may write into it."""
+    write_file(folder / _attempt(sharers), [], Silence().phase("announcing"))
+
+
+def contribute(folder: Path, plan: Plan, sharers: Sharers, go_on: Callable[[], None]) -> None:
+    """Another process's side: wait for the folder, write what is here, and say so. `go_on` raises to give up."""
+    fd, phase = _opened(folder, sharers, go_on), Silence().phase("writing")
+    try:
+        here = Path(f"/proc/self/fd/{fd}")  # this folder, whatever its name becomes
+        facts = write_parts(here, plan, phase, go_on)
+        os.fsync(fd)
+        mark = _wrote(sharers, sharers.rank)
+        write_file(here / f".{mark}", [memoryview(json_bytes(files_json(facts)))], phase)
+        os.rename(here / f".{mark}", here / mark)
+    finally:
+        os.close(fd)
+
+
+def gathered(folder: Path, sharers: Sharers, go_on: Callable[[], None]) -> dict[str, FileFacts]:
+    """The first process's side: wait until all others have written, and take the marks away; their files."""
+    found: dict[str, FileFacts] = {}
+    for rank in range(1, sharers.ranks):
+        mark = folder / _wrote(sharers, rank)
+        while not mark.exists():
+            go_on()
+            time.sleep(POLL_S)
+        found |= parse_files(parse_object(mark.read_bytes(), mark), mark)
+        mark.unlink()
+    (folder / _attempt(sharers)).unlink()
+    return found
+
+
+def _opened(folder: Path, sharers: Sharers, go_on: Callable[[], None]) -> int:
+    """The folder of this save, once it is there."""
+    while True:
+        go_on()
+        try:
+            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            time.sleep(POLL_S)
+            continue
+        if os.path.exists(f"/proc/self/fd/{fd}/{_attempt(sharers)}"):
+            return fd
+        os.close(fd)
+        time.sleep(POLL_S)
+
+
+def _attempt(sharers: Sharers) -> str:
+    return f"attempt-{sharers.attempt}"
+
+
+def _wrote(sharers: Sharers, rank: int) -> str:
+    return f"wrote-{rank:05d}-{sharers.attempt}.json"
