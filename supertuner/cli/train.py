@@ -33,11 +33,14 @@ def train(
     Ctrl-C and SIGTERM save and stop after the current window; the same command then goes on, to the bit as if nothing
     had happened.
     """
+    from supertuner.config.environment import current
+    from supertuner.config.launched import launched
     from supertuner.tools.session import load_narrowed
     from supertuner.tools.training import summary
     from supertuner.tools.training import train as run_training
 
     done = run_training(load_narrowed(config, sets or [], limit=limit), resume=resume, anyway=anyway)
-    typer.echo(summary(done))
+    if launched(current()).first:  # of many processes one speaks for all
+        typer.echo(summary(done))
     if done.stopped_by is not None:
         raise typer.Exit(128 + signal.Signals[done.stopped_by])
