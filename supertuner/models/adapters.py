@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
@@ -114,18 +114,14 @@ def state(trained: Trained) -> Tensors:
 def load_state(trained: Trained, tensors: Mapping[str, torch.Tensor]) -> None:
     """Give every trained parameter its value from `tensors`, in place and to the bit, or change none of them."""
     _check_fit(trained, tensors)
-    with torch.no_grad():
-        for name, parameter in trained.parameters.items():
-            parameter.copy_(tensors[name])
-    if trained.parts is not None:
-        trained.parts.changed()
+    _write(trained, tensors)
 
 
 @contextmanager
 def applied(trained: Trained, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """Compute with `values` inside the block. The trained ones are set aside, and return unchanged."""
     _check_fit(trained, values)
-    with _swapped(trained, values) if trained.parts is None else _overwritten(trained, trained.parts, values):
+    with _swapped(trained, values) if trained.parts is None else _overwritten(trained, values):
         yield
 
 
@@ -158,20 +154,40 @@ def _trained_as(trained: Trained, settings: AdapterSettings) -> dict[str, JSON]:
 
 
 def save_full(trained: Trained, folder: Path, dtype: torch.dtype | None = None) -> None:
-    """Write a fully trained module into a new folder that diffusers' `from_pretrained` takes, synced to the disk."""
+    """Write a fully trained module into a new folder that diffusers' `from_pretrained` takes, synced to the disk.
+
+    Of weights that are shared out, all processes call it, and the first writes; its host memory holds all of them.
+    """
     from diffusers import ModelMixin
 
     module = trained.module
     assert trained.kind == "full" and isinstance(module, ModelMixin), trained.kind
     values = {name: parameter.detach().to(dtype or parameter.dtype) for name, parameter in trained.parameters.items()}
+    if trained.parts is not None:
+        put_together = {name: trained.parts.whole(name, value) for name, value in values.items()}
+        module = _plain(module, {name: value for name, value in put_together.items() if value is not None})
+        if module is None:
+            return
     folder.mkdir(parents=True)
-    with _swapped(trained, values):
+    with _swapped(trained, values) if trained.parts is None else nullcontext():
         module.save_pretrained(folder, safe_serialization=True)
     _forget_source(folder / "config.json")
     for file in folder.iterdir():
         with open(file, "rb") as opened:
             os.fsync(opened.fileno())
     sync_folder(folder)
+
+
+def _plain(module: Any, values: Tensors) -> Any:
+    """A module of the same kind that holds these values; None: there are none, another process has them."""
+    if not values:
+        return None
+    kind: Any = next(one for one in type(module).__mro__ if one.__module__.startswith("diffusers."))
+    with torch.device("meta"):
+        made = kind.from_config(module.config)
+    buffers = {name: buffer for name, buffer in module.named_buffers() if name in made.state_dict()}
+    made.load_state_dict({**values, **buffers}, assign=True)
+    return made
 
 
 def _forget_source(config: Path) -> None:
@@ -194,19 +210,22 @@ def _swapped(trained: Trained, values: Mapping[str, torch.Tensor]) -> Iterator[N
 
 
 @contextmanager
-def _overwritten(trained: Trained, parts: Parts, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
+def _overwritten(trained: Trained, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """Parts are windows into memory that others know by its place: they cannot be swapped."""
-    live = [parameter.detach() for parameter in trained.parameters.values()]
-    kept = [parameter.clone() for parameter in live]
+    kept = {name: parameter.detach().clone() for name, parameter in trained.parameters.items()}
     try:
-        for parameter, name in zip(live, trained.parameters, strict=True):
-            parameter.copy_(values[name])
-        parts.changed()
+        _write(trained, values)
         yield
     finally:
-        for parameter, before in zip(live, kept, strict=True):
-            parameter.copy_(before)
-        parts.changed()
+        _write(trained, kept)
+
+
+@torch.no_grad()
+def _write(trained: Trained, values: Mapping[str, torch.Tensor]) -> None:
+    for name, parameter in trained.parameters.items():
+        parameter.copy_(values[name])
+    if trained.parts is not None:
+        trained.parts.changed()
 
 
 def _all_weights(module: nn.Module, name: str) -> Trained:

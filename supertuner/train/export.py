@@ -20,8 +20,11 @@ from supertuner.train.tensor_file import lay_out
 
 def export(run: Run) -> list[Path]:
     """Write the weights that validation uses into the run's `exports` folder; the files and folders made, by the
-    first process of several."""
+    first process of several. What processes share out, they put together for it."""
     if run.parallel.rank != 0:
+        for number, trainee in enumerate(run.trainees):
+            if run.trained[trainee.expert.name].parts is not None:
+                _export_expert(run, number, run.folder)  # of which nothing is written here
         return []
     making = run.folder / f".making-{EXPORTS}"
     try:

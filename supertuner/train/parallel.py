@@ -10,7 +10,7 @@ from typing import Protocol
 from torch import nn
 
 from supertuner.models.adapters import Trained
-from supertuner.step.window import Reduction
+from supertuner.step.window import Reduction, Trainee
 
 
 class Sharing(Protocol):
@@ -21,6 +21,9 @@ class Sharing(Protocol):
 
     def share(self, module: nn.Module, /) -> None:
         """The same with a module that nothing is trained of."""
+
+    def take_turns(self, trainees: Sequence[Trainee], /) -> None:
+        """Have experts that do not compute wait in host memory, where that is another one."""
 
 
 class Parallel(Protocol):

@@ -379,6 +379,8 @@ def _under_plans(
         whole = _trained(config, family, model, expert, precision, memory, sink, home)
         trained[expert.name] = whole if sharing is None else sharing.share_out(whole)
     trainees = tuple(trainee_of(config, expert, trained[expert.name], precision) for expert in experts)
+    if sharing is not None and config.plan.act != "never" and config.plan.idle_experts != "gpu":
+        sharing.take_turns(trainees)
     return trained, trainees, acts_of(config, trainees, planned, planning, precision, memory, sink)
 
 

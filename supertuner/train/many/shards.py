@@ -12,8 +12,9 @@ the whole model. Gradients are sums, not means: losses are divided by the sample
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -26,7 +27,9 @@ from torch.distributed.tensor import DTensor
 from supertuner.config.parallel import ParallelSettings
 from supertuner.models.adapters import Place, Trained
 from supertuner.models.blocks import blocks_of
+from supertuner.step.window import Trainee
 from supertuner.train.many.group import Replicated
+from supertuner.train.many.turns import Turns
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -65,6 +68,8 @@ class Sharing:
     """Of experts whose weights are all trained."""
     known_as: dict[nn.Parameter, DTensor] = field(default_factory=dict)
     """Trained part → the weight as FSDP knows it."""
+    turns: Turns | None = None
+    """Experts that wait in host memory; None: all are on the device, or in host memory anyway."""
 
     def share_out(self, trained: Trained) -> Trained:
         """The same in parts, on the device; its module was elsewhere."""
@@ -78,6 +83,19 @@ class Sharing:
         parameters = {name: nn.Parameter(weight.to_local().detach()) for name, weight in shards.weights.items()}
         self.known_as |= {parameters[name]: weight for name, weight in shards.weights.items()}
         return replace(trained, parameters=parameters, parts=shards)
+
+    def take_turns(self, trainees: Sequence[Trainee]) -> None:
+        """Have those that do not compute wait in host memory, where the device has one of its own."""
+        if len(trainees) > 1 and self.device.type != "cpu" and not self.settings.cpu_offload:
+            self.turns = Turns(self.device)
+            for trainee in trainees:
+                self.turns.add(trainee, partial(self.relink, trainee.parameters.values()))
+
+    def relink(self, parts: Iterable[nn.Parameter]) -> None:
+        """FSDP's weights are elsewhere now: what is trained is there again."""
+        for part in parts:
+            if part in self.known_as:
+                part.data = self.known_as[part].to_local().detach()
 
     def share(self, module: nn.Module, /, outside: Collection[nn.Parameter] = ()) -> None:
         """The module in parts, on the device; what is `outside` stays whole there."""

@@ -15,8 +15,6 @@ def require_shareable(config: RunConfig) -> None:
             f'model.base_weights is "{kind}" and parallel.strategy "fsdp": torchao\'s tensors of 8 bits cannot be cut '
             'into parts; set model.base_weights: "as_computed", or parallel.strategy: "ddp"'
         )
-    if config.adapter.type == "full":
-        raise TrainError('adapter.type is "full": checkpoints of parts are not there yet; use parallel.strategy "ddp"')
     name = config.optimizer.name
     if config.adapter.type == "full" and not OPTIMIZERS[name].each_weight_alone:
         others = " or ".join(f'"{key}"' for key, entry in OPTIMIZERS.items() if entry.each_weight_alone)
@@ -32,3 +30,5 @@ def require_shareable(config: RunConfig) -> None:
             f'parallel.strategy is "fsdp", and {asked} asks for a plan of one process: FSDP moves the weights itself; '
             'leave it out (see parallel.cpu_offload), or set parallel.strategy: "ddp"'
         )
+    if config.adapter.type == "full":
+        raise TrainError('adapter.type is "full": checkpoints of parts are not there yet; use parallel.strategy "ddp"')
