@@ -30,5 +30,3 @@ def require_shareable(config: RunConfig) -> None:
             f'parallel.strategy is "fsdp", and {asked} asks for a plan of one process: FSDP moves the weights itself; '
             'leave it out (see parallel.cpu_offload), or set parallel.strategy: "ddp"'
         )
-    if config.adapter.type == "full":
-        raise TrainError('adapter.type is "full": checkpoints of parts are not there yet; use parallel.strategy "ddp"')
