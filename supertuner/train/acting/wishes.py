@@ -24,6 +24,9 @@ def wished(
         return None
     plan = planned or _plain(blocks, phase, recomputing)
     own = set(blocks)
+    changed = {**asked, **({} if settings.ahead is None else {"ahead": str(settings.ahead)})}
+    told = tuple(f"plan.{name}: {value}, {WHY}" for name, value in changed.items())
+    rest = () if planned is None else ("the rest as planned, whose figures hold no more",)
     rows = tuple(_asked(row, settings) if row.name in own else row for row in plan.blocks)
     return replace(
         plan,
@@ -31,8 +34,8 @@ def wished(
         ahead=plan.ahead if settings.ahead is None else settings.ahead,
         stepping=plan.stepping if settings.optimizer == "auto" else Stepping(settings.optimizer),
         idle_at_home=plan.idle_at_home if settings.idle_experts == "auto" else settings.idle_experts == "host",
-        modelled=plan.modelled if not asked and settings.ahead is None else None,
-        reasons=(*plan.reasons, *(f"plan.{name}: {value}, {WHY}" for name, value in asked.items())),
+        modelled=None if changed else plan.modelled,
+        reasons=(*told, *rest) if changed else plan.reasons,
     )
 
 

@@ -54,7 +54,8 @@ def test_a_wish_goes_before_the_plan_and_says_so() -> None:
     assert (first.weights, first.activations, first.reason) == (Residence.STREAMED, Fate.RECOMPUTE, "as configured")
     assert second.activations is Fate.RECOMPUTE
     assert (found.ahead, found.idle_at_home, found.modelled) == (0, False, None)
-    assert found.reasons[0] == "a reason" and "plan.activations: recompute" in found.reasons[1]
+    assert "plan.activations: recompute" in found.reasons[0] and "plan.ahead: 0" in found.reasons[2]
+    assert "a reason" not in found.reasons, "the planner's words are of another plan"
 
 
 def test_a_wish_without_a_plan_leaves_everything_else_as_the_settings_have_it() -> None:
