@@ -93,6 +93,27 @@ def test_in_fp64_nothing_is_left_of_the_difference() -> None:
             assert farthest(mine, theirs) <= 1e-14
 
 
+def test_an_overflow_in_one_process_halves_the_scale_of_all_and_nobody_steps() -> None:
+    """Position 7 of a window of 8 is the last process's."""
+    fp16: dict[str, Any] = {"ramp": (8, 8, 0), "total": 24, "sizes": (20,), "precision": "fp16", "rate": 1e-3}
+    fp16["loud"] = 7
+        "ramp": (8, 8, 0),
+        "total": 24,
+        "sizes": (20,),
+        "precision": "fp16",
+        "rate": 1e-3,
+        "loud": 7,
+    }
+    expected = _ragged(Alone(), **fp16)
+    assert expected.scales == [32768.0, 32768.0, 32768.0] and not np.isfinite(expected.norms[0])
+    calm = _ragged(Alone(), **{**fp16, "loud": None})
+    assert calm.scales == [65536.0] * 3
+    for made in run_ranks(4, partial(_ragged, **fp16)):
+        assert made.scales == expected.scales
+        assert np.isfinite(made.losses).all() and [*map(np.isfinite, made.norms)] == [False, True, True]
+        assert made.norms[1:] == pytest.approx(expected.norms[1:], rel=1e-3)
+
+
 def test_a_parameter_that_nobody_used_stays_without_a_gradient_and_one_that_somebody_used_has_it_everywhere() -> None:
     found = run_ranks(2, _partly_used)
     assert found[0] == found[1] == {"both": 3.0, "first": 1.0, "second": 2.0, "nobody": None}

@@ -43,6 +43,8 @@ class Made:
     weights: dict[str, Array]
     positions: list[tuple[int, ...]]
     """Those of this rank, window by window."""
+    scales: list[float]
+    """fp16's, after each window; 1 where there is none."""
 
 
 class Watched:
@@ -117,9 +119,10 @@ def little_windows(
     double: bool = False,
     precision: Name = "fp32",
     rate: float = 0.0,
-    spoilt: int | None = None,
+    loud: int | None = None,
 ) -> Made:
-    """A run through a ramp over buckets of several sizes, on a small module; `spoilt` is a sample that is no number."""
+    """A run through a ramp over buckets of several sizes, on a small module; `loud` is a sample whose gradient is too
+    large for fp16."""
     order = an_order(sizes, batch_size, seed)
     trainee = little64(seed, optimizer) if double else little32(seed, optimizer, precision)
     denoise = _doubled if double else little_denoise
@@ -132,8 +135,8 @@ def little_windows(
     spans = [(span, cut(share(span, parallel.rank, parallel.ranks))) for span in windows(total, Ramp(*ramp))]
     for _, batches in spans:
         for batch in batches:
-            if spoilt in batch.positions:
-                batch.latents[batch.positions.index(spoilt)] = float("nan")
+            if loud is not None and loud in batch.positions:
+                batch.latents[batch.positions.index(loud)] *= 1000.0
     return trained(parallel, trainee, spans, rules, rate)
 
 
@@ -142,6 +145,7 @@ def trained(
 ) -> Made:
     watched = Watched(parallel.reduction)
     results: list[WindowResult] = []
+    scales: list[float] = []
     for span, batches in spans:
         results.append(
             train_window(
@@ -154,6 +158,7 @@ def trained(
                 micro_batches=len(batches),
             )
         )
+        scales.append(1.0 if trainee.scaler is None else trainee.scaler.scale)
     names = list(trainee.parameters)
     return Made(
         [result.loss for result in results],
@@ -164,6 +169,7 @@ def trained(
         ],
         {name: parameter.detach().numpy().copy() for name, parameter in trainee.parameters.items()},
         [result.positions for result in results],
+        scales,
     )
 
 
