@@ -7,26 +7,26 @@ cannot be reached, in a collective that will never end, is ended here: after a v
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import platform
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from pathlib import Path
 from types import FrameType, TracebackType
 
-import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from supertuner.config.launched import Launched
 from supertuner.core import processes
 from supertuner.core.errors import PeerError
 from supertuner.train.many.broken import is_broken_connection
+from supertuner.train.many.life import Life, main_thread
+from supertuner.train.many.peers import Peers
 from supertuner.train.many.pulse import Pulse
 from supertuner.train.many.verdict import (
     Report,
@@ -35,7 +35,6 @@ from supertuner.train.many.verdict import (
     Verdict,
     judged,
     of,
-    report_from_bytes,
     report_to_text,
 )
 
@@ -48,18 +47,10 @@ FIND_S = 5.0
 """After a broken connection: to find out who is gone."""
 SILENT_S = 3.0
 """And then, who has not been heard for so long is."""
-MOST_LOOKED_AT = 16
-"""Others that each process looks at; in larger jobs, the next ones by rank."""
-BUSY_SHARE = 0.05
-"""Of a CPU: a process that waits for ever takes less, with all that goes on beside it; one that works takes more."""
-BUSY_BYTES_PER_S = 1 << 14
-"""Read or written: a slow download is no hang."""
 GOES_ON = "the next start goes on from the last checkpoint"
 TERMINATED = 128 + signal.SIGTERM
 STANDARD_ERROR = 2
 VERDICT = "watch/verdict"
-OURS = str(Path(__file__).parents[3] / "supertuner") + os.sep
-COLLECTIVES = os.path.dirname(dist.__file__) + os.sep
 
 
 class Watch:
@@ -73,25 +64,29 @@ class Watch:
         self._self = Report(
             place.rank, place.local_rank, platform.node(), processes.namespace(), pid, processes.born(pid)
         )
-        self._peers = _Peers(store, self._self, place.ranks)
-        self._life = _Life(pulse, chunk_s=self._patience_s / 10)
+        self._peers = Peers(store, self._self, place.ranks)
+        self._life = Life(pulse, chunk_s=self._patience_s / 10)
         self._beats = 0
         self._verdict: Verdict | None = None
-        self._decided, self._leaving, self._broken = threading.Event(), threading.Event(), threading.Event()
+        self._decided, self._broken, self._spoken = threading.Event(), threading.Event(), threading.Event()
+        self._done, self._all_left, self._leaving = threading.Event(), threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def leave(self) -> None:
-        """All is done. The first process waits for the others to say so too: the store may be its own."""
+        """All is done here. Nobody goes before all are done: a launcher ends the others when the first one goes with
+        anything but 0, and the store may be the first process's own."""
+        self._done.set()
+        while not self._all_left.wait(self._beat_s / 4):
+            if self._decided.is_set():
+                break
         self._leaving.set()
+        verdict = self._verdict
+        if verdict is not None and verdict.rank >= 0 and not self._all_left.is_set():
+            raise self._blaming(verdict)
         self._thread.join()
-        with suppress(RuntimeError):  # a store that is gone has nobody left to tell
-            self._say(left=True)
-            deadline = time.monotonic() + FIND_S
-            while self._place.rank == 0 and time.monotonic() < deadline and not self._peers.all_left():
-                time.sleep(self._beat_s / 4)
 
     def failed(self, error: BaseException) -> BaseException | None:
         """The main thread ends with an error: tell the others, or learn from them why. What to raise instead, if it is
@@ -105,15 +100,14 @@ class Watch:
         else:
             self._tell(of(self._report(), f"failed: {_first_lines(error)}"))
         self._leaving.set()
-        said = str(instead) if isinstance(instead, PeerError) else _first_lines(error)
-        self._tell_launcher(said)
-        threading.Thread(target=self._end, args=(said,), name="end", daemon=True).start()
+        if not isinstance(instead, PeerError | SystemExit):
+            self._end_soon(_first_lines(error))
         return instead
 
     def _blamed(self, error: BaseException, terminated: bool) -> BaseException | None:
         verdict = self._verdict
         if verdict is not None and verdict.rank != self._place.rank:
-            return PeerError(self._words(verdict)) if self._speaks(verdict) else SystemExit(1)
+            return self._blaming(verdict)
         if terminated:
             self._tell(of(self._report(), "was ended by SIGTERM"))
             return None
@@ -122,7 +116,8 @@ class Watch:
             return None
         why = f"lost its connection to the others, and nobody said why: {_first_lines(error)}"
         self._tell(of(self._report(), why))
-        return PeerError(f"{self._self.named()} {why}; {GOES_ON}")
+        self._end_soon(said := f"{self._self.named()} {why}; {GOES_ON}")
+        return PeerError(said)
 
     # ------------------------------------------------------------------ the thread
 
@@ -132,10 +127,12 @@ class Watch:
                 self._beat()
                 if self._decided.is_set():
                     break
-                if self._leaving.wait(self._beat_s):
+                if self._leaving.wait(self._beat_s / 4 if self._done.is_set() else self._beat_s):
                     return
         except RuntimeError as error:  # torch's, of a store that does not answer
-            if not self._leaving.is_set():
+            if self._done.is_set():
+                self._all_left.set()  # it went with its owner, who was done as well
+            elif not self._leaving.is_set():
                 self._without_store(error)
             return
         if self._leaving.wait(GRACE_S):
@@ -151,20 +148,23 @@ class Watch:
             self._hear(Verdict.from_bytes(self._store.get(VERDICT)))
             return
         broken = self._broken.is_set()
+        done = self._done.is_set()
         idle = self._life.idle_s >= self._patience_s
-        seen = [*self._peers.seen(everybody=broken or idle), self._own_view()]
+        seen = [*self._peers.seen(everybody=broken or done or idle), self._own_view()]
+        if done and all(one.report is not None and one.report.left for one in seen):
+            self._all_left.set()
+            return
         silent_s = min(SILENT_S, self._patience_s) if broken else None
         verdict = judged(seen, self._patience_s, silent_s=silent_s)
         if verdict is not None:
             self._hear(self._pronounced(verdict))
 
-    def _say(self, *, left: bool = False) -> None:
+    def _say(self) -> None:
         self._beats += 1
-        report = self._report(left=left)
-        self._store.set(f"watch/{self._place.rank}", report_to_text(report))
+        self._store.set(f"watch/{self._place.rank}", report_to_text(self._report()))
 
-    def _report(self, *, left: bool = False) -> Report:
-        own, where, waits = self._self, *_main_thread()
+    def _report(self) -> Report:
+        own, where, waits = self._self, *main_thread()
         return Report(
             own.rank,
             own.local_rank,
@@ -178,7 +178,7 @@ class Watch:
             idle_s=self._life.idle_s,
             waits=waits,
             where=where,
-            left=left,
+            left=self._done.is_set(),
         )
 
     def _own_view(self) -> Seen:
@@ -220,8 +220,21 @@ class Watch:
         about_first = verdict.node == self._self.node and verdict.local_rank == 0
         return self._place.local_rank == (1 if about_first else 0)
 
+    def _blaming(self, verdict: Verdict) -> BaseException:
+        """What ends this process for another one's fault."""
+        self._end_soon(words := self._words(verdict))
+        return PeerError(words) if self._speaks(verdict) else SystemExit(1)
+
+    def _end_soon(self, said: str) -> None:
+        """From here on this process has so long to close everything by itself, and to say why it ends."""
+        self._tell_launcher(said)
+        atexit.register(self._spoken.set)
+        threading.Thread(target=self._end, args=(said,), name="end", daemon=True).start()
+
     def _end(self, said: str) -> None:
         time.sleep(END_S)
+        if self._spoken.is_set():
+            os._exit(1)
         self._exit(said)
 
     def _exit(self, said: str) -> None:
@@ -236,82 +249,6 @@ class Watch:
             told = {"message": {"message": said, "extraInfo": {"timestamp": str(int(time.time()))}}}
             with suppress(OSError):
                 path.write_text(json.dumps(told))
-
-
-class _Life:
-    """Since when the main thread gave no sign of life. Time that this process was stopped itself does not count."""
-
-    def __init__(self, pulse: Pulse, *, chunk_s: float) -> None:
-        self._pulse, self._chunk_s = pulse, chunk_s
-        self._at, self._marks = time.monotonic(), -1
-        self._chunk = 0.0
-        self._cpu, self._bytes = _cpu_seconds(), processes.bytes_moved()
-        self.idle_s = 0.0
-        self.elapsed_s = 0.0
-        """Of the last beat."""
-
-    def beat(self) -> None:
-        now = time.monotonic()
-        self.elapsed_s, self._at = min(now - self._at, 2 * BEAT_S), now
-        self._chunk += self.elapsed_s
-        self.idle_s += self.elapsed_s
-        if self._pulse.marks != self._marks:
-            self._marks, self.idle_s = self._pulse.marks, 0.0
-        if self._chunk >= self._chunk_s:
-            if self._works() and not self._pulse.in_pass:
-                self.idle_s = 0.0
-            self._chunk = 0.0
-
-    def _works(self) -> bool:
-        """Whether this process took anything of the machine since this was last asked."""
-        cpu, moved = _cpu_seconds(), processes.bytes_moved()
-        took, read = cpu - self._cpu, moved - self._bytes
-        self._cpu, self._bytes = cpu, moved
-        return took > BUSY_SHARE * self._chunk or read > BUSY_BYTES_PER_S * self._chunk
-
-
-class _Peers:
-    """What is known of the others."""
-
-    def __init__(self, store: Store, own: Report, ranks: int) -> None:
-        self._store, self._own, self._ranks = store, own, ranks
-        self._reports: dict[int, Report] = {}
-        self._silent_s = dict.fromkeys(range(ranks), 0.0)
-
-    def beat(self, elapsed_s: float) -> None:
-        for rank in self._silent_s:
-            self._silent_s[rank] += elapsed_s
-
-    def seen(self, *, everybody: bool) -> list[Seen]:
-        looked_at = self._ranks - 1 if everybody else min(self._ranks - 1, MOST_LOOKED_AT)
-        ranks = [(self._own.rank + distance) % self._ranks for distance in range(1, looked_at + 1)]
-        for rank in ranks:
-            self._look(rank)
-        return [Seen(rank, self._reports.get(rank), self._silent_s[rank], self._state(rank)) for rank in ranks]
-
-    def all_left(self) -> bool:
-        return all(one.report is not None and one.report.left for one in self.seen(everybody=True))
-
-    def end(self, verdict: Verdict) -> None:
-        """One of this node that cannot end itself is ended: launchers wait long for a process that is stopped."""
-        report = self._reports.get(verdict.rank)
-        if report is not None and self._state(verdict.rank) is State.STOPPED and not report.left:
-            with suppress(ProcessLookupError):
-                os.kill(report.pid, signal.SIGKILL)
-
-    def _look(self, rank: int) -> None:
-        name = f"watch/{rank}"
-        if rank in self._reports or self._store.check([name]):
-            report = report_from_bytes(self._store.get(name))
-            if rank not in self._reports or self._reports[rank].beat != report.beat:
-                self._silent_s[rank] = 0.0
-            self._reports[rank] = report
-
-    def _state(self, rank: int) -> State:
-        report = self._reports.get(rank)
-        if report is None or report.node != self._own.node:
-            return State.ELSEWHERE
-        return State(processes.state_of(report.pid, report.born))
 
 
 @contextmanager
@@ -352,23 +289,6 @@ class _terminable:
 
 def _raise_terminated(number: int, frame: FrameType | None) -> None:
     raise SystemExit(TERMINATED)
-
-
-def _main_thread() -> tuple[str, bool]:
-    """Where in our code the main thread is, and whether it is inside a collective."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    where, waits = "", False
-    while frame is not None and not where:
-        name = frame.f_code.co_filename
-        waits = waits or name.startswith(COLLECTIVES)
-        if name.startswith(OURS):
-            where = f"supertuner/{name.removeprefix(OURS)}:{frame.f_lineno}, {frame.f_code.co_name}"
-        frame = frame.f_back
-    return where, waits
-
-
-def _cpu_seconds() -> float:
-    return time.process_time() - time.thread_time()
 
 
 def _first_lines(error: BaseException) -> str:

@@ -1,0 +1,87 @@
+"""What ranks of tests do under the watch: wait for each other, and then one of them fails in some way."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from supertuner.config.launched import Launched
+from supertuner.config.parallel import ParallelSettings
+from supertuner.core.errors import StageError
+from supertuner.train.many.opening import open_parallel
+from supertuner.train.many.pulse import Pulse
+from supertuner.train.parallel import Parallel
+
+VERY_LONG_S = 3600.0
+
+
+def together(place: Launched, logs: Path, fault: str, timeout_s: float) -> int:
+    """Meet, work together, and let rank 1 do `fault`; the others wait for it in a collective."""
+    log = os.open(logs / f"rank-{place.rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 2)
+    pulse = Pulse()
+    with open_parallel(ParallelSettings(timeout_s=timeout_s), place, torch.device("cpu"), pulse) as parallel:
+        parallel.agree([1])
+        if place.rank == 1:
+            pulse.doing = "painting"
+            FAULTS[fault](parallel)
+        return parallel.agree([place.rank])[0]
+
+
+def _kill(parallel: Parallel) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _stop(parallel: Parallel) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _hang(parallel: Parallel) -> None:
+    time.sleep(VERY_LONG_S)
+
+
+def _fail(parallel: Parallel) -> None:
+    raise StageError("the disk is full; free some")
+
+
+def _leave_early(parallel: Parallel) -> None:
+    os._exit(3)
+
+
+def _out_of_step(parallel: Parallel) -> None:
+    """A call that the others do not make: nobody comes on from there."""
+    parallel.gather(b"more than a number")
+
+
+def _terminate(parallel: Parallel) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(VERY_LONG_S)
+
+
+def _work(parallel: Parallel) -> None:
+    """In silence, for longer than a hang may last."""
+    end = time.process_time() + 4
+    while time.process_time() < end:
+        pass
+
+
+def _nothing(parallel: Parallel) -> None:
+    pass
+
+
+FAULTS: dict[str, Callable[[Parallel], None]] = {
+    "killed": _kill,
+    "stopped": _stop,
+    "hanging": _hang,
+    "failing": _fail,
+    "leaving": _leave_early,
+    "out of step": _out_of_step,
+    "terminated": _terminate,
+    "working": _work,
+    "nothing": _nothing,
+}
