@@ -97,13 +97,6 @@ def test_an_overflow_in_one_process_halves_the_scale_of_all_and_nobody_steps() -
     """Position 7 of a window of 8 is the last process's."""
     fp16: dict[str, Any] = {"ramp": (8, 8, 0), "total": 24, "sizes": (20,), "precision": "fp16", "rate": 1e-3}
     fp16["loud"] = 7
-        "ramp": (8, 8, 0),
-        "total": 24,
-        "sizes": (20,),
-        "precision": "fp16",
-        "rate": 1e-3,
-        "loud": 7,
-    }
     expected = _ragged(Alone(), **fp16)
     assert expected.scales == [32768.0, 32768.0, 32768.0] and not np.isfinite(expected.norms[0])
     calm = _ragged(Alone(), **{**fp16, "loud": None})
