@@ -38,10 +38,14 @@ class Wanted:
 
     keys: Keys
     make: Make
-    sizes: NDArray[np.float64] | None = None
-    """How large the entries are in relation to each other: enough to tell the size of all from that of one."""
+    sizes: Callable[[Places], NDArray[np.float64]] | None = None
+    """How large entries are in relation to each other: enough to tell the size of all from that of one."""
     title: str = ""
     """For people who watch."""
+
+    def size(self, places: Places) -> float:
+        """Of these entries together."""
+        return float(len(places) if self.sizes is None else self.sizes(places).sum())
 
 
 class Filling:
@@ -70,7 +74,7 @@ class Filling:
                 writer.close()
 
     def _put(self, writer: Writer, place: int, entry: Tensors) -> int:
-        nbytes, size = entry_bytes(entry), self._size(place)
+        nbytes, size = entry_bytes(entry), self._wanted.size(np.array([place], np.intp))
         need = int(nbytes * self._left / size)
         entries = self._entries - self.made
         if self.made == 0:
@@ -85,6 +89,3 @@ class Filling:
         self._left -= size
         self.made += 1
         return nbytes
-
-    def _size(self, place: int) -> float:
-        return 1.0 if self._wanted.sizes is None else float(self._wanted.sizes[place])

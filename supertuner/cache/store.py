@@ -109,15 +109,16 @@ class Store:
         self.made += made
         return made
 
-    def help(
-        self, wanted: Wanted, *, host: Host, progress: Progress, stop: Callable[[], bool] = never, peers: Peers
-    ) -> bool:
-        """Make some of what a peer is filling this store with now; False: there is nothing to be taken."""
+    def help(self, wanted: Callable[[], Wanted], *, host: Host, progress: Progress, peers: Peers) -> bool:
+        """Make some of what a peer is filling this store with now; False: there is nothing to be taken.
+
+        `wanted` is called only if there is: it may be large.
+        """
         joined = self._join(peers)
         if joined is None:
             return False
         with joined:
-            self.made += self._help(joined, wanted, host, progress, stop, peers)
+            self.made += self._help(joined, wanted(), host, progress, never, peers)
         return True
 
     def remove_unfinished(self) -> None:
@@ -252,8 +253,7 @@ class Store:
             return queue.state().made
 
     def _filling(self, wanted: Wanted, fresh: Places, host: Host) -> Filling:
-        left = float(len(fresh) if wanted.sizes is None else wanted.sizes[fresh].sum())
-        return Filling(self.space.what, wanted, left, len(fresh), self.place, host)
+        return Filling(self.space.what, wanted, wanted.size(fresh), len(fresh), self.place, host)
 
     def _title(self, wanted: Wanted) -> str:
         return wanted.title or f"encoding {self.space.what}"

@@ -147,7 +147,7 @@ def test_sizes_tell_the_room_of_entries_that_differ(tmp_path: Path) -> None:
     encoder = Encoder(contents(2))
     sizes = np.array([1.0, 1e6])
     with store(tmp_path / "home") as filled, pytest.raises(CacheError, match="does not fit"):
-        filled.fill(Wanted(encoder.keys, encoder.make, sizes), host=Small(), progress=Silence())
+        filled.fill(Wanted(encoder.keys, encoder.make, lambda places: sizes[places]), host=Small(), progress=Silence())
 
 
 def flip_a_byte(home: Path, needle: torch.Tensor) -> None:

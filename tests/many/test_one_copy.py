@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.bench_node import measured
 from supertuner.arena.home import Home
 from tests.cache.encoding import arenas, at_use, config_of, encoding_of, opened, pictures, served, tiny
 from tests.data.media_files import write
@@ -109,6 +110,12 @@ def test_an_epoch_is_made_although_some_ranks_never_ask_for_it(tmp_path: Path, w
         law = digests(served(*run, epochs=5))
     found = run_launched(3, encode, tmp_path, config, Path(wan[1].source.path), 5, True, 30)
     assert found[0][2] == law
+
+
+def test_a_further_rank_takes_next_to_no_memory_of_its_own(tmp_path: Path) -> None:
+    """Were its plan and its tables its own, 20,000 samples would take 9 MB, and a million half a gigabyte."""
+    _, further = measured(tmp_path, 20_000, ranks=2)
+    assert further["own_mb"] < 5
 
 
 @pytest.mark.parametrize("mode", ["static", "refresh_each_epoch"])

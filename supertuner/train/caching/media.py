@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -111,10 +111,14 @@ def _group_keys(seed: int, part: Part, bucket: Bucket, rows: list[bytes], draws:
     return keys
 
 
-def job_sizes(corpus: Corpus, jobs: Draws) -> NDArray[np.float64]:
-    """How large latents are in relation to each other: like the media that they are made of."""
+def job_sizes(corpus: Corpus, jobs: Draws) -> Callable[[NDArray[np.intp]], NDArray[np.float64]]:
+    """For places of jobs, how large their latents are in relation to each other: like the media that they are of."""
     volume = np.array([_volume(corpus.parts[group.dataset], group.bucket) for group in corpus.order.groups])
-    sizes: NDArray[np.float64] = volume[jobs.group]
+
+    def sizes(places: NDArray[np.intp]) -> NDArray[np.float64]:
+        found: NDArray[np.float64] = volume[jobs.group[places]]
+        return found
+
     return sizes
 
 

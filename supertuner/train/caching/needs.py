@@ -54,10 +54,11 @@ class Plan:
     text_keys: Keys
 
     def media_wanted(self, corpus: Corpus, decoders: LazyDecoders, encoders: Encoders) -> Wanted:
-        needed = np.flatnonzero(self.media.keys != NO_KEY)
-        jobs = self.media.jobs.take(needed)
+        keys, jobs = self.media.keys, self.media.jobs
+        if not (needed := keys != NO_KEY).all():
+            keys, jobs = keys[needed], jobs.take(np.flatnonzero(needed))
         make = media_maker(corpus, jobs, decoders, encoders)
-        return Wanted(self.media.keys[needed], make, job_sizes(corpus, jobs), "encoding samples")
+        return Wanted(keys, make, job_sizes(corpus, jobs), "encoding samples")
 
     def text_wanted(self, encoders: Encoders) -> Wanted:
         return Wanted(self.text_keys, text_maker(self.text.texts, encoders), title="encoding captions")

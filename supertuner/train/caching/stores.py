@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from supertuner.arena.format import Life
@@ -70,8 +71,8 @@ class Caching:
         The encoder is dropped afterwards, unless it is needed on the way. With `check`, entries that are there are
         checked too; without `load` they are left where they are kept.
         """
-        where, wanted = self.places(what), self._wanted(what)
-        store = None if where is None else self._open(what, where, wanted, check, load)
+        where = self.places(what)
+        store = None if where is None else self._open(what, where, check, load)
         if what == "text" and self.together is None:
             self._tell_cut(self.encoders.cut)
         if not self.needs.any_is(what, How.EACH_EPOCH) and not self.needs.any_is(what, How.AT_USE):
@@ -144,13 +145,20 @@ class Caching:
     def _peers(self) -> Peers:
         return ALONE if self.together is None else self.together.peers
 
-    def _open(self, what: What, where: Places, wanted: Wanted, check: bool, load: bool) -> Store:
+    def _open(self, what: What, where: Places, check: bool, load: bool) -> Store:
         if self.together is not None and not self._peers.first:
             assert load and not check, "caches are checked and built by one process"
             return helped(
-                self.together, self.needs, what, where, wanted, host=self.host, sink=self.sink, progress=self.progress
+                self.together,
+                self.needs,
+                what,
+                where,
+                partial(self._wanted, what),
+                host=self.host,
+                sink=self.sink,
+                progress=self.progress,
             )
-        began, space = time.monotonic(), self.needs.space(what)
+        began, space, wanted = time.monotonic(), self.needs.space(what), self._wanted(what)
         self.sink.emit(Decided(f"cache.{space.what}", str(where.kept.home.path), where.why))
         kept = Store(where.kept, space, self.sink)
         with _closed_on_error(kept):

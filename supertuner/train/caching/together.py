@@ -93,23 +93,25 @@ def helped(
     needs: Needs,
     what: What,
     where: Places,
-    wanted: Wanted,
+    wanted: Callable[[], Wanted],
     *,
     host: Host,
     sink: Sink,
     progress: Progress,
 ) -> Store:
-    """The store of a further process, filled together with the first."""
+    """The store of a further process, filled together with the first; `wanted` is called if something is to be done."""
     space, peers = needs.space(what), together.peers
     with Store(where.kept, space, sink, arenas=()) as kept:
+
+        def copies() -> Wanted:
+            kept.refresh()  # what is copied was sealed since
+            return loaded(kept, wanted(), host=host, progress=progress, sink=sink)
+
         stores = [(kept, wanted)]
         if where.shared is not None:
-            copies = loaded(kept, wanted, host=host, progress=progress, sink=sink)
             stores.append((Store(where.shared, space, sink, arenas=()), copies))
 
         def help_once() -> bool:
-            if where.shared is not None:
-                kept.refresh()  # what is copied was sealed since
             return any(store.help(made, host=host, progress=progress, peers=peers) for store, made in stores)
 
         names = together.help_until_told(what, help_once)

@@ -1,0 +1,152 @@
+"""What a further rank of a node pays for the data: milliseconds to attach, and memory of its own.
+
+Ranks are real processes on one staged and cached dataset. Memory is what each of them takes for its data alone, from
+/proc/self/smaps: private pages of everything but the arenas, before the data are opened and after some hundred batches.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+from benchmarks import large_set
+from benchmarks.harness import Row, Spread, at_most, in_memory_folder, noted, report, say
+from supertuner.arena.home import Home
+from supertuner.arena.peers import Peers, meet
+from supertuner.core.events import Silence
+from supertuner.core.host import Host
+from supertuner.data.opened import open_corpus
+from supertuner.data.ordering.windows import single
+from supertuner.data.staging.follow import follow, staged_told
+from supertuner.train.caching.encoded import open_encoded
+
+MILLION = 1_000_000
+CACHED = 100_000
+RANKS = 3
+BATCHES = 300
+ATTACHES = 15
+ATTACH_LIMIT_MS = 100.0
+OWN_LIMIT_MB = 16.0
+
+
+def own_mb(home: Path) -> float:
+    """Private memory of this process that is no arena's."""
+    total, counted = 0, True
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, _, rest = line.partition(" ")
+        if not name.endswith(":"):
+            counted = str(home) not in line
+        elif counted and name in ("Private_Clean:", "Private_Dirty:"):
+            total += int(rest.split()[0])
+    return total * 1024 / 1e6
+
+
+def gathered(folder: Path, name: str, count: int) -> None:
+    """Wait until `count` processes are here."""
+    (folder / f"{name}-{os.getpid()}").touch()
+    while len(list(folder.glob(f"{name}-*"))) < count:
+        time.sleep(0.005)
+
+
+def rank(folder: Path, number: int, count: int) -> dict[str, float]:
+    """One rank: what opening the data and using them took of its own memory, and how long the opening took."""
+    config, host, silence = large_set.config_of(folder), Host(), Silence()
+    home, encoding = Home(folder / "home"), large_set.encoding_of()
+    gc.collect()
+    before = own_mb(home.path)
+    with meet(home, "bench", number, count, partial(gathered, folder, "met", count)) as peers:
+        begin = time.perf_counter()
+        with (
+            open_corpus(config, host=host, sink=silence, progress=silence, peers=peers) as corpus,
+            open_encoded(
+                config,
+                corpus,
+                encoding,
+                run_folder=folder / "runs",
+                host=host,
+                sink=silence,
+                progress=silence,
+                peers=peers,
+            ) as encoded,
+        ):
+            opened_s = time.perf_counter() - begin
+            for at, draws in enumerate(corpus.order.batches()):
+                micro = single(corpus.order, draws)
+                encoded.latents(micro)
+                encoded.texts(micro)
+                if at >= BATCHES:
+                    break
+            gc.collect()
+            own = own_mb(home.path) - before
+            gathered(folder, "done", count)
+    return {"own_mb": own, "opened_s": opened_s}
+
+
+def measured(folder: Path, samples: int, ranks: int = RANKS) -> list[dict[str, float]]:
+    """What each of some ranks paid for a dataset of so many samples."""
+    config = large_set.config_of(folder)
+    large_set.stage(Home(folder / "home"), config.datasets[0], samples)
+    large_set.fill_caches(config)
+    here = [sys.executable, "-m", "benchmarks.bench_node", "--rank", str(folder)]
+    root = Path(__file__).resolve().parents[1]
+    started = [
+        subprocess.Popen([*here, str(number), str(ranks)], stdout=subprocess.PIPE, text=True, cwd=root)
+        for number in range(ranks)
+    ]
+    try:
+        return [json.loads(one.communicate()[0]) for one in started]
+    finally:
+        for one in started:
+            one.kill()
+            one.wait()
+
+
+def attach_rows() -> list[Row]:
+    with in_memory_folder() as folder:
+        home, dataset = Home(folder / "home"), large_set.config_of(folder).datasets[0]
+        name = large_set.stage(home, dataset, MILLION)
+        room = home.beside(".bench")
+        staged_told(Peers(0, 2, room), dataset.id, name)
+        taken = []
+        with home.attach(name):
+            for _ in range(ATTACHES):
+                gc.collect()
+                begin = time.perf_counter()
+                staged = follow(home, dataset.id, "on_demand", Peers(1, 2, room), Silence())
+                taken.append((time.perf_counter() - begin) * 1e3)
+                staged.close()
+    spread = Spread(sorted(taken)[len(taken) // 2], min(taken), max(taken))
+    return [at_most("attach of a rank to a staged set of a million samples", spread, ATTACH_LIMIT_MS, unit="ms")]
+
+
+def memory_rows() -> list[Row]:
+    with in_memory_folder() as folder:
+        first, *others = measured(folder, CACHED)
+    opened = ", ".join(f"{one['opened_s']:.2f} s" for one in (first, *others))
+    say(f"data of {CACHED} samples opened in {opened}")
+    most = max(one["own_mb"] for one in others)
+    return [
+        at_most(f"own memory of a further rank, {CACHED} samples and their caches", most, OWN_LIMIT_MB, unit="MB"),
+        noted("own memory of the first rank", first["own_mb"], unit="MB"),
+    ]
+
+
+def rows() -> list[Row]:
+    return attach_rows() + memory_rows()
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["--rank"]:
+        sys.stdout.write(json.dumps(rank(Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))))
+        return 0
+    return report(rows(), title="node")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,121 @@
+"""A large dataset as if it were staged and cached, made in seconds: what ranks pay for it can be measured.
+
+Samples have a caption each, and no bytes; their source is gone, so that what is staged is all there is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Generator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from supertuner.arena.home import Home
+from supertuner.cache.entries import Tensors
+from supertuner.cache.filling import Places, Wanted
+from supertuner.cache.store import Store
+from supertuner.config.data import Dataset
+from supertuner.config.tree import RunConfig
+from supertuner.core.events import Silence
+from supertuner.core.host import Host
+from supertuner.core.types import JSON
+from supertuner.data.opened import open_corpus
+from supertuner.data.staged import SET_ASIDE
+from supertuner.data.staging.columns import CAPTION_BYTES, CAPTION_INDEX, CAPTION_OFFSETS, COLUMNS
+from supertuner.data.staging.fingerprint import STAGED_VERSION, origin
+from supertuner.models.spec import Family, Model
+from supertuner.train.caching.encoders import Encoding, Identities
+from supertuner.train.caching.needs import KINDS, needs_of, plan_of
+from supertuner.train.caching.places import places
+
+SIDES = (512, 640, 768)
+LATENTS = (4, 8, 8)
+
+
+def config_of(folder: Path) -> RunConfig:
+    """A run whose dataset's folder does not exist."""
+    dataset = {"id": "large", "instance_data_dir": folder / "gone", "resolution": 512, "bucket_step": 64}
+    given = {"run": {"output_dir": folder / "runs"}, "arena": {"home": folder / "home"}, "datasets": [dataset]}
+    return RunConfig.model_validate(given)
+
+
+def stage(home: Home, dataset: Dataset, count: int) -> str:
+    """An arena that holds `count` samples of the dataset; its name."""
+    name = f"{dataset.id}-of-{count}"
+    with home.build(name) as build:
+        writer = build.writer()
+        for number in range(count):
+            unit = writer.begin(f"part-{number * 7919 % 100:02d}/{number:09d}")
+            unit.put("media", number.to_bytes(4, "little") if count <= 200_000 else b"")
+            unit.commit()
+        for column, values in _columns(count).items():
+            build.put_table(column, values)
+        meta: dict[str, JSON] = {
+            "holds": "staged dataset",
+            "version": STAGED_VERSION,
+            "dataset": dataset.id,
+            "kind": "image",
+            "fingerprint": f"{count} samples",
+            "source": str(dataset.instance_data_dir),
+            "origin": origin(dataset),
+            "bytes": 0,
+            "formats": {},
+            "set_aside": 0,
+            "without_caption": 0,
+        }
+        build.seal(meta)
+    return name
+
+
+def fill_caches(config: RunConfig) -> None:
+    """Every entry that a run on the staged samples needs."""
+    host, silence, encoding = Host(), Silence(), encoding_of()
+    with open_corpus(config, host=host, sink=silence, progress=silence) as corpus:
+        needs = needs_of(config, corpus, encoding.identities, encoding.dtype)
+        plan = plan_of(needs)
+        for what in KINDS:
+            kept = places("unified_memory", config, config.run.output_dir, "until_removed").kept
+            shape = LATENTS if what == "latents" else (0,)
+            with Store(kept, needs.space(what), silence) as store:
+                store.fill(Wanted(plan.keys(what), _Made(shape).make), host=host, progress=silence)
+
+
+def encoding_of() -> Encoding:
+    """Encoders that are never asked for anything."""
+    stub: Any = SimpleNamespace(why_not=lambda model, shape: None, kinds=frozenset({"image"}), edits=False)
+    family, model = Family.__new__(Family), Model.__new__(Model)
+    object.__setattr__(family, "why_not", stub.why_not)
+    for field in ("kinds", "edits"):
+        object.__setattr__(model, field, getattr(stub, field))
+    return Encoding(family, model, Identities("media", "text"), torch.device("cpu"), torch.bfloat16)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Made:
+    shape: tuple[int, ...]
+
+    def make(self, numbers: Places) -> Generator[tuple[int, Tensors], None, None]:
+        field = "latents" if math.prod(self.shape) else "embeds"
+        entry = {field: torch.zeros(self.shape, dtype=torch.bfloat16)}
+        for number in numbers.tolist():
+            yield number, entry
+
+
+def _columns(count: int) -> dict[str, np.ndarray[Any, np.dtype[Any]]]:
+    columns: dict[str, np.ndarray[Any, np.dtype[Any]]] = {
+        name: np.zeros(count, np.int32 if code == "i" else np.float32) for name, code in COLUMNS.items()
+    }
+    columns["width"][:] = np.array(SIDES, np.int32)[np.arange(count) % len(SIDES)]
+    columns["height"][:] = SIDES[0]
+    columns["orientation"][:] = 1
+    captions = [f"a caption of sample {number}, with a few words about it".encode() for number in range(count)]
+    columns[CAPTION_INDEX] = np.arange(count + 1, dtype=np.int64)
+    columns[CAPTION_OFFSETS] = np.concatenate([[0], np.cumsum([len(one) for one in captions])]).astype(np.int64)
+    columns[CAPTION_BYTES] = np.frombuffer(b"".join(captions), np.uint8)
+    columns[SET_ASIDE] = np.frombuffer(b"[]", np.uint8)
+    return columns
