@@ -110,10 +110,11 @@ def judge(
     precision: str,
     how: str,
     notes: tuple[str, ...] = (),
+    quick: bool = False,
 ) -> Judged:
     """`turn_steps`: both ran in pairs, the first with the first, in turns of so many steps (0: one after the other, in
-    pairs all the same; below 0: not together)."""
-    figures = [step_time(old, new, turn_steps, limit), sample_time(old, new, turn_steps, limit)]
+    pairs all the same; below 0: not together). `quick`: by the quickest steps in any case."""
+    figures = [step_time(old, new, turn_steps, limit, quick), sample_time(old, new, turn_steps, limit, quick)]
     figures += [*start_up(old, new, max(limit, START_LIMIT)), *memory(old, new, limit)]
     losses = compare(old, new, precision)
     return Judged(tuple(figures), losses, hints(old[-1].hints, new[-1].hints), len(new), how, notes)
@@ -128,22 +129,22 @@ def verdict(found: Interval, limit: float) -> Verdict:
     return Verdict.BETTER if found.middle < -most and found.high < 0 else Verdict.SAME
 
 
-def step_time(old: Sequence[Job], new: Sequence[Job], turn_steps: int, limit: float) -> Figure:
+def step_time(old: Sequence[Job], new: Sequence[Job], turn_steps: int, limit: float, quick: bool) -> Figure:
     """The step itself: medians of blocks, step by step against the same step of the other side."""
     unit, of = _per_step(old[0], new[0])
     found = _both(old, new, turn_steps, lambda job: [of(step) for step in job.steps], sums=False)
     a, b = (statistics.median([of(step) for job in side for step in _warm(job)]) for side in (old, new))
     figure = Figure("step", unit, a, b, found, limit, verdict(found, limit), "median, from first batch to update")
-    return _settled(figure, old, new, turn_steps, of)
+    return _settled(figure, old, new, turn_steps, of, quick)
 
 
-def sample_time(old: Sequence[Job], new: Sequence[Job], turn_steps: int, limit: float) -> Figure:
+def sample_time(old: Sequence[Job], new: Sequence[Job], turn_steps: int, limit: float, quick: bool) -> Figure:
     """All of the time between two steps, by sample: what a whole run takes."""
     found = _both(old, new, turn_steps, lambda job: [step.wall_s / step.window for step in job.steps], sums=True)
     a, b = (statistics.median([1 / job.samples_per_s for job in side]) for side in (old, new))
     note = "with logs, saves and validations between steps"
     figure = Figure("time per sample", "s/sample", a, b, found, limit, verdict(found, limit), note)
-    return _settled(figure, old, new, turn_steps, lambda step: step.wall_s / step.window)
+    return _settled(figure, old, new, turn_steps, lambda step: step.wall_s / step.window, quick)
 
 
 def start_up(old: Sequence[Job], new: Sequence[Job], limit: float) -> list[Figure]:
@@ -199,10 +200,10 @@ def _both(
 
 
 def _settled(
-    figure: Figure, old: Sequence[Job], new: Sequence[Job], turn_steps: int, of: Callable[[Step], float]
+    figure: Figure, old: Sequence[Job], new: Sequence[Job], turn_steps: int, of: Callable[[Step], float], quick: bool
 ) -> Figure:
-    """The figure, judged by undisturbed steps if its median does not let tell."""
-    if figure.verdict is not Verdict.UNDECIDED or min(len(old), len(new)) < 2:
+    """The figure, judged by undisturbed steps if its median does not let tell, or if that was asked for."""
+    if (figure.verdict is not Verdict.UNDECIDED and not quick) or min(len(old), len(new)) < 2:
         return figure
     sides = [[_undisturbed(job, of) for job in side] for side in (old, new)]
     if not all(value for side in sides for value in side):
@@ -210,10 +211,10 @@ def _settled(
     together = turn_steps >= 0
     found = interval([[math.log(b / a)] for a, b in zip(*sides, strict=True)]) if together else _of_each(sides)
     judged = verdict(found, figure.limit)
-    if judged is Verdict.UNDECIDED:
+    if judged is Verdict.UNDECIDED and not quick:
         return figure
     a, b = (statistics.median(side) for side in sides)
-    note = f"others disturbed: the quickest {QUICK_SHARE:.0%} of steps is judged instead of the median"
+    note = f"of the quickest {QUICK_SHARE:.0%} of steps" + ("" if quick else ": others disturbed the median too much")
     return Figure(figure.name, figure.unit, a, b, found, figure.limit, judged, note)
 
 

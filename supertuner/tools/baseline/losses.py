@@ -22,6 +22,8 @@ ROUNDING_ELSE: Final = 1e-3
 COURSE: Final = 0.05
 """How far the mean of ten neighbouring losses may come apart at last, as rounding grows."""
 NEIGHBOURS: Final = 10
+OWN: Final = 3.0
+"""Two sides may be so many times as far apart as repeats of one of them."""
 
 
 class Likeness(StrEnum):
@@ -58,11 +60,11 @@ def compare_courses(a: Sequence[Sequence[float]], b: Sequence[Sequence[float]], 
     if first is None and all(one[:length] == a[0][:length] for one in (*a, *b)):
         return Losses(Likeness.IDENTICAL, f"all {length} losses are the same to the bit")
     early, whole = _apart(a, b, length)
-    own_early, own_whole = _own(a, length), _own(b, length)
-    explained = max(rounding, 2 * own_early[0], 2 * own_whole[0])
-    reach = max(COURSE, 2 * own_early[1], 2 * own_whole[1])
+    own_a, own_b = _own(a, length), _own(b, length)
+    explained = max(rounding, OWN * own_a[0], OWN * own_b[0])
+    reach = max(COURSE, OWN * own_a[1], OWN * own_b[1])
     at = None if first is None else first + 1
-    if early > explained or whole > reach or math.isnan(early):
+    if early > explained or whole > reach:
         return Losses(Likeness.DIFFERENT, _different(at, early, whole, explained), at, early, whole)
     words = f"first apart at step {at} by {early:.1e} of the loss, means of {NEIGHBOURS} by at most {whole:.1e}"
     return Losses(Likeness.ROUNDING, words, at, early, whole)
@@ -85,7 +87,13 @@ def _own(courses: Sequence[Sequence[float]], length: int) -> tuple[float, float]
 
 
 def _first_gap(a: Sequence[float], b: Sequence[float]) -> float:
-    return next((_relative(x, y) for x, y in zip(a, b, strict=True) if not _equal(x, y)), 0.0)
+    """How far the first losses that differ, and those right behind them, are apart: one alone may be so by chance."""
+    gaps = [_relative(x, y) for x, y in zip(a, b, strict=True)]
+    first = next((at for at, gap in enumerate(gaps) if gap), None)
+    if first is None:
+        return 0.0
+    near = gaps[first : first + NEIGHBOURS]
+    return math.inf if math.inf in near else statistics.median(near)
 
 
 def _mean_gap(a: Sequence[float], b: Sequence[float]) -> float:
@@ -114,6 +122,8 @@ def _same_work(old: Job, new: Job) -> bool:
 
 
 def _different(at: int | None, early: float, whole: float, explained: float) -> str:
+    if early == math.inf:
+        return f"from step {at} on there are losses that are numbers on one side only"
     if early > explained:
         more = f", more than the {explained:.0e} that rounding or repeats explain"
         return f"they differ at step {at} by {early:.1e} of the loss{more}; means of {NEIGHBOURS} by up to {whole:.1e}"

@@ -1,7 +1,7 @@
 """Baselines that carry over between machines: what training takes as a multiple of what a peer takes beside it.
 
 A peer is a script of one's own that does the same work in the plainest way. Both run in turns, so a slow machine, or a
-busy one, slows both. Only ratios are kept, and losses, which are not times: `baseline/NAME/ratios.json`.
+busy one, slows both; and of each kind of step the quickest tenth is compared, which others disturb least. Only ratios are kept, and losses, which are not times: `baseline/NAME/ratios.json`.
 """
 
 from __future__ import annotations
@@ -120,7 +120,9 @@ def measure(
 
         def ratios(pairs: Pairs) -> Ratios:
             how = f"in turns of {turn} steps"
-            found = judge(pairs.old, pairs.new, turn_steps=turn, limit=asked.limit, precision="fp32", how=how)
+            found = judge(
+                pairs.old, pairs.new, turn_steps=turn, limit=asked.limit, precision="fp32", how=how, quick=True
+            )
             return _ratios(found, pairs.new)
 
         pairs = run_rounds(

@@ -12,7 +12,6 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from random import Random
 from typing import Final
 
 CONFIDENCE: Final = 0.95
@@ -79,11 +78,14 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 def _drawn(repeats: Sequence[Sequence[float]]) -> tuple[float, float]:
     """Bootstrap of the blocks within each repeat."""
-    random = Random(len(repeats))
-    found = []
-    for _ in range(DRAWS):
-        middles = [statistics.median(random.choices(values, k=len(values))) for values in repeats]
-        found.append(statistics.median(middles))
+    import numpy as np
+
+    random = np.random.default_rng(len(repeats))
+    middles = []
+    for values in repeats:
+        count = len(values)
+        middles.append(np.median(np.asarray(values)[random.integers(0, count, (DRAWS, count))], axis=1))
+    found = np.median(np.stack(middles), axis=0).tolist()
     tail = (1 - CONFIDENCE) / 2
     return quantile(found, tail), quantile(found, 1 - tail)
 
