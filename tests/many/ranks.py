@@ -58,6 +58,9 @@ class Ranks:
     def pids(self) -> list[int]:
         return [process.pid or 0 for process in self._processes]
 
+    def running(self, rank: int) -> bool:
+        return self._processes[rank].exitcode is None
+
     def signal(self, rank: int, number: int) -> None:
         os.kill(self.pids[rank], number)
 
