@@ -181,15 +181,15 @@ def _write(
     new = folder / f"{SAVING}{folder_name(plan.step)}"
     new.mkdir()
     try:
-        with progress.phase(f"saving {folder_name(plan.step)}", nbytes=sum(plan.sizes())) as phase:
+        with progress.phase(f"saving {folder_name(plan.step)}", nbytes=sum(plan.sizes()[:-1])) as phase:
             if sharers is not None:
                 announce(new, sharers)
             files = {STATE: write_file(new / STATE, [memoryview(plan.state)], phase)}
             files |= write_parts(new, plan, phase, go_on)
             if sharers is not None:
                 files |= gathered(new, sharers, go_on)
-            manifest = Manifest(plan.step, dict(sorted(files.items())))
-            write_file(new / MANIFEST, [memoryview(manifest_bytes(manifest))], phase)
+        manifest = Manifest(plan.step, dict(sorted(files.items())))
+        write_file(new / MANIFEST, [memoryview(manifest_bytes(manifest))], Silence().phase("manifest"))
         sync_folder(new)
         go_on()
     except BaseException:
