@@ -90,12 +90,12 @@ class Peers:
         own = self.folder / str(number)
         if _is_locked(own):
             return
-        if own.with_suffix(f".{_LEFT}").exists():
-            return
         who = f"process {number} of the {self.count} of this node (pid {_text(own)})"
         failed = own.with_suffix(f".{_ERROR}")
         if failed.exists():
             raise PeerError(f"{who} failed: {_text(failed)}")
+        if own.with_suffix(f".{_LEFT}").exists():
+            return
         raise PeerError(
             f"{who} is gone without a word: it was killed, or the machine ran out of memory (see its kernel's log); "
             "start again: what was made is found"

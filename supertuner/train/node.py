@@ -13,9 +13,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import xxhash
+
 from supertuner.arena.home import Home, default_home
 from supertuner.arena.peers import ALONE, Peers, meet
 from supertuner.config.tree import RunConfig
+from supertuner.core.errors import TrainError
+from supertuner.data.corpus import Corpus, Part
 from supertuner.train.parallel import Parallel
 
 
@@ -57,6 +62,34 @@ def open_peers(config: RunConfig, parallel: Parallel) -> Iterator[Peers]:
         yield peers
 
 
+def require_same_data(parallel: Parallel, peers: Peers, corpora: Sequence[Corpus]) -> None:
+    """TrainError, naming dataset and machines, unless every node staged the same samples and captions: positions mean
+    the same sample everywhere. Called by all processes; one of each node looks."""
+    if parallel.ranks == 1:
+        return
+    parts = [part for corpus in corpora for part in corpus.parts]
+    seen = {part.samples.id: [len(part.samples), _digest(part)] for part in parts} if peers.first else None
+    said = [json.loads(content) for content in parallel.gather(json.dumps([_machine(), seen]).encode())]
+    looked = [(machine.split()[0], data) for machine, data in said if data is not None]
+    first, expected = looked[0]
+    for machine, data in looked:
+        for name, (count, digest) in data.items():
+            if [count, digest] != expected[name]:
+                others = "as many, but not the same" if count == expected[name][0] else str(count)
+                raise TrainError(
+                    f"datasets[{name}] has {expected[name][0]} samples on {first} and {others} on {machine}; give "
+                    "every node the same files and captions: which sample a process takes is decided by its number"
+                )
+
+
+def _digest(part: Part) -> str:
+    """What the samples of a dataset are known by, whatever their files are called and whenever they were written."""
+    digest = xxhash.xxh3_128(part.samples.caption_digest().encode())
+    digest.update(np.ascontiguousarray(part.samples.contents()).view(np.uint8).data)
+    digest.update(np.ascontiguousarray(part.members.samples).view(np.uint8).data)
+    return digest.hexdigest()
+
+
 def _wait_for_all(parallel: Parallel) -> None:
     parallel.agree([0])
 
@@ -64,4 +97,4 @@ def _wait_for_all(parallel: Parallel) -> None:
 def _machine() -> str:
     """This machine since it was started; containers with names of their own are machines of their own."""
     boot = Path("/proc/sys/kernel/random/boot_id")
-    return f"{platform.node()} {boot.read_text().strip() if boot.exists() else ''}"
+    return f"{platform.node() or 'localhost'} {boot.read_text().strip() if boot.exists() else ''}"

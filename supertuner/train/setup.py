@@ -49,7 +49,7 @@ from supertuner.train.loss_log import LOSSES, Elsewhere, LossLog
 from supertuner.train.many.shareable import require_shareable
 from supertuner.train.memory import MemoryEngine, open_memory
 from supertuner.train.model_source import opened_model
-from supertuner.train.node import open_peers
+from supertuner.train.node import open_peers, require_same_data
 from supertuner.train.parallel import Alone, Parallel, Sharing, in_turn
 from supertuner.train.run import HELD_OUT, Run
 from supertuner.train.saving import processes_of, restore, revision_of
@@ -99,6 +99,7 @@ def open_run(
         peers = opened.enter_context(open_peers(config, parallel))  # first: it sees how everything below ends
         memory = opened.enter_context(open_memory(config, device, host=outside.host, sink=sink))
         corpus, other = _opened_data(config, opened, outside, peers)
+        require_same_data(parallel, peers, [corpus] if other is None else [corpus, other])
         begun_by = _begun_by(begin, folder, parallel, sink)
         course = _course(config, corpus, begun_by, parallel, sink)
         samples_plan = plan(config, family, model, corpus, other, sink)  # before hours of encoding: it may be refused
