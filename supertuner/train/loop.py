@@ -21,9 +21,10 @@ from supertuner.step.window import WindowResult, train_window
 from supertuner.train.feed import Window
 from supertuner.train.full import fitting, release
 from supertuner.train.loss_log import LossRecord
+from supertuner.train.one_save import Answer
 from supertuner.train.requests import Request, Requests
 from supertuner.train.run import Run
-from supertuner.train.saver import Answer, Saver
+from supertuner.train.saver import Saver
 from supertuner.train.signals import Signals
 from supertuner.train.validate import validate
 

@@ -8,23 +8,22 @@ copy, training waits until the save is written.
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from dataclasses import dataclass, field
+from contextlib import ExitStack
 from pathlib import Path
 from secrets import token_hex
 from types import TracebackType
-from typing import TypeAlias
 
 from supertuner.core.errors import CheckpointError
-from supertuner.core.events import Event, Noted, Warned
+from supertuner.core.events import Noted, Warned
 from supertuner.core.types import JSON, bytes_text
 from supertuner.models.spec import Tensors
 from supertuner.train import checkpoint
 from supertuner.train.host_copies import HostCopies
+from supertuner.train.one_save import Abandoned, Answer, Save
 from supertuner.train.run import Run
 from supertuner.train.saving import constants, contents
 
@@ -32,46 +31,10 @@ WAITED_TOLD_S = 1.0
 """Training that waits for longer than this until an earlier checkpoint is written is told so, once."""
 
 POLL_S = 0.02
+SHOWN_AFTER_S = 0.5
+"""Training that waits longer than this shows how far the save is."""
 OTHERS_S = 5.0
 """How long a save that others share is waited for once an error ends the run: they may be gone."""
-
-Answer: TypeAlias = Callable[[Path | None, str], None]
-"""Called once: with where the checkpoint is, or None and why there is none. Possibly by the thread that writes."""
-
-
-class Abandoned(CheckpointError):
-    """A save that was given up on the way, since nobody waits for it."""
-
-
-@dataclass(eq=False, slots=True)
-class _Save:
-    """One save on its way to the disk."""
-
-    step: int
-    due: bool
-    """Whether the run ends if it fails."""
-    said: list[Event] = field(default_factory=list)
-    """What there is to tell, by the thread that trains: sinks need not expect another one."""
-    _answers: list[Answer] = field(default_factory=list)
-    _outcome: tuple[Path | None, str] | None = None
-    _guard: threading.Lock = field(default_factory=threading.Lock)
-
-    def emit(self, event: Event, /) -> None:
-        self.said.append(event)
-
-    def tell(self, answer: Answer) -> None:
-        """Have it called once this is on disk; at once if it is."""
-        with self._guard:
-            if self._outcome is None:
-                self._answers.append(answer)
-                return
-        answer(*self._outcome)
-
-    def ended(self, made: Path | None, why: str) -> None:
-        with self._guard:
-            self._outcome = made, why
-        for answer in self._answers:
-            answer(made, why)
 
 
 class Saver:
@@ -90,7 +53,7 @@ class Saver:
         self._copies = HostCopies()
         self._give_up: str | None = None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._last: _Save | None = None
+        self._last: Save | None = None
         self._written: Future[Path] | None = None
         self._constant: dict[str, JSON] | None = None
         self._told_waiting = self._told_room = False
@@ -116,10 +79,7 @@ class Saver:
         """Until what was begun is on disk, and told. CheckpointError if it was due, and failed."""
         if self._written is None:
             return
-        if self._shared:
-            while self._goes_on(self._written):
-                time.sleep(POLL_S)
-        wait_for([self._written])
+        self._see_to_its_end(self._written)
         self._finish(self._written)
 
     def __enter__(self) -> Saver:
@@ -152,7 +112,7 @@ class Saver:
             self._count += 1
             place, attempt = self._run.parallel, f"{self._session}-{self._count}"
             sharers = checkpoint.Sharers(place.rank, place.ranks, attempt, now.begins)
-        save = self._last = _Save(self._run.step, due)
+        save = self._last = Save(self._run.step, due)
         self._written = self._pool.submit(self._write, save, parts, {**self._constant, **now.state}, sharers)
         if not copied:
             self.wait()
@@ -187,7 +147,7 @@ class Saver:
         return not short
 
     def _write(
-        self, save: _Save, parts: Mapping[str, Tensors], state: Mapping[str, JSON], sharers: checkpoint.Sharers | None
+        self, save: Save, parts: Mapping[str, Tensors], state: Mapping[str, JSON], sharers: checkpoint.Sharers | None
     ) -> Path:
         """In the thread: everything onto the disk, or an error, and whoever asked is told."""
         run = self._run
@@ -202,7 +162,7 @@ class Saver:
                 keep=run.config.checkpoints.keep,
                 host=run.host,
                 sink=save,
-                progress=run.progress,
+                progress=save,
                 go_on=self._require_going_on,
                 sharers=sharers,
             )
@@ -226,6 +186,25 @@ class Saver:
         if failed_somewhere:
             self._give_up = "another process could not write its part; the log of the run says why"
         return bool(going_on)
+
+    def _see_to_its_end(self, written: Future[Path]) -> None:
+        """Wait, and show how far it is if that takes long."""
+        save, begun, shown, goes_on = self._last, time.monotonic(), 0, True
+        assert save is not None
+        with ExitStack() as open_phase:
+            phase = None
+            while goes_on:
+                wait_for([written], timeout=POLL_S)
+                if self._shared:
+                    time.sleep(POLL_S)
+                goes_on = self._goes_on(written)
+                if phase is None and goes_on and time.monotonic() - begun > SHOWN_AFTER_S and save.nbytes:
+                    title = f"saving {checkpoint.folder_name(save.step)}"
+                    phase = open_phase.enter_context(self._run.progress.phase(title, nbytes=save.nbytes))
+                done = save.done
+                if phase is not None and done > shown:
+                    phase.advance(nbytes=done - shown)
+                    shown = done
 
     def _finish(self, written: Future[Path]) -> None:
         """Tell what became of a save that has ended, in all processes that wrote it."""

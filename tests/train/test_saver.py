@@ -18,7 +18,7 @@ from supertuner.config.load import load
 from supertuner.core.errors import CheckpointError, NotFinite
 from supertuner.core.events import Event, Noted, Silence, Warned
 from supertuner.core.host import Host
-from supertuner.train import checkpoint, loop, saver
+from supertuner.train import checkpoint, loop, one_save, saver
 from supertuner.train.run import Run
 from supertuner.train.saver import Saver
 from supertuner.train.saving import contents
@@ -39,26 +39,15 @@ class Heard:
         return "\n".join(f"{e.what}: {e.message}" for e in self.events if isinstance(e, Warned | Noted))
 
 
-class Gate:
-    """Progress whose phases let no byte pass while it is shut."""
+class Gate(Host):
+    """A machine that takes its time to say how much room a disk has: nothing is written until it is open."""
 
-    def __init__(self) -> None:
-        self.open, self.reached = threading.Event(), threading.Event()
+    open, reached = threading.Event(), threading.Event()
 
-    def phase(self, title: str, *, items: int = 0, nbytes: int = 0, noun: str = "files") -> Gate:
-        return self
-
-    def advance(self, items: int = 0, nbytes: int = 0) -> None:
+    def free_bytes(self, folder: Path) -> int:
         self.reached.set()
         assert self.open.wait(60)
-
-    def __enter__(self) -> Gate:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass
+        return Host().free_bytes(folder)
 
 
 class Small(Host):
@@ -122,7 +111,9 @@ def steps(run: Run) -> list[int]:
 
 
 def gated(run: Run) -> Gate:
-    run.progress = gate = Gate()
+    run.host = gate = Gate()
+    for event in (gate.open, gate.reached):
+        event.clear()
     return gate
 
 
@@ -192,6 +183,51 @@ def test_what_leaves_a_window_is_told_and_what_is_being_written_is_not_waited_fo
         saves.settle()
         saves.wait()
     assert heard(run).text().count("saved") == 1
+
+
+class Shown:
+    """Progress that remembers what it was asked to show, and by whom."""
+
+    def __init__(self) -> None:
+        self.titles: list[str] = []
+        self.asked = threading.Event()
+        self.threads: set[int] = set()
+        self.nbytes = self.done = 0
+
+    def phase(self, title: str, *, items: int = 0, nbytes: int = 0, noun: str = "files") -> Shown:
+        self.titles.append(title)
+        self.threads.add(threading.get_ident())
+        self.nbytes = nbytes
+        self.asked.set()
+        return self
+
+    def advance(self, items: int = 0, nbytes: int = 0) -> None:
+        self.threads.add(threading.get_ident())
+        self.done += nbytes
+
+    def __enter__(self) -> Shown:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+
+def test_training_that_waits_shows_how_far_the_save_is(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saver, "SHOWN_AFTER_S", 0.0)
+    run.progress = shown = Shown()
+
+    def slow(save: one_save.Save, title: str, *, nbytes: int = 0, **more: object) -> one_save.Save:
+        save.nbytes += nbytes
+        assert shown.asked.wait(60)
+        return save
+
+    monkeypatch.setattr(one_save.Save, "phase", slow)
+    with Saver(run) as saves:
+        saves.save()
+    assert shown.titles == ["saving step-00000003"] and shown.threads == {threading.get_ident()}
+    assert shown.done == shown.nbytes > 1000
 
 
 def test_a_save_that_was_due_and_failed_ends_the_run_at_its_next_window(run: Run) -> None:
