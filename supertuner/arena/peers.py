@@ -113,7 +113,8 @@ def meet(home: Home, name: str, number: int, count: int, gathered: Callable[[], 
     """
     folder = home.beside(f"{_FOLDER}{name}")
     own = folder / str(number)
-    fd = os.open(own, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with naming(own):
+        fd = os.open(own, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         if not locks.lock(fd, exclusive=True):
             raise ArenaError(f"{own}: another process is number {number} of this node; start them with torchrun")
