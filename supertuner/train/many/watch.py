@@ -141,16 +141,17 @@ class Watch:
         self._exit(self._words(self._verdict))
 
     def _beat(self) -> None:
+        done = self._done.is_set()  # looked at once: nobody goes who has not told the others that it may
         self._life.beat()
         self._peers.beat(self._life.elapsed_s)
-        self._say()
+        own = self._report(left=done)
+        self._say(own)
         if self._store.check([VERDICT]):
             self._hear(Verdict.from_bytes(self._store.get(VERDICT)))
             return
         broken = self._broken.is_set()
-        done = self._done.is_set()
         idle = self._life.idle_s >= self._patience_s
-        seen = [*self._peers.seen(everybody=broken or done or idle), self._own_view()]
+        seen = [*self._peers.seen(everybody=broken or done or idle), Seen(own.rank, own, 0.0, State.ALIVE)]
         if done and all(one.report is not None and one.report.left for one in seen):
             self._all_left.set()
             return
@@ -159,11 +160,11 @@ class Watch:
         if verdict is not None:
             self._hear(self._pronounced(verdict))
 
-    def _say(self) -> None:
-        self._beats += 1
-        self._store.set(f"watch/{self._place.rank}", report_to_text(self._report()))
+    def _say(self, report: Report) -> None:
+        self._store.set(f"watch/{report.rank}", report_to_text(report))
 
-    def _report(self) -> Report:
+    def _report(self, *, left: bool = False) -> Report:
+        self._beats += 1
         own, where, waits = self._self, *main_thread()
         return Report(
             own.rank,
@@ -178,11 +179,8 @@ class Watch:
             idle_s=self._life.idle_s,
             waits=waits,
             where=where,
-            left=self._done.is_set(),
+            left=left,
         )
-
-    def _own_view(self) -> Seen:
-        return Seen(self._place.rank, self._report(), 0.0, State.ALIVE)
 
     def _pronounced(self, verdict: Verdict) -> Verdict:
         """What counts: the first verdict of all."""

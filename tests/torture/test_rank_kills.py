@@ -1,0 +1,24 @@
+"""Runs of several processes, of which one after the other is killed."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from tests.many.faults import LASTING, killed_run
+from tests.many.ranks import run_launched
+from tests.many.runs import STEPS, a_run, train
+
+KILLS = 200
+
+
+@pytest.mark.torture
+@pytest.mark.timeout(5400)
+def test_a_run_whose_ranks_are_killed_two_hundred_times_ends_with_the_same_bits(tmp_path):
+    path = a_run(tmp_path, "whole", 2, checkpoints=LASTING)
+    run_launched(2, train, path)  # once for the caches that are the same for all
+    begun = time.perf_counter()
+    again = a_run(tmp_path, "timed", 2, checkpoints=LASTING)
+    assert [done.step for done in run_launched(2, train, again)] == [STEPS, STEPS]
+    killed_run(tmp_path, "killed", 2, KILLS, seed=7, usual_s=time.perf_counter() - begun)
