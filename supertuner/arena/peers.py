@@ -19,6 +19,7 @@ from supertuner.arena import locks
 from supertuner.arena.files import naming
 from supertuner.arena.home import Home
 from supertuner.core.errors import ArenaError, PeerError
+from supertuner.core.events import Progress
 from supertuner.core.many import write_all
 
 POLL_S = 0.1
@@ -62,8 +63,8 @@ class Peers:
         except FileNotFoundError:
             return None
 
-    def hear(self, name: str, waiting: Callable[[], None] = lambda: None) -> bytes:
-        """What is said under that name, waited for; `waiting` is called at every look."""
+    def hear(self, name: str, waiting: Callable[[], None]) -> bytes:
+        """What is said under that name, waited for; `waiting` is called at every look, and may show that we live."""
         assert self.folder is not None, "a process of its own has nobody to listen to"
         while (found := self.told(name)) is None:
             self.look()
@@ -71,14 +72,22 @@ class Peers:
             time.sleep(POLL_S)
         return found
 
+    def heard(self, name: str, what_for: str, progress: Progress) -> bytes:
+        """The same, shown as a phase where it has to be waited for."""
+        found = self.told(name)
+        if found is not None:
+            return found
+        with progress.phase(f"waiting for {what_for}") as phase:
+            return self.hear(name, phase.advance)
+
     @contextmanager
-    def in_turn(self, name: str) -> Iterator[None]:
+    def in_turn(self, what: str, progress: Progress) -> Iterator[None]:
         """The first process does what is inside, and then the others: they find what it made."""
         if not self.first:
-            self.hear(name)
+            self.heard(f"{what} done", f"the first process of this node: {what}", progress)
         yield
         if self.first:
-            self.tell(name, b"")
+            self.tell(f"{what} done", b"")
 
     def word(self, name: str) -> Path:
         """The file of a name. Any text is a name."""

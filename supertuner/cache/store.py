@@ -174,8 +174,9 @@ class Store:
             waiting = f"waiting for another process: encoding {self.space.what}"
         if (joined := self._join(peers)) is not None:
             return joined
-        with progress.phase(waiting):
+        with progress.phase(waiting) as phase:
             while not stop():
+                phase.advance()
                 peers.look()
                 try:
                     return self._try_build(_WAIT_S)

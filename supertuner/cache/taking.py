@@ -32,14 +32,15 @@ _LOOK_S = 1.0
 """Between two looks at the others while entries are made."""
 _LOCK_S = 60.0
 _MOST_AT_ONCE = 32
-"""Decoding begins anew with each chunk: as many as are decoded ahead, and few enough that all end together."""
+_TURNS = 4
+"""How often each process takes from what is left, at least."""
 
 
 @dataclass(slots=True)
 class State:
     total: int
-    at_once: int
-    """How many are taken together."""
+    sharers: int
+    """How many processes may take."""
     taken: int = 0
     working: int = 0
     """Processes that take and make; one that is none of them has closed its writer."""
@@ -59,7 +60,7 @@ class Queue:
         """Publish the list for the arena at that place, which this process builds."""
         assert peers.folder is not None
         name = f"queue-{uuid.uuid4().hex}"
-        state = State(len(fresh), max(1, min(_MOST_AT_ONCE, len(fresh) // (4 * peers.count))))
+        state = State(len(fresh), peers.count)
         with naming(peers.folder / name):
             fd = os.open(peers.folder / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             queue = cls(fd, name)
@@ -142,8 +143,8 @@ class Queue:
     def _take(self) -> Places:
         with self._changing() as state:
             begin = state.taken
-            state.taken = min(state.total, begin + state.at_once)
-            count = state.taken - begin
+            count = at_once(state.total - begin, state.sharers)
+            state.taken += count
         content = os.pread(self._fd, 8 * count, _HEAD.size + 8 * begin)
         return np.frombuffer(content, "<i8").astype(np.intp)
 
@@ -217,6 +218,12 @@ def work(queue: Queue, filling: Filling, build: Joined, phase: Phase, stop: Call
             queue.fail(peers, str(error) or type(error).__name__)
         queue.give_up(working=working)
         raise
+
+
+def at_once(left: int, sharers: int) -> int:
+    """How many are taken together. Decoding begins anew with each chunk, so there are not too few; towards the end
+    there is one: nobody waits for more than what another is just making."""
+    return min(left, _MOST_AT_ONCE, max(1, left // (_TURNS * sharers)))
 
 
 def _word(arena: Path) -> str:

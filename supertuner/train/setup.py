@@ -103,7 +103,7 @@ def open_run(
         begun_by = _begun_by(begin, folder, parallel, sink)
         course = _course(config, corpus, begun_by, parallel, sink)
         samples_plan = plan(config, family, model, corpus, other, sink)  # before hours of encoding: it may be refused
-        with peers.in_turn("fingerprints"):  # of gigabytes, which are read through once
+        with peers.in_turn("fingerprints of encoders", outside.progress):  # gigabytes, which are read through once
             encoding = encoding_of(config, family, model, precision, memory.remedy)
         maker_of = partial(_maker, config, encoding, folder, opened, outside, memory, peers, parallel.in_step)
         done = course.consumed(0 if begin is None else begin.step)
@@ -240,7 +240,7 @@ def _checkpoint_of_all(folder: Path, resume: str, outside: Outside, parallel: Pa
         parallel.told(b"" if found is None else os.fsencode(found.path))
         return found
     path = parallel.told(None)
-    return load(Path(os.fsdecode(path))) if path else None
+    return load(Path(os.fsdecode(path)), checked=True) if path else None
 
 
 def _checkpoint(folder: Path, resume: str, outside: Outside) -> Loaded | None:

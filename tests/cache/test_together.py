@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from supertuner.cache.taking import at_once
 from supertuner.core.events import Silence
 from supertuner.core.host import Host
 from tests.cache.making import Encoder, contents, store
@@ -25,6 +26,17 @@ def test_all_processes_make_entries_each_once_and_into_one_arena(tmp_path: Path,
     assert {total for total, _, _ in found} == {50}
     assert {shown["encoding latents"] for _, _, shown in found} == {50}, "everybody shows how far all of them are"
     assert [name for name in (tmp_path / "home").iterdir() if name.name.startswith(".peers")] == []
+
+
+@pytest.mark.parametrize("sharers", [1, 2, 8])
+@pytest.mark.parametrize("total", [0, 1, 7, 1000])
+def test_chunks_grow_smaller_until_the_last_is_one(total: int, sharers: int) -> None:
+    left, taken = total, []
+    while left:
+        taken.append(at_once(left, sharers))
+        left -= taken[-1]
+    assert sum(taken) == total and taken == sorted(taken, reverse=True) and max(taken, default=1) <= 32
+    assert taken[-1:] in ([], [1])
 
 
 def test_the_error_of_one_is_the_error_of_all(tmp_path: Path) -> None:

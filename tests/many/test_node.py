@@ -46,7 +46,7 @@ def peers_of(group, config: RunConfig) -> tuple[int, int, bytes]:
     with open_peers(config, group) as peers:
         if peers.first:
             peers.tell("a word", b"of the first")
-        heard = peers.told("a word") if peers.first else peers.hear("a word")
+        heard = peers.told("a word") if peers.first else peers.heard("a word", "it", Silence())
         group.agree([0])
     return peers.number, peers.count, heard or b""
 

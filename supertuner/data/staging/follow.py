@@ -44,8 +44,6 @@ class _Shown:
 
     def advance(self) -> None:
         name = self._peers.told(f"{self._dataset} goes to")
-        if name is None:
-            return
-        nbytes = self._home.stored_bytes(name.decode())
+        nbytes = 0 if name is None else self._home.stored_bytes(name.decode())
         self._phase.advance(nbytes=max(0, nbytes - self._nbytes))
         self._nbytes = max(self._nbytes, nbytes)

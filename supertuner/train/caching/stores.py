@@ -210,7 +210,8 @@ def open_caching(
     with ExitStack() as opened:
         together, held = None, None
         if peers.count > 1:
-            together = Together(peers, Home(config.arena.home or default_home()), f"{run_digest(corpus)} until {until}")
+            home, title = Home(config.arena.home or default_home()), f"{run_digest(corpus)} until {until}"
+            together = Together(peers, home, title, progress)
             held = together.plan(corpus, lambda: plan_of(needs, until))
             opened.callback(held.close)
         encoders = Encoders(encoding)

@@ -35,6 +35,7 @@ class Together:
     """Where plans and tables lie."""
     title: str
     """What is made; no two makings of a run have the same."""
+    progress: Progress
 
     def plan(self, corpus: Corpus, work_out: Callable[[], Plan]) -> Reader:
         """An arena with the plan, worked out by the first process. Held until all have `arrived`."""
@@ -51,10 +52,12 @@ class Together:
 
     def help_until_told(self, what: What, help_once: Callable[[], bool]) -> list[str]:
         """Encode with the first process until it has all entries of a kind; the arenas that they are in."""
-        while (told := self.peers.told(f"{self.title}: {what}")) is None:
-            if not help_once():
-                self.peers.look()
-                time.sleep(POLL_S)
+        with self.progress.phase(f"following the process of this node that prepares {what}") as phase:
+            while (told := self.peers.told(f"{self.title}: {what}")) is None:
+                if not help_once():
+                    self.peers.look()
+                    phase.advance()
+                    time.sleep(POLL_S)
         names: list[str] = json.loads(told)
         return names
 
@@ -63,8 +66,10 @@ class Together:
         if not self.peers.first:
             self.peers.tell(f"{self.title}: {self.peers.number} is there", str(cut).encode())
             return 0
-        others = range(1, self.peers.count)
-        return cut + sum(int(self.peers.hear(f"{self.title}: {number} is there")) for number in others)
+        for number in range(1, self.peers.count):
+            who = f"process {number} of this node to open the caches"
+            cut += int(self.peers.heard(f"{self.title}: {number} is there", who, self.progress))
+        return cut
 
     def attached(self, attach: Callable[[], Store]) -> Store:
         """What the first process holds open is there, unless that process is gone: that is told then."""
@@ -80,7 +85,7 @@ class Together:
             reader = make(f"{what}-{uuid.uuid4().hex}")
             self.peers.tell(word, reader.name.encode())
             return reader
-        name = self.peers.hear(word).decode()
+        name = self.peers.heard(word, f"the {what} of caches", self.progress).decode()
         try:
             return self.home.attach(name)
         except ArenaMissing:
