@@ -5,10 +5,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test phantom test-phantom check bench torture clean
+.PHONY: help setup quickstart test phantom test-phantom check bench baseline-check torture clean
 
 help:  ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup:  ## Make .venv with everything in it; instant when nothing changed (PYTHON=python3.12 chooses another Python)
 	@PYTHON="$(PYTHON)" scripts/setup.sh $(VENV)
@@ -34,6 +34,9 @@ check: setup  ## Lint, format, types, and wheels for aarch64
 bench: setup  ## Print our speed as ratios against peers (minutes); BENCH="gather" runs only that one
 	@scripts/setup_bench.sh $(VENV) .venv-bench
 	@.venv-bench/bin/python benchmarks/run.py $(BENCH)
+
+baseline-check: setup  ## Compare the quickstart's training with a plain loop beside it, by the ratios in baseline/ (minutes)
+	@OMP_NUM_THREADS=1 $(BIN)/python scripts/baseline_quickstart.py
 
 torture: setup  ## Run the long fault-injection tests (minutes)
 	@$(BIN)/python -m pytest -m torture tests/torture

@@ -48,18 +48,18 @@ class Scenario:
     output_dir: Path
     name: str
 
-    def order(self, out: Path, label: str, steps: int | None = None) -> Order:
-        count = self.steps if steps is None else steps
+    def order(self, out: Path, label: str, stop_after: int = 0) -> Order:
         sets = (
             *self.sets,
             f"run.name={self.name}-{label}",
-            f"train.max_steps={count}",
+            f"train.max_steps={self.steps}",
             "train.num_epochs=null",
             "checkpoints.resume=never",
             "report.wandb=null",
-            f"report.memory_every_steps={max(1, count // SAMPLES)}",
+            f"report.memory_every_steps={max(1, self.steps // SAMPLES)}",
         )
-        return Order(out=str(out / label), begun=0.0, config=str(self.config.absolute()), sets=sets)
+        config = str(self.config.absolute())
+        return Order(out=str(out / label), begun=0.0, config=config, sets=sets, stop_after=stop_after)
 
     def forget(self) -> None:
         """Remove the folders of its runs."""
@@ -106,6 +106,8 @@ def capture(
     """Measure and keep; nothing is kept of a capture that fails or is stopped."""
     require_alone(environ)
     path = place_for(folder, name, replace_old)
+    if profile and steps < TRACE_STEPS:
+        raise OptionError(f"--profile needs {TRACE_STEPS} steps, and --steps is {steps}")
     settings = settings_of(config, sets)
     work = scenario(config, sets, steps, settings.config, name)
     with ExitStack() as opened:
@@ -141,9 +143,9 @@ def capture(
 
 
 def prepare(command: Command, work: Scenario, out: Path, progress: Progress, label: str = "prepare") -> Job:
-    """A run of few steps, which leaves caches filled and files in memory."""
+    """The first few steps of the run, which leave caches filled for all of it, and files in memory."""
     with progress.phase(f"preparing data and caches, {command.title}"):
-        return run_alone(command, work.order(out, label, steps=min(work.steps, PREPARED_STEPS)))
+        return run_alone(command, work.order(out, label, min(work.steps, PREPARED_STEPS)))
 
 
 def measure(command: Command, work: Scenario, out: Path, at: int, of: int, progress: Progress) -> Job:
@@ -155,6 +157,6 @@ def traced(command: Command, work: Scenario, out: Path, progress: Progress) -> P
     """A run of its own under torch's profiler: being watched takes time."""
     trace = out / TRACE
     with progress.phase(f"tracing {TRACE_STEPS} steps"):
-        order = work.order(out, "trace", steps=TRACE_STEPS)
+        order = work.order(out, "trace", TRACE_STEPS)
         run_alone(command, replace(order, trace=str(trace)))
     return trace

@@ -31,7 +31,7 @@ def here(environ: Mapping[str, str]) -> Command:
 def other(what: str, environ: Mapping[str, str]) -> Iterator[Command]:
     """Code by a name: a folder that holds the package, an environment's python, or a git revision of this checkout."""
     path = Path(what).expanduser()
-    if (path / "supertuner").is_dir():
+    if what and (path / "supertuner").is_dir():
         _require_job(path, what)
         yield _command(f"the code in {path}", sys.executable, path.resolve(), environ)
     elif path.is_file():

@@ -52,7 +52,7 @@ def run(order: Order) -> None:
     with ExitStack() as opened:
         profiled = opened.enter_context(profiler(Path(order.trace))) if order.trace else None
         after: Callable[[], None] = (lambda: None) if profiled is None else profiled.step
-        recorder = Recorder(order.begun, order.turn_steps, after_step=after)
+        recorder = Recorder(order.begun, order.turn_steps, stop_after=order.stop_after, after_step=after)
         with session(load_narrowed(Path(order.config), order.sets)) as work:
             trained = train_in(work, also=recorder)
             path = work.path

@@ -37,6 +37,7 @@ class Recorder:
         *,
         clock: Callable[[], float] = time.monotonic,
         stop: Callable[[], None] | None = None,
+        stop_after: int = 0,
         after_step: Callable[[], None] = lambda: None,
     ) -> None:
         self.steps: list[Step] = []
@@ -45,6 +46,7 @@ class Recorder:
         self._began_s = 0.0
         self._begun = begun
         self._turn = turn_steps
+        self._stop_after = stop_after
         self._clock = clock
         self._stop = stop or stop_until_told(os.getppid())
         self._after_step = after_step
@@ -87,6 +89,8 @@ class Recorder:
         number = len(self.steps) + 1
         self.steps.append(Step(number, window, expert, loss, seconds, waited, now - self._since))
         self._after_step()
+        if number == self._stop_after:
+            os.kill(os.getpid(), signal.SIGTERM)  # the run's own way to end: save, and stop
         if self._turn and number % self._turn == 0:
             self._wait_for_turn()
         else:

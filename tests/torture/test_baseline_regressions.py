@@ -1,0 +1,79 @@
+"""Regressions that are put into a copy of the code are found by running old and new in turns; each for what it is."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from supertuner.core.events import Silence
+from supertuner.tools.baseline import capturing, checking, code
+from supertuner.tools.baseline.judging import Judged, Verdict
+from tests.tools.test_baseline_command import write_config
+
+pytestmark = pytest.mark.torture
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("regressions")
+    config = write_config(made)
+    capturing.capture(
+        made / "baseline",
+        "now",
+        config,
+        steps=40,
+        repeats=1,
+        profile=True,
+        environ=dict(os.environ),
+        progress=Silence(),
+    )
+    return made
+
+
+def beside(folder: Path, name: str, file: str, old: str, new: str) -> Judged:
+    """The code here against a copy in which a line is another; the copy is the old side."""
+    copy = folder / name
+    shutil.copytree(code.PACKAGE, copy / "supertuner", ignore=shutil.ignore_patterns("__pycache__"))
+    changed = copy / "supertuner" / file
+    text = changed.read_text()
+    assert old in text, f"{file} has no {old!r} any more"
+    changed.write_text(text.replace(old, new, 1))
+    asked = checking.Asked(rounds=3, most=9)
+    return checking.check(
+        folder / "baseline", "now", asked, against=str(copy), environ=dict(os.environ), progress=Silence()
+    )[1]
+
+
+STEP = ("train/loop.py", "    run.step += 1\n")
+
+
+@pytest.mark.timeout(1800)
+def test_code_against_itself_is_no_worse(folder: Path) -> None:
+    found = beside(folder, "same", *STEP, "    run.step += 1\n")
+    assert not found.worse and found.losses.likeness == "identical"
+
+
+@pytest.mark.timeout(1800)
+def test_a_step_that_became_slower_is_found_and_its_losses_are_the_same(folder: Path) -> None:
+    """The old side is the quicker one here: what was slow is found better, by as much."""
+    found = beside(folder, "slow", *STEP, "    time.sleep(0.05)\n    run.step += 1\n")
+    step = next(one for one in found.figures if one.name == "step")
+    assert step.verdict is Verdict.BETTER and found.losses.likeness == "identical"
+
+
+@pytest.mark.timeout(1800)
+def test_other_losses_are_found_though_no_step_is_slower(folder: Path) -> None:
+    rate = "    rate = trainee.optimizer.base_rate * run.factor(plan.step)\n"
+    found = beside(folder, "other", "train/loop.py", rate, rate.replace("run.factor", "3 * run.factor"))
+    assert found.learns_otherwise and not found.worse
+    assert found.losses.first_difference is not None and found.losses.first_difference > 1
+
+
+def test_the_trace_of_the_profiler_holds_operators(folder: Path) -> None:
+    trace = json.loads(gzip.decompress((folder / "baseline/now/trace.json.gz").read_bytes()))
+    assert sum("aten::" in str(event.get("name")) for event in trace["traceEvents"]) > 100
