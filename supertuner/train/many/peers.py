@@ -38,7 +38,7 @@ class Peers:
         """One of this node that cannot end itself is ended: launchers wait long for a process that is stopped."""
         report = self._reports.get(verdict.rank)
         if report is not None and self._state(verdict.rank) is State.STOPPED and not report.left:
-            with suppress(ProcessLookupError):
+            with suppress(ProcessLookupError):  # it ended by itself
                 os.kill(report.pid, signal.SIGKILL)
 
     def _look(self, rank: int) -> None:

@@ -193,8 +193,8 @@ class Watch:
         self._decided.set()
 
     def _tell(self, verdict: Verdict) -> None:
-        """By the main thread. A store that is gone has nobody left to tell."""
-        with suppress(RuntimeError):
+        """By the main thread."""
+        with suppress(RuntimeError):  # a store that is gone has nobody left to tell
             self._verdict = self._verdict or self._pronounced(verdict)
             self._decided.set()
 
@@ -245,7 +245,7 @@ class Watch:
         path = self._place.error_file
         if path is not None and not path.exists():
             told = {"message": {"message": said, "extraInfo": {"timestamp": str(int(time.time()))}}}
-            with suppress(OSError):
+            with suppress(OSError):  # it was said on screen; the launcher's own report is only kinder with it
                 path.write_text(json.dumps(told))
 
 
@@ -296,5 +296,5 @@ def _first_lines(error: BaseException) -> str:
 
 def _print(text: str) -> None:
     """Straight to the descriptor: the main thread may hold any lock."""
-    with suppress(OSError):
+    with suppress(OSError):  # nobody may be listening there
         os.write(STANDARD_ERROR, f"{text}\n".encode())
