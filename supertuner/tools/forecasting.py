@@ -169,6 +169,13 @@ def _advice(run: KnownRun, parts: Sequence[Phase]) -> tuple[Change, ...]:
 
 
 def _notes(run: KnownRun) -> list[str]:
+    found = []
+    if run.config.parallel.strategy == "fsdp":
+        found.append('all of it is of one process that has all weights; parallel.strategy "fsdp" is not forecast')
+    return found + _small_steps(run)
+
+
+def _small_steps(run: KnownRun) -> list[str]:
     if not run.timed:
         return []
     works = [stretch.work for stretch in run.experts[0].traced.stretches]

@@ -11,7 +11,7 @@ from supertuner.config.environment import current
 from supertuner.config.launched import launched
 from supertuner.config.load import Loaded
 from supertuner.core.durable import write_json
-from supertuner.core.events import Sink, Together
+from supertuner.core.events import Noted, Sink, Together
 from supertuner.core.types import JSON
 from supertuner.tools.session import Session, session
 
@@ -54,6 +54,7 @@ def train_in(work: Session, *, resume: str | None = None, anyway: bool = False, 
         from supertuner.train.export import export
         from supertuner.train.loop import train as run_loop
         from supertuner.train.loss_log import LOSSES
+        from supertuner.train.many.alike import require_alike, words_of
         from supertuner.train.many.opening import open_parallel
         from supertuner.train.many.pulse import MarkedProgress, MarkedSink, Pulse
         from supertuner.train.parallel import in_turn
@@ -64,8 +65,19 @@ def train_in(work: Session, *, resume: str | None = None, anyway: bool = False, 
     progress = MarkedProgress(work.console, pulse)
     with ExitStack() as opened:
         parallel = opened.enter_context(open_parallel(config.parallel, work.launched, device, pulse))
+        require_alike(parallel, words_of(config))
         with in_turn(parallel):
-            known = before_training(config, device, host=work.host, sink=work.sink, progress=progress, anyway=anyway)
+            known = before_training(
+                config,
+                device,
+                host=work.host,
+                sink=work.sink,
+                progress=progress,
+                anyway=anyway,
+                shared_out=parallel.sharing is not None,
+            )
+        if config.parallel.strategy == "fsdp" and parallel.sharing is None:
+            work.sink.emit(Noted("parallel.strategy", '"fsdp" has no effect: one process has all weights anyway'))
         if known is not None and work.launched.first:
             write_json(folder / FORECAST, as_json(known.forecast))
         planning = None if known is None else known.planning

@@ -28,13 +28,25 @@ if TYPE_CHECKING:
 SMALL_SHARE = 0.01
 """Of a CPU's memory: weights below it are not what fills it."""
 WHAT = "forecast"
+NOT_SHARED_OUT = 'what a process needs of weights that are shared out (parallel.strategy "fsdp") is not worked out'
 
 
 def before_training(
-    config: RunConfig, device: torch.device, *, host: Host, sink: Sink, progress: Progress, anyway: bool = False
+    config: RunConfig,
+    device: torch.device,
+    *,
+    host: Host,
+    sink: Sink,
+    progress: Progress,
+    anyway: bool = False,
+    shared_out: bool = False,
 ) -> Estimated | None:
-    """Say whether the run fits; TrainError if it cannot, unless told otherwise. None: there was nothing to work out."""
+    """Say whether the run fits; TrainError if it cannot, unless told otherwise. None: there was nothing to work out, or
+    it cannot be: weights that are `shared_out` over processes are not forecast."""
     if config.forecast.before_training == "never":
+        return None
+    if shared_out:
+        sink.emit(Noted(WHAT, f"no forecast and no plan: {NOT_SHARED_OUT}"))
         return None
     room = _room(device, host)
     if config.forecast.before_training == "auto" and (why := _not_needed(config, room)):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -43,7 +43,9 @@ def validate(run: Run, *, asked: bool = False) -> Path:
     if run.parallel.in_step:
         with _together(run), fits():
             rows = _held_out(run, weights)
-            sampler = _made_ahead(run, _sampler(run), weights)
+        sampler = _agreed(run, fits)
+        with _together(run), fits():
+            sampler = _made_ahead(run, sampler, weights)
         if run.parallel.rank == 0:
             _tell(run, rows, asked)
             _write(run, sampler, Weights(weights.label), folder)
@@ -57,13 +59,28 @@ def validate(run: Run, *, asked: bool = False) -> Path:
 
 @contextmanager
 def _together(run: Run) -> Iterator[None]:
-    """A validation may fail and the run go on, but not where other processes are in the middle of the same pass."""
+    """A validation may fail and the run go on, but not where other processes are in the middle of the same pass. (What
+    the model itself refuses, it refuses in all of them, before the first.)"""
     try:
         yield
-    except (TrainError, ModelError) as error:
+    except TrainError as error:
         raise OutOfStep(
             f"validation of step {run.step}: {error}. All processes make it together, so none can leave it out"
         ) from error
+
+
+def _agreed(run: Run, fits: Callable[[], AbstractContextManager[None]]) -> Sampler:
+    """Who makes the samples; TrainError in all processes if one of them has nobody."""
+    made, why = None, ""
+    try:
+        with fits():
+            made = _sampler(run)
+    except (TrainError, ModelError) as error:
+        why = str(error)
+    if problems := [said.decode() for said in run.parallel.gather(why.encode()) if said]:
+        raise TrainError(problems[0])
+    assert made is not None
+    return made
 
 
 def _sampler(run: Run) -> Sampler:

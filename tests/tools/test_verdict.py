@@ -94,6 +94,14 @@ def test_nothing_is_traced_where_the_model_is_small_beside_the_memory(folder: Pa
     assert "no forecast: the model is small beside" in told.text()
 
 
+def test_weights_that_are_shared_out_are_said_not_to_be_forecast(folder: Path) -> None:
+    told = begin(configured(folder), shared_out=True)
+    assert told.text() == (
+        'no forecast and no plan: what a process needs of weights that are shared out (parallel.strategy "fsdp") is '
+        "not worked out"
+    )
+
+
 def test_nothing_is_said_where_nothing_is_asked(folder: Path) -> None:
     assert begin(configured(folder, before_training="never")).events == []
 
