@@ -105,22 +105,3 @@ def test_an_overflow_in_one_process_halves_the_scale_of_all_and_nobody_steps() -
         assert made.scales == expected.scales
         assert np.isfinite(made.losses).all() and [*map(np.isfinite, made.norms)] == [False, True, True]
         assert made.norms[1:] == pytest.approx(expected.norms[1:], rel=1e-3)
-
-
-def test_a_parameter_that_nobody_used_stays_without_a_gradient_and_one_that_somebody_used_has_it_everywhere() -> None:
-    found = run_ranks(2, _partly_used)
-    assert found[0] == found[1] == {"both": 3.0, "first": 1.0, "second": 2.0, "nobody": None}
-
-
-def _partly_used(parallel: Parallel) -> dict[str, float | None]:
-    import torch
-    from torch import nn
-
-    both, first, second, nobody = (nn.Parameter(torch.zeros(1)) for _ in range(4))
-    used = second if parallel.rank else first
-    for parameter in (both, used):
-        parameter.grad = torch.full((1,), parallel.rank + 1.0)
-    assert parallel.reduction is not None
-    parallel.reduction.add([both, first, second, nobody], torch.zeros(()))
-    named = {"both": both, "first": first, "second": second, "nobody": nobody}
-    return {name: None if p.grad is None else float(p.grad) for name, p in named.items()}

@@ -28,7 +28,7 @@ from supertuner.config.parallel import ParallelSettings
 from supertuner.models.adapters import Place, Trained
 from supertuner.models.blocks import blocks_of
 from supertuner.step.window import Trainee
-from supertuner.train.many.group import Replicated
+from supertuner.train.many.sums import Replicated
 from supertuner.train.many.turns import Turns
 
 
