@@ -93,6 +93,7 @@ def _train(run: Run, window: Window) -> None:
     run.step += 1
     expert, samples = trainee.expert.name, plan.positions.stop
     run.losses.append(LossRecord(run.step, samples, len(plan.positions), expert, result.loss, result.grad_norm, rate))
+    took_s = time.perf_counter() - begun  # what is reported takes time of its own, and may wait for somebody
     run.sink.emit(
         training.stepped(
             step=run.step,
@@ -102,7 +103,7 @@ def _train(run: Run, window: Window) -> None:
             grad_norm=result.grad_norm,
             rate=rate,
             expert=expert,
-            seconds=time.perf_counter() - begun,
+            seconds=took_s,
             waited_s=window.waited_s,
         )
     )
@@ -110,7 +111,7 @@ def _train(run: Run, window: Window) -> None:
     if run.acts is not None:
         if refusal := run.memory.new_refusal():
             run.acts.refused(refusal)
-        run.acts.after_window(expert, len(plan.positions), time.perf_counter() - begun - window.waited_s)
+        run.acts.after_window(expert, len(plan.positions), took_s - window.waited_s)
     if _due(run.step, RATES_EVERY_STEPS) or run.step == run.course.total_steps:
         _report_rates(run)
     _judge(run, result)
