@@ -7,6 +7,7 @@ import random
 import shutil
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from supertuner.config.launched import Launched
@@ -39,12 +40,16 @@ def killed_at(path: Path, ranks: int, rank: int, step: int) -> list[Outcome]:
 
 
 def killed_after(path: Path, ranks: int, rank: int, seconds: float) -> bool:
-    """The same at a moment; whether it was killed before the run had ended."""
+    """The same at a moment; whether it was killed before the run had ended. The others get what a launcher sends then,
+    which must not be taken for a wish to save: nothing that they could save is whole."""
     with launched_ranks(ranks, train, path) as begun:
         time.sleep(seconds)
         alive = begun.running(rank)
         if alive:
             os.kill(begun.pids[rank], signal.SIGKILL)
+            for other in set(range(ranks)) - {rank}:
+                with suppress(ProcessLookupError):  # it had ended
+                    begun.signal(other, signal.SIGTERM)
         outcomes = begun.ended()
     if not alive:
         assert all(outcome.ended_well for outcome in outcomes), outcomes
