@@ -24,6 +24,8 @@ from supertuner.core.many import write_all
 
 POLL_S = 0.1
 """Between two looks of a process that waits for another."""
+_MOMENT_S = 1.0
+"""Shorter waits are not worth a line on the screen."""
 _FOLDER = ".peers-"
 _OLD_S = 3600.0
 """A folder without a lock is removed after this time: a younger one may be that of processes that are just coming."""
@@ -73,10 +75,13 @@ class Peers:
         return found
 
     def heard(self, name: str, what_for: str, progress: Progress) -> bytes:
-        """The same, shown as a phase where it has to be waited for."""
-        found = self.told(name)
-        if found is not None:
-            return found
+        """The same, shown as a phase where it takes longer than a moment."""
+        shown_from = time.monotonic() + _MOMENT_S
+        while time.monotonic() < shown_from:
+            if (found := self.told(name)) is not None:
+                return found
+            self.look()
+            time.sleep(POLL_S / 10)
         with progress.phase(f"waiting for {what_for}") as phase:
             return self.hear(name, phase.advance)
 
