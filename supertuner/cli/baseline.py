@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from supertuner.cli.stage import Config, Sets
+from supertuner.core.errors import OptionError
 
 if TYPE_CHECKING:
     from supertuner.tools.baseline.judging import Judged
@@ -63,8 +64,9 @@ def capture(
 
         with Console() as console:
             asked = Asked(rounds=repeats, most=3 * repeats, steps=steps)
-            ratios.capture(
-                folder / name,
+            found = ratios.capture(
+                folder,
+                name,
                 config,
                 peer,
                 asked,
@@ -73,9 +75,8 @@ def capture(
                 environ=environment.current(),
                 progress=console,
             )
-        typer.echo(
-            f"ratios kept in {folder / name}; `supertuner baseline check {name} {config} --peer {peer}` uses them"
-        )
+        typer.echo("\n".join(ratios.as_text(found)))
+        typer.echo(f"\nkept in {folder / name}; `supertuner baseline check {name} {config} --peer {peer}` judges by it")
         return
     with Console() as console:
         path, baseline = run_capture(
@@ -134,7 +135,7 @@ def check(
 
         path = folder / name
         if config is None:
-            raise typer.BadParameter("a baseline of ratios has no configuration of its own: give CONFIG")
+            raise OptionError("a baseline of ratios has no configuration of its own: give CONFIG")
         with Console() as console:
             judged = ratios.check(
                 path, config, peer, asked, sets=sets or (), environ=environment.current(), progress=console

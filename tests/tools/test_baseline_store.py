@@ -53,6 +53,13 @@ def test_a_missing_baseline_names_those_that_are_there(tmp_path: Path) -> None:
     assert find(Path("elsewhere"), str(tmp_path / "quick")) == tmp_path / "quick"
 
 
+def test_ratios_are_no_baseline_of_times_and_that_is_said(tmp_path: Path) -> None:
+    (tmp_path / "quick").mkdir()
+    (tmp_path / "quick" / "ratios.json").write_text("{}")
+    with pytest.raises(OptionError, match="give CONFIG and --peer"):
+        find(tmp_path, "quick")
+
+
 def test_nothing_is_written_over_unless_that_was_said(tmp_path: Path) -> None:
     kept(tmp_path)
     (tmp_path / "mine").mkdir()

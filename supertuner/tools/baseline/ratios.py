@@ -28,9 +28,10 @@ from supertuner.tools.baseline.losses import ROUNDING_ELSE, Losses, compare_cour
 from supertuner.tools.baseline.record import Job
 from supertuner.tools.baseline.rounds import Pairs, Side, run_rounds, turn_steps_of
 from supertuner.tools.baseline.statistics import Interval
+from supertuner.tools.baseline.store import RATIOS, named
+from supertuner.tools.baseline.tables import table
 from supertuner.tools.baseline.turns import Command, run_alone, scratch
 
-RATIOS: Final = "ratios.json"
 FORMAT: Final = "supertuner baseline of ratios"
 VERSION: Final = 1
 STEPS: Final = 100
@@ -53,7 +54,8 @@ class Ratios:
 
 
 def capture(
-    path: Path,
+    folder: Path,
+    name: str,
     config: Path,
     peer: Path,
     asked: Asked,
@@ -64,6 +66,7 @@ def capture(
     progress: Progress,
 ) -> Ratios:
     """Measure beside the peer, and keep the ratios."""
+    path = named(folder, name)
     if (path / RATIOS).exists() and not replace_old:
         raise OptionError(f"{path} is captured already; --replace captures it anew")
     found = measure(config, peer, asked, _wide, sets=sets, environ=environ, progress=progress)
@@ -154,6 +157,15 @@ def against(kept: Ratios, now: Ratios, limit: float) -> Judged:
     losses: Losses = compare_courses([kept.losses], [now.losses], ROUNDING_ELSE)
     notes = (f"all figures are multiples of what the peer takes beside us; kept {people_time(kept.made_at)}",)
     return Judged(tuple(figures), losses, None, now.rounds, f"ours and the peer, {now.how}", notes)
+
+
+def as_text(ratios: Ratios) -> list[str]:
+    """A table of the ratios."""
+    rows = []
+    for name, one in ratios.figures.items():
+        low, high = one.between
+        rows.append([name, f"{one.ratio:.3f}", f"{low:.3f} to {high:.3f}"])
+    return [*table(["figure", "times the peer's", "95 % between"], rows), "", f"{ratios.how}, {ratios.rounds} rounds"]
 
 
 def save(file: Path, ratios: Ratios) -> None:

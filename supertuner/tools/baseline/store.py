@@ -30,6 +30,8 @@ from supertuner.tools.baseline.record import STEPS, Job, job_json, job_of, read_
 BASELINE: Final = "baseline.json"
 CONFIG: Final = "config.json"
 REPORT: Final = "baseline_report.md"
+RATIOS: Final = "ratios.json"
+"""In the folder instead of all of that: a baseline that carries over between machines (ratios.py)."""
 FORMAT: Final = "supertuner baseline"
 VERSION: Final = 1
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -60,11 +62,15 @@ class Baseline:
         return str(self.resolved["train"]["mixed_precision"])
 
 
-def place_for(folder: Path, name: str, replace: bool) -> Path:
-    """Where a baseline will lie. One that is there is not written over unless that was said."""
+def named(folder: Path, name: str) -> Path:
     if not NAME.fullmatch(name):
         raise OptionError(f"{name!r} is no name of a baseline: letters, digits and . _ - please")
-    path = folder / name
+    return folder / name
+
+
+def place_for(folder: Path, name: str, replace: bool) -> Path:
+    """Where a baseline will lie. One that is there is not written over unless that was said."""
+    path = named(folder, name)
     if path.exists():
         if not (path / BASELINE).is_file():
             raise OptionError(f"{path} is there and is no baseline; give another name")
@@ -119,6 +125,8 @@ def find(folder: Path, name: str) -> Path:
     for path in (folder / name, Path(name)):
         if (path / BASELINE).is_file():
             return path
+    if (folder / name / RATIOS).is_file():
+        raise OptionError(f"{folder / name} holds ratios against a peer: give CONFIG and --peer SCRIPT")
     there = sorted(found.parent.name for found in folder.glob(f"*/{BASELINE}"))
     known = f"there {'is' if len(there) == 1 else 'are'} {', '.join(there)}" if there else "there is none"
     capture = f"`supertuner baseline capture {name} CONFIG` makes one"
