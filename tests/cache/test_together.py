@@ -13,7 +13,7 @@ from supertuner.cache.taking import at_once
 from supertuner.core.events import Silence
 from supertuner.core.host import Host
 from tests.cache.making import Encoder, contents, store
-from tests.cache.together import fill
+from tests.cache.together import fill, kill_ranks
 from tests.many.ranks import launched_ranks, run_launched
 
 
@@ -71,3 +71,8 @@ def test_one_that_is_stopped_leaves_its_entries_to_the_others(tmp_path: Path, ra
     found = run_launched(2, fill, tmp_path, 50, rank, "stop")
     assert len(set(found[0][1]) | set(found[1][1])) == 50
     assert len(found[1 - rank][1]) >= 40
+
+
+def test_killed_again_and_again_they_end_with_every_entry_and_what_was_committed_is_made_once(tmp_path: Path) -> None:
+    again = kill_ranks(tmp_path, times=4, ranks=2, seed=1, count=120)
+    assert again <= 4 * 2, "at a kill each rank has at most one entry that is made and not committed"

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import random
+import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -18,6 +21,7 @@ from supertuner.core.errors import CacheError
 from supertuner.core.events import Phase, Silence
 from supertuner.core.host import Host
 from tests.cache.making import Encoder, contents, same, store
+from tests.many.ranks import Ranks, launched_ranks
 
 
 def until_all(folder: Path, name: str, number: int, count: int) -> None:
@@ -87,9 +91,7 @@ def fill(place: Launched, tmp: Path, count: int, rank: int, then: str) -> tuple[
     with met(tmp, place) as peers, store(tmp / "home", life="run") as filled:
         stop = partial(_stops, encoder, place.rank == rank and then == "stop")
         try:
-            made = filled.fill(
-                Wanted(encoder.keys, encoder.make), host=Host(), progress=shown, stop=stop, peers=peers
-            )
+            made = filled.fill(Wanted(encoder.keys, encoder.make), host=Host(), progress=shown, stop=stop, peers=peers)
         except Stopped:
             until_all(tmp / "barrier", "done", place.rank, place.ranks)
             return 0, encoder.made, shown.items
@@ -103,3 +105,61 @@ def fill(place: Launched, tmp: Path, count: int, rank: int, then: str) -> tuple[
 
 def _stops(encoder: Encoder, here: bool) -> bool:
     return here and len(encoder.made) > 1
+
+
+class Slow(Encoder):
+    """An entry takes a few milliseconds, and is written down where a kill cannot undo it."""
+
+    def __init__(self, count: int, log: Path) -> None:
+        super().__init__(contents(count))
+        self._log = log
+
+    def make(self, places):
+        for place, entry in super().make(places):
+            time.sleep(0.003)
+            with self._log.open("ab") as out:
+                out.write(self.contents[place] + b"\n")
+            yield place, entry
+
+
+def fill_slowly(place: Launched, tmp: Path, turn: int, count: int) -> int:
+    """Fill a store together, for tests that kill; how many entries are there in the end."""
+    gathered = partial(until_all, tmp / f"barrier-{turn}", "met", place.rank, place.ranks)
+    encoder, home = Slow(count, tmp / "log"), Home(tmp / "home")
+    with meet(home, f"turn-{turn}", place.rank, place.ranks, gathered) as peers, store(tmp / "home") as filled:
+        (tmp / f"met-{turn}").touch()
+        filled.fill(encoder.wanted(), host=Host(), progress=Silence(), peers=peers)
+        refs = filled.find(encoder.keys)
+        assert all(same(filled.entries.entry(int(ref)), encoder.entry(i)) for i, ref in enumerate(refs))
+        return len(filled.entries)
+
+
+def kill_ranks(tmp: Path, times: int, ranks: int, seed: int, count: int) -> int:
+    """Kill a random rank of those that fill a store together, again and again, until one turn ends by itself; how often
+    an entry was made that was made before."""
+    rng, died, turn = random.Random(seed), 0, 0
+    while True:
+        turn += 1
+        with launched_ranks(ranks, fill_slowly, tmp, turn, count) as started:
+            if died < times:
+                died += _killed(tmp, turn, started, rng)
+            outcomes = started.ended()
+        if all(outcome.ended_well for outcome in outcomes):
+            assert [outcome.value for outcome in outcomes] == [count] * ranks
+            made = Counter((tmp / "log").read_bytes().split(b"\n")[:-1])
+            assert set(made) == set(contents(count))
+            return sum(made.values()) - count
+        for outcome in outcomes:
+            ended = outcome.ended_well or outcome.exitcode == -signal.SIGKILL  # well: killed was who had done its work
+            assert ended or "PeerError" in (outcome.error or "").splitlines()[-1], outcome.error
+
+
+def _killed(tmp: Path, turn: int, started: Ranks, rng: random.Random) -> bool:
+    while not (tmp / f"met-{turn}").exists():
+        time.sleep(0.001)
+    time.sleep(rng.uniform(0, 0.1))
+    try:
+        started.signal(rng.randrange(len(started.pids)), signal.SIGKILL)
+    except ProcessLookupError:
+        return False  # it had done its work
+    return True
