@@ -18,5 +18,8 @@ class ParallelSettings(Block):
     """fsdp: weights, gradients and the optimizer's state wait in host memory, and the CPU steps."""
     reshard_after_forward: bool = True
     """fsdp: let go of a block's weights between its forward and backward pass; false: hold them, and gather once."""
+    reduce_every_batch: bool = False
+    """fsdp, all weights trained: add up gradients after each micro-batch, so that a process keeps only its part of
+    them; false: once in a window, until when each has them whole."""
     timeout_s: Annotated[float, Field(ge=1)] = 600
     """How long processes wait for one that is gone, stopped or hanging, until the job ends and says which it was."""

@@ -43,6 +43,7 @@ CASES = {
     "all weights": Case("full"),
     "all weights, recomputed": Case("full", checkpointing=True),
     "all weights, held until the backward pass": Case("full", settings=ParallelSettings(reshard_after_forward=False)),
+    "all weights, added up after each batch": Case("full", settings=ParallelSettings(reduce_every_batch=True)),
     "all weights in host memory": Case("full", settings=ParallelSettings(cpu_offload=True)),
     "lora, recomputed, base in host memory": Case("lora", "fp32", True, ParallelSettings(cpu_offload=True)),
     "lora in bf16": Case("lora", "bf16"),

@@ -131,12 +131,13 @@ class Sharded(Replicated):
         self._sums: bool | None = None
 
     def begin(self, last: bool) -> None:
-        """FSDP adds up in the backward pass itself, block by block: told to do so in the last one."""
-        if self._sums is not last:
-            self._sums = last
+        """FSDP adds up in the backward pass itself, block by block: told to do so in the last one, or in each."""
+        sums = last or self._sharing.settings.reduce_every_batch
+        if self._sums is not sums:
+            self._sums = sums
             for shards in self._sharing.shards:
                 for module in shards.modules:
-                    module.set_requires_gradient_sync(last, recurse=False)
+                    module.set_requires_gradient_sync(sums, recurse=False)
 
     def add(self, parameters: Iterable[nn.Parameter], loss: torch.Tensor) -> torch.Tensor:
         if not self._sharing.shards:
