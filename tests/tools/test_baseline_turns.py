@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ from supertuner.tools.baseline.judging import Verdict, judge
 from supertuner.tools.baseline.record import Order
 from supertuner.tools.baseline.recorder import Recorder
 from supertuner.tools.baseline.rounds import Pairs, Side, both_fit, run_rounds, turn_steps_of
-from supertuner.tools.baseline.turns import Command, Running, memory_of, run_alone, run_in_turns
+from supertuner.tools.baseline.turns import Command, Running, ended_by_sigterm, memory_of, run_alone, run_in_turns
 from tests.tools.baselining import MIB, job
 
 # A process that computes nothing: steps that sleep, and a log of when each one was.
@@ -92,17 +93,20 @@ def test_a_process_that_waits_for_its_turn_is_killed_when_we_leave(tmp_path: Pat
     assert gone(pid)
 
 
-def test_nobody_is_left_behind_by_a_kill_that_we_cannot_see(tmp_path: Path) -> None:
+@pytest.mark.parametrize("turn_steps", [2, 0])
+def test_nobody_is_left_behind_by_a_kill_that_we_cannot_see(tmp_path: Path, turn_steps: int) -> None:
+    """Stopped for another one's turn, or running alone: whose measurer is killed ends too."""
     script = (
-        "import sys; from pathlib import Path; from tests.tools.test_baseline_turns import worker\n"
+        "import sys, time; from pathlib import Path; from tests.tools.test_baseline_turns import worker\n"
         "from supertuner.tools.baseline.record import Order; from supertuner.tools.baseline.turns import Running\n"
-        "out = Path(sys.argv[1])\n"
-        "with Running(worker(steps=10_000, sleep_s=0.001), Order(str(out / 'a'), 0.0, turn_steps=2)) as running:\n"
-        "    running.until_turn_ends()\n"
+        "out, turn = Path(sys.argv[1]), int(sys.argv[2])\n"
+        "with Running(worker(steps=100_000, sleep_s=0.001), Order(str(out / 'a'), 0.0, turn_steps=turn)) as running:\n"
+        "    running.until_turn_ends() if turn else time.sleep(1)\n"
         "    (out / 'pid').write_text(str(running._process.pid))\n"
         "    sys.stdin.read()\n"
     )
-    with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdin=subprocess.PIPE) as parent:
+    words = [sys.executable, "-c", script, str(tmp_path), str(turn_steps)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE) as parent:
         try:
             while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
                 assert parent.poll() is None
@@ -112,6 +116,18 @@ def test_nobody_is_left_behind_by_a_kill_that_we_cannot_see(tmp_path: Path) -> N
             parent.kill()
     while not gone(pid):  # the test's own limit ends this
         time.sleep(0.01)
+
+
+def test_sigterm_leaves_through_everything_that_must_be_put_away() -> None:
+    left = []
+    with pytest.raises(SystemExit) as ended, ended_by_sigterm():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+        finally:
+            left.append("put away")
+    assert ended.value.code == 143 and left == ["put away"]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_time_in_the_recorder_and_in_others_turns_is_in_no_figure() -> None:

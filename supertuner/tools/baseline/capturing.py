@@ -27,7 +27,7 @@ from supertuner.tools.baseline.job import EVENTS
 from supertuner.tools.baseline.record import Job, Order
 from supertuner.tools.baseline.report import baseline_report
 from supertuner.tools.baseline.store import Baseline, place_for, save
-from supertuner.tools.baseline.turns import Command, run_alone, scratch
+from supertuner.tools.baseline.turns import Command, ended_by_sigterm, run_alone, scratch
 
 STEPS: Final = 1000
 REPEATS: Final = 3
@@ -111,6 +111,7 @@ def capture(
     settings = settings_of(config, sets)
     work = scenario(config, sets, steps, settings.config, name)
     with ExitStack() as opened:
+        opened.enter_context(ended_by_sigterm())
         out = Path(opened.enter_context(scratch()))
         opened.callback(work.forget)
         report = machine.diagnostics(Host(), environ)

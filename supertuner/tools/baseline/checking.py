@@ -32,7 +32,7 @@ from supertuner.tools.baseline.judging import LIMIT, Judged, judge
 from supertuner.tools.baseline.record import Job
 from supertuner.tools.baseline.rounds import Pairs, Side, both_fit, run_rounds, turn_steps_of
 from supertuner.tools.baseline.store import CONFIG, Baseline, find, load
-from supertuner.tools.baseline.turns import Command, scratch
+from supertuner.tools.baseline.turns import Command, ended_by_sigterm, scratch
 
 TIMES: Final = ("step", "time per sample", "start")
 
@@ -69,6 +69,7 @@ def check(
     work = scenario(given, sets, _steps(asked, base), settings.config, base.name)
     notes = _changed(base, settings.config.model_dump(mode="json"))
     with ExitStack() as opened:
+        opened.enter_context(ended_by_sigterm())
         out = Path(opened.enter_context(scratch()))
         opened.callback(work.forget)
         old, why = _old_code(base, against, stored, environ)
@@ -108,6 +109,7 @@ def compare_again(
     old, new = (load(path) for path in paths)
     steps = asked.steps or min(old.steps, new.steps)
     with ExitStack() as opened:
+        opened.enter_context(ended_by_sigterm())
         out = Path(opened.enter_context(scratch()))
         sides = []
         for path, base in zip(paths, (old, new), strict=True):

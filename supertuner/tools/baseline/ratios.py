@@ -30,7 +30,7 @@ from supertuner.tools.baseline.rounds import Pairs, Side, run_rounds, turn_steps
 from supertuner.tools.baseline.statistics import Interval
 from supertuner.tools.baseline.store import RATIOS, named
 from supertuner.tools.baseline.tables import table
-from supertuner.tools.baseline.turns import Command, run_alone, scratch
+from supertuner.tools.baseline.turns import Command, ended_by_sigterm, run_alone, scratch
 
 FORMAT: Final = "supertuner baseline of ratios"
 VERSION: Final = 1
@@ -113,6 +113,7 @@ def measure(
     steps = asked.steps or STEPS
     work = scenario(config, sets, steps, settings_of(config, sets).config, "peer")
     with ExitStack() as opened:
+        opened.enter_context(ended_by_sigterm())
         out = Path(opened.enter_context(scratch()))
         opened.callback(work.forget)
         ours, theirs = code.here(environ), _peer(peer, environ)

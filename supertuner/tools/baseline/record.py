@@ -94,7 +94,7 @@ class Order:
     config: str = ""
     sets: tuple[str, ...] = ()
     turn_steps: int = 0
-    """Stop (SIGSTOP) when training begins and after every so many steps, until somebody says go on; 0: never."""
+    """Stop (SIGTSTP) when training begins and after every so many steps, until somebody says go on; 0: never."""
     stop_after: int = 0
     """Save and stop after so many steps, though more were planned: data are encoded for all of them. 0: do them all."""
     trace: str = ""

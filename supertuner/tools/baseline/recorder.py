@@ -1,7 +1,7 @@
 """Inside the process that is measured: each step's clock, the start, and taking turns with another process.
 
 It is a sink of the run, so nothing of the run knows that it is measured. What it does itself is in no figure: the time
-in `emit` is left out, and a process that waits for its turn is stopped as a whole (SIGSTOP), its threads included.
+in `emit` is left out, and a process that waits for its turn is stopped as a whole (SIGTSTP), its threads included.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class Recorder:
         self._turn = turn_steps
         self._stop_after = stop_after
         self._clock = clock
-        self._stop = stop or stop_until_told(os.getppid())
+        self._parent = os.getppid()
+        self._stop = stop or stop_until_told
         self._after_step = after_step
         self._since = begun
 
@@ -86,6 +87,8 @@ class Recorder:
         self._record(window, str(figures["expert"]), loss if isinstance(loss, float) else None, seconds, waited, now)
 
     def _record(self, window: int, expert: str, loss: float | None, seconds: float, waited: float, now: float) -> None:
+        if os.getppid() != self._parent:
+            os._exit(1)  # who measures was killed: nobody reads what we would leave, or says go on
         number = len(self.steps) + 1
         self.steps.append(Step(number, window, expert, loss, seconds, waited, now - self._since))
         self._after_step()
@@ -102,15 +105,11 @@ class Recorder:
         self._since = self._clock()
 
 
-def stop_until_told(parent: int) -> Callable[[], None]:
-    """Stop this process, all of its threads, until `parent` sends SIGCONT. Without a parent nobody would: it ends."""
-
-    def stop() -> None:
-        if os.getppid() != parent:
-            os._exit(1)
-        os.kill(os.getpid(), signal.SIGSTOP)
-
-    return stop
+def stop_until_told() -> None:
+    """Stop this process, all of its threads, until SIGCONT comes. Nobody is left stopped if who measures was killed: a
+    process group that has lost its parent gets SIGHUP if it is stopped, and SIGTSTP does not stop it any more."""
+    signal.signal(signal.SIGTSTP, signal.SIG_DFL)  # whoever started us may have had it ignored
+    os.kill(os.getpid(), signal.SIGTSTP)
 
 
 def _kinds(figures: Mapping[str, JSON]) -> dict[str, int]:

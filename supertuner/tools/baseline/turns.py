@@ -12,7 +12,8 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -144,6 +145,23 @@ def memory_of(status: Path) -> dict[str, int]:
         return {}  # it has just ended
     fields = (line.partition(":") for line in lines)
     return {KINDS[name]: int(value.split()[0]) * KIB for name, _, value in fields if name in KINDS}
+
+
+@contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM leaves as Ctrl-C does: through everything that must be put away."""
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def scratch() -> tempfile.TemporaryDirectory[str]:
