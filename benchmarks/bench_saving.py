@@ -1,0 +1,131 @@
+"""What a checkpoint costs training: time that a step takes longer because of it, written beside training or before it.
+
+A step is 0.5 s in which the CPU is left alone, as one on a GPU; a checkpoint has 16 MiB (weights and AdamW's two
+moments, more for each second of a step than an adapter of a large model has) and goes to a real disk, synced. Two steps
+with a save and two without take turns. The limit is on what the loop as a whole takes longer: the copy, the
+book-keeping, and whatever the thread that writes takes away from the one that trains.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from benchmarks.harness import Row, Spread, at_most, noted, report
+from benchmarks.runs import opened, rewind, write_config
+from supertuner.models.spec import Tensors
+from supertuner.optim.table import build
+from supertuner.step.window import Trainee
+from supertuner.train import loop
+from supertuner.train.run import Run
+from supertuner.train.saver import Saver
+
+STEP_S = 0.5
+STATE_BYTES = 16 << 20
+TOGETHER = 2
+"""Steps from a save on that may notice it."""
+PAIRS = 15
+LIMIT_PERCENT = 2.0
+
+
+class Weighty(nn.Module):
+    """Computes next to nothing, and has many weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        side = int((STATE_BYTES / 3 / 4 / 8) ** 0.5)
+        self.layers = nn.ParameterList([nn.Parameter(torch.zeros(side, side)) for _ in range(8)])
+
+    def forward(self, noisy: torch.Tensor) -> torch.Tensor:
+        total: torch.Tensor = sum((layer.sum() for layer in self.layers), torch.zeros(()))
+        return noisy * (1 + total)
+
+
+def asleep(
+    module: nn.Module, noisy: torch.Tensor, levels: torch.Tensor, text: Tensors, conditions: Tensors
+) -> torch.Tensor:
+    time.sleep(STEP_S)
+    predicted: torch.Tensor = module(noisy)
+    return predicted
+
+
+def weigh_down(run: Run) -> None:
+    """Let the run train `Weighty` instead of its model."""
+    run.rules = replace(run.rules, denoise=asleep)
+    trainees, trained = [], {}
+    for trainee in run.trainees:
+        module = Weighty()
+        parameters = dict(module.named_parameters())
+        optimizer = build(run.config.optimizer, parameters, trainee.expert.name)
+        trainees.append(Trainee(trainee.expert, module, parameters, optimizer))
+        name = trainee.expert.name
+        trained[name] = replace(run.trained[name], module=module, parameters=parameters)
+    run.trainees, run.trained = tuple(trainees), trained
+
+
+def longer(run: Run) -> tuple[Spread, Spread]:
+    """Percent of a step, per save: (what a stretch of steps with a save takes longer than one without, the CPU time of
+    the thread that trains in it: what would be left of that on a machine with nothing else to do)."""
+    rewind(run)
+    loops: list[float] = []
+    savers: list[float] = []
+    with Saver(run) as saver, run.feed() as feed:
+        for number, window in enumerate(feed):
+            begun = time.perf_counter()
+            loop._train(run, window)
+            between = time.thread_time()
+            saver.settle()
+            if number % (2 * TOGETHER) == 0:
+                saver.save()
+            savers.append(time.thread_time() - between)
+            loops.append(time.perf_counter() - begun)
+    return _apart(loops), _apart(savers)
+
+
+def _apart(seconds: list[float]) -> Spread:
+    """The stretch that begins with a save's own end of a step, against the one that follows. The first two pairs are
+    left out: they import, and touch memory for the first time."""
+    stretches = [sum(seconds[at : at + TOGETHER]) for at in range(0, len(seconds), TOGETHER)]
+    shares = [100 * (a - b) / STEP_S for a, b in zip(stretches[0::2], stretches[1::2], strict=True)][2:]
+    return Spread(statistics.median(shares), min(shares), max(shares))
+
+
+@contextmanager
+def a_run(folder: Path, background: bool) -> Iterator[Run]:
+    blocks = {
+        "train": {"batch_size": 1, "max_steps": 2 * TOGETHER * (PAIRS + 2), "mixed_precision": "fp32"},
+        "model": {"experts": "high_noise"},
+        "checkpoints": {"every_steps": 0, "in_background": background},
+    }
+    with opened(write_config(folder, **blocks)) as (_, run):
+        weigh_down(run)
+        yield run
+
+
+def rows() -> list[Row]:
+    torch.set_num_threads(1)
+    found = {}
+    for background in (True, False):
+        with tempfile.TemporaryDirectory(prefix="supertuner-bench-") as place, a_run(Path(place), background) as run:
+            found[background] = longer(run)
+    return [
+        at_most("a save in the background, share of a 0.5 s step", found[True][0], LIMIT_PERCENT, unit="%"),
+        noted("of it, CPU time of training: copying 16 MiB", found[True][1], unit="%"),
+        noted("a save in the foreground, share of a 0.5 s step", found[False][0], unit="%"),
+    ]
+
+
+def main() -> int:
+    return report(rows())
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
