@@ -22,7 +22,7 @@ from torch import Tensor
 
 from supertuner.core.errors import CheckpointError
 from supertuner.core.host import Host
-from supertuner.train.checkpoint import find, latest, save
+from supertuner.train.checkpoint import Sharers, find, latest, save
 from tests.arena.making import fork, wait
 from tests.train.checkpoints import bytes_of, parts_at, state_at, tree
 
@@ -47,9 +47,40 @@ class Scenario:
     prepare: Callable[[Path], None]
     keep: int
     step: int = 30
+    shared: bool = False
 
     def save(self, folder: Path) -> None:
-        save(folder, self.step, few_parts(self.step), state_at(self.step), keep=self.keep, host=Host())
+        if self.shared:
+            save_in_turns(folder, self.step, self.keep)
+        else:
+            save(folder, self.step, few_parts(self.step), state_at(self.step), keep=self.keep, host=Host())
+
+
+def save_in_turns(folder: Path, step: int, keep: int) -> None:
+    """Two processes write one checkpoint; here the second writes when the first begins to wait for it. So their calls
+    are the same in every run, and one that fails or is killed takes the other with it."""
+    written = False
+
+    def second() -> None:
+        nonlocal written
+        here = folder / f".saving-step-{step:08d}"
+        done = [name for name in few_parts(step) if (here / f"{name}.shard-00000-of-00002.safetensors").exists()]
+        if not written and len(done) == len(few_parts(step)):
+            written = True
+            save_share(folder, step, keep, 1, lambda: None)
+
+    save_share(folder, step, keep, 0, second)
+
+
+def save_share(folder: Path, step: int, keep: int, rank: int, go_on: Callable[[], None]) -> None:
+    own: dict[str, dict[str, Tensor]] = {}
+    begins: dict[str, dict[str, int]] = {}
+    for part, tensors in few_parts(step).items():
+        cut = {name: len(one) // 2 for name, one in tensors.items()}
+        own[part] = {name: one[cut[name] :] if rank else one[: cut[name]] for name, one in tensors.items()}
+        begins[part] = {name: cut[name] * rank for name in tensors}
+    sharers = Sharers(rank, 2, "a-1", begins)
+    save(folder, step, own, state_at(step), keep=keep, host=Host(), go_on=go_on, sharers=sharers)
 
 
 def earlier(folder: Path, *steps: int, seed: int = 0) -> None:
@@ -85,6 +116,7 @@ SCENARIOS = (
     Scenario("the same step again", lambda folder: earlier(folder, 20, 30), keep=1),
     Scenario("over the remains of killed saves", leave_remains, keep=1),
     Scenario("over a replacement that was cut in two", leave_without_name, keep=1),
+    Scenario("by two processes", lambda folder: earlier(folder, 10, 20), keep=2, shared=True),
 )
 
 
