@@ -6,40 +6,78 @@ as long as it takes: rank 0 may validate for an hour. Whether somebody is gone i
 
 from __future__ import annotations
 
+import secrets
+import time
 from datetime import timedelta
 
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from supertuner.config.launched import Launched
 from supertuner.core.errors import TrainError
 
 COLLECTIVES_WAIT = timedelta(days=30)
+LOOKS_EVERY_S = 0.02
 NAMED = 8
 """Of those who are missing, as many are named."""
 
 
+class _Missing(Exception):
+    """Processes that did not come."""
+
+
 def meet(place: Launched, *, timeout_s: float) -> Store:
-    """The store of the job, once every process has come there."""
+    """The store of the job, once every process has come there: what was written by an earlier start is not in it."""
     timeout = timedelta(seconds=timeout_s)
     try:
-        store, _, _ = next(rendezvous("env://", place.rank, place.ranks, timeout=timeout))
+        found, _, _ = next(rendezvous("env://", place.rank, place.ranks, timeout=timeout))
     except (RuntimeError, ValueError) as error:
         raise _alone(place, timeout_s, str(error).splitlines()[0]) from error
-    assert isinstance(store, Store)
+    assert isinstance(found, Store)
     met = [f"met/{rank}" for rank in range(place.ranks)]
+    called: Store | None = None
     try:
-        store.set(met[place.rank], "")
-        store.wait(met, timeout)
+        called = _called_by_first(found, met, timeout_s) if place.first else _called(found, place, timeout)
+        called.set(met[place.rank], "")
+        called.wait(met, timeout)
     except RuntimeError as error:
-        raise _alone(place, timeout_s, _missing(store, met) or str(error).splitlines()[0]) from error
+        missing = "rank 0 did not come" if called is None else _missing(called, met)
+        raise _alone(place, timeout_s, missing or str(error).splitlines()[0]) from error
+    except _Missing as error:
+        raise _alone(place, timeout_s, str(error)) from error
+    return called
+
+
+def _called(found: Store, place: Launched, timeout: timedelta) -> Store:
+    """The part of the store that the first process names for this start. A launcher that restarts processes may keep
+    its store, with all that the killed ones wrote: only one that lives answers a question of now."""
+    question = secrets.token_hex(8)
+    found.set(f"ask/{place.rank}", question)
+    answer = f"answer/{question}"
+    found.wait([answer], timeout)
+    return PrefixStore(found.get(answer).decode(), found)
+
+
+def _called_by_first(found: Store, met: list[str], timeout_s: float) -> Store:
+    """The first process's side: answers until all have come, or until it has been long enough."""
+    name, end = f"start/{secrets.token_hex(8)}", time.monotonic() + timeout_s
+    store, waited_for = PrefixStore(name, found), set(range(1, len(met)))
+    while waited_for and time.monotonic() < end:
+        for rank in sorted(waited_for):
+            if found.check([f"ask/{rank}"]):
+                found.set(f"answer/{found.get(f'ask/{rank}').decode()}", name)
+            if store.check([met[rank]]):
+                waited_for.remove(rank)
+        time.sleep(LOOKS_EVERY_S)
+    if waited_for:
+        raise _Missing(_missing(store, met))
     return store
 
 
 def _missing(store: Store, met: list[str]) -> str:
     """Who has not come; nothing if the store cannot be asked any more."""
     try:
-        missing = [str(rank) for rank, key in enumerate(met) if not store.check([key])]
+        missing = [str(rank) for rank, key in enumerate(met) if rank and not store.check([key])]
     except RuntimeError:
         return ""
     more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
