@@ -1,4 +1,4 @@
-"""What a further rank of a node pays for the data: milliseconds to attach, and memory of its own.
+"""What a further rank of a node pays for the data, and how soon it ends with one that is killed.
 
 Ranks are real processes on one staged and cached dataset. Memory is what each of them takes for its data alone, from
 /proc/self/smaps: private pages of everything but the arenas, before the data are opened and after some hundred batches.
@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import subprocess
 import sys
 import time
 from functools import partial
 from pathlib import Path
 
-from benchmarks import large_set
+from benchmarks import large_set, node_faults
 from benchmarks.harness import Row, Spread, at_most, in_memory_folder, noted, report, say
+from benchmarks.node_faults import gathered
 from supertuner.arena.home import Home
 from supertuner.arena.peers import Peers, meet
 from supertuner.core.events import Silence
@@ -33,6 +33,7 @@ BATCHES = 300
 ATTACHES = 15
 ATTACH_LIMIT_MS = 100.0
 OWN_LIMIT_MB = 16.0
+END_LIMIT_S = 10.0
 
 
 def own_mb(home: Path) -> float:
@@ -45,13 +46,6 @@ def own_mb(home: Path) -> float:
         elif counted and name in ("Private_Clean:", "Private_Dirty:"):
             total += int(rest.split()[0])
     return total * 1024 / 1e6
-
-
-def gathered(folder: Path, name: str, count: int) -> None:
-    """Wait until `count` processes are here."""
-    (folder / f"{name}-{os.getpid()}").touch()
-    while len(list(folder.glob(f"{name}-*"))) < count:
-        time.sleep(0.005)
 
 
 def rank(folder: Path, number: int, count: int) -> dict[str, float]:
@@ -137,8 +131,17 @@ def memory_rows() -> list[Row]:
     ]
 
 
+def fault_rows() -> list[Row]:
+    found = []
+    for kind in node_faults.KINDS:
+        with in_memory_folder() as folder:
+            taken = node_faults.ended_s(kind, folder)
+        found.append(at_most(f"from the kill of the {kind} to the end of the last rank", taken, END_LIMIT_S, unit="s"))
+    return found
+
+
 def rows() -> list[Row]:
-    return attach_rows() + memory_rows()
+    return attach_rows() + memory_rows() + fault_rows()
 
 
 def main() -> int:

@@ -1,0 +1,102 @@
+"""Processes of a node of which one is killed while the others wait: how long until the last of them has ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Generator
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from benchmarks import large_set
+from supertuner.arena.home import Home
+from supertuner.arena.peers import Peers, meet
+from supertuner.cache.entries import Tensors
+from supertuner.cache.filling import Places, Wanted
+from supertuner.cache.keys import Space
+from supertuner.cache.store import Store
+from supertuner.core.errors import PeerError
+from supertuner.core.events import Silence
+from supertuner.core.host import Host
+from supertuner.data.staging.follow import follow
+from supertuner.train.caching.places import places
+
+RANKS = 3
+KINDS = ("stager", "encoder")
+NOTICED = 3
+"""The exit code of a process that ended because another is gone."""
+
+
+def gathered(folder: Path, name: str, count: int) -> None:
+    """Wait until `count` processes are here."""
+    (folder / f"{name}-{os.getpid()}").touch()
+    while len(list(folder.glob(f"{name}-*"))) < count:
+        time.sleep(0.005)
+
+
+def for_ever(folder: Path) -> None:
+    (folder / "waiting").touch()
+    signal.pause()
+
+
+def stager(folder: Path, peers: Peers) -> None:
+    """The first never says that the dataset is there."""
+    if peers.first:
+        for_ever(folder)
+    follow(Home(folder / "home"), "large", "on_demand", peers, Silence())
+
+
+def encoder(folder: Path, peers: Peers) -> None:
+    """The second never makes what it took."""
+
+    def make(numbers: Places) -> Generator[tuple[int, Tensors], None, None]:
+        if peers.number == 1:
+            for_ever(folder)
+        for number in numbers.tolist():
+            time.sleep(0.05)
+            yield number, {"latents": torch.zeros(4)}
+
+    place = places("unified_memory", large_set.config_of(folder), folder, "run").kept
+    space = Space("latents", "encoder", "float32")
+    with Store(place, space, Silence()) as store:
+        keys = space.keys(str(number).encode() for number in range(200))
+        store.fill(Wanted(keys, make), host=Host(), progress=Silence(), peers=peers)
+
+
+def rank(kind: str, folder: Path, number: int) -> int:
+    try:
+        with meet(Home(folder / "home"), "fault", number, RANKS, partial(gathered, folder, "met", RANKS)) as peers:
+            (stager if kind == "stager" else encoder)(folder, peers)
+    except PeerError:
+        return NOTICED
+    return 0
+
+
+def ended_s(kind: str, folder: Path) -> float:
+    """Seconds from the kill to the end of the last of the others."""
+    command, root = [sys.executable, "-m", "benchmarks.node_faults", kind, str(folder)], Path(__file__).parents[1]
+    started = [subprocess.Popen([*command, str(number)], cwd=root) for number in range(RANKS)]
+    try:
+        while not (folder / "waiting").exists():
+            assert all(one.poll() is None for one in started), "a process ended before the kill"
+            time.sleep(0.005)
+        victim = started[KINDS.index(kind)]
+        victim.kill()
+        begin = time.perf_counter()
+        codes = [one.wait() for one in started if one is not victim]
+        taken = time.perf_counter() - begin
+        assert codes == [NOTICED] * (RANKS - 1), f"they ended with {codes}"
+        return taken
+    finally:
+        for one in started:
+            one.kill()
+            one.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(rank(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])))
