@@ -168,7 +168,7 @@ def test_rounds_go_on_while_the_noise_does_not_let_tell_and_change_who_is_first(
         asked.append(len(pairs.new))
         return len(pairs.new) < 3
 
-    sides = [Side(worker(6, title=name), Scenario(tmp_path, (), 6, tmp_path, name)) for name in ("old", "new")]
+    sides = [Side(worker(6, title=name), Scenario(tmp_path, (), 6, tmp_path / "runs", name)) for name in ("old", "new")]
     found = run_rounds(*sides, tmp_path, turn_steps=3, rounds=2, most=9, undecided=undecided, progress=Silence())
     assert asked == [2, 3] and (len(found.old), len(found.new)) == (3, 3)
     first = [min(eval((tmp_path / f"{side}-{at}" / "spans").read_text())) for at in (1, 2) for side in ("old", "new")]
@@ -178,7 +178,7 @@ def test_rounds_go_on_while_the_noise_does_not_let_tell_and_change_who_is_first(
 def test_a_slower_process_is_found_worse_by_real_clocks(tmp_path: Path) -> None:
     """Steps of 10 and of 20 ms: no noise of a machine hides that in turns of 5."""
     sides = [
-        Side(worker(20, sleep_s, title=name), Scenario(tmp_path, (), 20, tmp_path, name))
+        Side(worker(20, sleep_s, title=name), Scenario(tmp_path, (), 20, tmp_path / "runs", name))
         for name, sleep_s in (("old", 0.01), ("new", 0.02))
     ]
     pairs = run_rounds(*sides, tmp_path, turn_steps=5, rounds=2, most=2, undecided=lambda _: False, progress=Silence())

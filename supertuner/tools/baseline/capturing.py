@@ -146,12 +146,12 @@ def capture(
 def prepare(command: Command, work: Scenario, out: Path, progress: Progress, label: str = "prepare") -> Job:
     """The first few steps of the run, which leave caches filled for all of it, and files in memory."""
     with progress.phase(f"preparing data and caches, {command.title}"):
-        return run_alone(command, work.order(out, label, min(work.steps, PREPARED_STEPS)))
+        return _alone(command, work, work.order(out, label, min(work.steps, PREPARED_STEPS)))
 
 
 def measure(command: Command, work: Scenario, out: Path, at: int, of: int, progress: Progress) -> Job:
     with progress.phase(f"measuring {work.steps:,} steps, {at} of {of}"):
-        return run_alone(command, work.order(out, str(at)))
+        return _alone(command, work, work.order(out, str(at)))
 
 
 def traced(command: Command, work: Scenario, out: Path, progress: Progress) -> Path:
@@ -159,5 +159,12 @@ def traced(command: Command, work: Scenario, out: Path, progress: Progress) -> P
     trace = out / TRACE
     with progress.phase(f"tracing {TRACE_STEPS} steps"):
         order = work.order(out, "trace", TRACE_STEPS)
-        run_alone(command, replace(order, trace=str(trace)))
+        _alone(command, work, replace(order, trace=str(trace)))
     return trace
+
+
+def _alone(command: Command, work: Scenario, order: Order) -> Job:
+    """One run, whose folder goes away at once: its checkpoint may be large, and others follow."""
+    job = run_alone(command, order)
+    work.forget()
+    return job

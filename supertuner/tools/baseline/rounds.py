@@ -77,8 +77,9 @@ def _round(old: Side, new: Side, out: Path, at: int, turn_steps: int, found: Pai
         jobs = run_in_turns(commands, orders, turn_steps)
     else:
         jobs = [run_alone(command, order) for command, order in zip(commands, orders, strict=True)]
-    for (_, kept, _), job in zip(sides, jobs, strict=True):
+    for (side, kept, _), job in zip(sides, jobs, strict=True):
         kept.append(job)
+        side.work.forget()
 
 
 def turn_steps_of(jobs: Sequence[Job], steps: int) -> int:
