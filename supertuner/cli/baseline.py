@@ -95,6 +95,16 @@ def capture(
     typer.echo(f"\nkept in {path}; `supertuner baseline check {name}` tells later whether it got worse")
 
 
+@app.command("ls")
+def list_all(folder: Folder = Path("baseline")) -> None:
+    """List the baselines that were captured."""
+    from supertuner.tools.baseline.report import listing
+    from supertuner.tools.baseline.store import load, names
+
+    found = [load(folder / name) for name in names(folder)]
+    typer.echo("\n".join(listing(found)) if found else f"no baseline in {folder}")
+
+
 @app.command()
 def check(
     name: Name,

@@ -19,6 +19,7 @@ from supertuner.tools.baseline.store import load, save
 from supertuner.tools.shapes import BASE
 from tests.tools.baselining import baseline, jobs
 
+pytestmark = pytest.mark.timeout(900)  # whole trainings, which wait for others on a busy machine
 PICTURES = Path(__file__).resolve().parents[2] / "config" / "example_images"
 
 
@@ -142,6 +143,15 @@ def test_another_limit_is_another_verdict(tmp_path: Path) -> None:
         save(tmp_path / name, baseline(name, jobs=tuple(jobs(seed=len(name), step_s=step_s))), "", {})
     assert supertuner("compare", "before", "after", "--dir", tmp_path).exit_code == 1
     assert supertuner("compare", "before", "after", "--dir", tmp_path, "--limit", "30").exit_code == 0
+
+
+def test_baselines_are_listed_with_what_they_are_worth(tmp_path: Path) -> None:
+    assert supertuner("ls", "--dir", tmp_path).output == f"no baseline in {tmp_path}\n"
+    for name in ("before", "after"):
+        save(tmp_path / name, baseline(name), "", {})
+    lines = supertuner("ls", "--dir", tmp_path).output.splitlines()
+    assert [line.split()[1] for line in lines[2:]] == ["after", "before"]
+    assert "3 × 100" in lines[2] and "500 MiB" in lines[2] and "at 0123456789" in lines[2]
 
 
 def test_a_launcher_that_starts_many_is_refused() -> None:

@@ -120,6 +120,11 @@ def load(path: Path) -> Baseline:
         raise BaselineError(f"{path / BASELINE} lacks something ({error}); capture it again") from error
 
 
+def names(folder: Path) -> list[str]:
+    """Those that are there."""
+    return sorted(found.parent.name for found in folder.glob(f"*/{BASELINE}"))
+
+
 def find(folder: Path, name: str) -> Path:
     """The baseline of a name, or at a path."""
     for path in (folder / name, Path(name)):
@@ -127,7 +132,7 @@ def find(folder: Path, name: str) -> Path:
             return path
     if (folder / name / RATIOS).is_file():
         raise OptionError(f"{folder / name} holds ratios against a peer: give CONFIG and --peer SCRIPT")
-    there = sorted(found.parent.name for found in folder.glob(f"*/{BASELINE}"))
+    there = names(folder)
     known = f"there {'is' if len(there) == 1 else 'are'} {', '.join(there)}" if there else "there is none"
     capture = f"`supertuner baseline capture {name} CONFIG` makes one"
     raise BaselineError(f"{folder / name} is no baseline; {known} in {folder}. {capture}")
