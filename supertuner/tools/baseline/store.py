@@ -115,7 +115,7 @@ def load(path: Path) -> Baseline:
             for at, rest in enumerate(document["jobs"], start=1)
         )
         known = {name: document[name] for name in Baseline.__slots__ if name in document}
-        return Baseline(**{**known, "jobs": jobs, "notes": tuple(document["notes"])})
+        return Baseline(**{**known, "name": path.name, "jobs": jobs, "notes": tuple(document["notes"])})
     except (KeyError, TypeError) as error:
         raise BaselineError(f"{path / BASELINE} lacks something ({error}); capture it again") from error
 
