@@ -39,6 +39,7 @@ from supertuner.train.acting.opening import acts_of, plans_of, waits_at_home
 from supertuner.train.acting.planning import Planning
 from supertuner.train.acting.run import Acts
 from supertuner.train.acting.state import HOST
+from supertuner.train.alike import require_alike
 from supertuner.train.caching.encoded import open_encoded
 from supertuner.train.caching.encoders import Encoding, Identities
 from supertuner.train.checkpoint_reading import Loaded, load
@@ -140,6 +141,7 @@ def open_run(
             given=given,
         )
         _begin(run, begin)
+        require_alike(run)
         yield run
 
 

@@ -153,3 +153,17 @@ def spoilt(group: Group, path: Path, position: int) -> Ended:
         }
         name = run.maker.name(position)
     return Ended(run.step, run.samples, None, error, [name, *doing.said], weights)
+
+
+def other(group: Group, path: Path, setting: str) -> str:
+    """Open a run whose configuration is another one in rank 1, or whose model is; what is said of it."""
+    folder = run_folder(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    sets = [setting] if group.rank == 1 and setting else []
+    try:
+        with open_run(
+            load(path, sets=sets).config, "run", folder, Outside(Silence(), Silence(), Host()), parallel=group
+        ):
+            return "begun"
+    except SuperTunerError as error:
+        return str(error)

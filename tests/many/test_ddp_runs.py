@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from tests.many.ranks import command, run_launched, run_ranks, said
-from tests.many.runs import STEPS, Ended, a_run, losses, request, run_folder, spoilt, train
+from tests.many.runs import STEPS, Ended, a_run, losses, other, request, run_folder, spoilt, train
 from tests.train.runs import artefacts
 
 CLOSE = 1e-5
@@ -141,3 +141,17 @@ def test_a_sample_that_is_no_number_is_named_by_all_and_changes_nothing(folder: 
     assert first.error == second.error
     assert all(np.array_equal(first.weights[name], second.weights[name]) for name in first.weights)
     assert all(np.isfinite(tensor).all() for tensor in first.weights.values())
+
+
+@pytest.mark.parametrize(
+    ("setting", "named"),
+    [
+        ("", ""),
+        ("optimizer.learning_rate=0.5", "optimizer.learning_rate: 0.5 there, 0.001 on rank 0"),
+        ("adapter.rank=3", "weights of high_noise: "),
+    ],
+)
+def test_processes_that_are_not_alike_do_not_begin(folder: Path, setting: str, named: str) -> None:
+    path = a_run(folder, f"alike-{bool(setting)}", 2)
+    for said_of_it in run_ranks(2, other, path, setting):
+        assert said_of_it == "begun" if not setting else f"rank 1 is not like rank 0: {named}" in said_of_it
