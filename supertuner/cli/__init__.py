@@ -23,7 +23,7 @@ from supertuner.cli.run import app as run
 from supertuner.cli.stage import register as register_stage
 from supertuner.cli.train import register as register_train
 from supertuner.cli.validate import register as register_validate
-from supertuner.core.errors import SuperTunerError
+from supertuner.core.errors import ConfigError, SuperTunerError
 
 app = typer.Typer(
     name="supertuner",
@@ -71,7 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         app(arguments)
     except SuperTunerError as error:
-        typer.echo(str(error), err=True)
+        if not _said_by_another(error):
+            typer.echo(str(error), err=True)
         sys.exit(error.exit_code)
     except OSError as error:  # the machine's refusal, where no room had a better answer: which file, and what it said
         where = f"{error.filename}: " if error.filename is not None else ""
@@ -80,3 +81,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         typer.echo("stopped", err=True)
         sys.exit(130)
+
+
+def _said_by_another(error: SuperTunerError) -> bool:
+    """A configuration that is wrong is so for all processes of a node: the first of them says it."""
+    from supertuner.config.environment import current
+    from supertuner.config.launched import LOCAL_RANK
+
+    return isinstance(error, ConfigError) and current().get(LOCAL_RANK, "0") not in ("", "0")

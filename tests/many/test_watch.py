@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from supertuner.train.many.life import Life
+from supertuner.train.many.pulse import Pulse
 from supertuner.train.many.verdict import Report, Seen, State, Verdict, judged
 from tests.many.ranks import Outcome, Ranks, launched_ranks, said
 from tests.many.watched import together
@@ -117,6 +122,14 @@ def test_an_error_of_one_is_told_by_the_others(tmp_path):
     assert "failed: the disk is full; free some; rank 0 ends with it" in (first.error or "")
 
 
+def test_what_fails_for_all_is_not_said_by_all(tmp_path):
+    _, outcomes = _ended("failing together", tmp_path, count=3)
+    last = [(outcome.error or "").splitlines()[-1] for outcome in outcomes]
+    assert any("StageError: the disk is full; free some" in words for words in last)
+    assert any(words == "SystemExit: 1" for words in last), "it was said already"
+    assert not any(outcome.ended_well for outcome in outcomes)
+
+
 def test_one_that_is_stopped_is_named_and_ended(tmp_path):
     _, (first, guilty) = _ended("stopped", tmp_path, timeout_s=SHORT_S)
     assert "is stopped (SIGSTOP, or a debugger)" in (said(tmp_path, 0) + (first.error or ""))
@@ -141,9 +154,39 @@ def test_one_that_is_ended_by_a_signal_is_named(tmp_path):
     assert "was ended by SIGTERM" in (first.error or "")
 
 
-def test_one_that_works_in_silence_is_waited_for(tmp_path):
-    _, outcomes = _ended("working", tmp_path, timeout_s=3 * SHORT_S)
-    assert [outcome.value for outcome in outcomes] == [1, 1]
+def _idle_after(deed: Callable[[], None], *, in_pass: bool = False) -> float:
+    pulse = Pulse()
+    pulse.mark(in_pass=in_pass)
+    life = Life(pulse, chunk_s=0.05)
+    life.beat()
+    worker = threading.Thread(target=deed)  # what the watch takes itself is left out
+    worker.start()
+    worker.join()
+    life.beat()
+    return life.idle_s
+
+
+def _work() -> None:
+    end = time.process_time() + 0.3
+    while time.process_time() < end:
+        pass
+
+
+def _download() -> None:
+    time.sleep(0.1)
+    Path("/dev/null").write_bytes(bytes(1 << 20))
+
+
+def test_one_that_works_in_silence_does_not_hang():
+    """A compiler, a download: nothing is told for long, and something is done."""
+    assert _idle_after(_work) == 0
+    assert _idle_after(_download) == 0
+    assert _idle_after(lambda: time.sleep(0.2)) >= 0.2
+
+
+def test_in_the_passes_of_a_window_work_is_no_sign_of_life():
+    """Each micro-batch is one; a loop that never ends works as well."""
+    assert _idle_after(_work, in_pass=True) >= 0.3
 
 
 def test_all_leave_together_when_nothing_is_wrong(tmp_path):

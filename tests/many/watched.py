@@ -27,7 +27,7 @@ def together(place: Launched, logs: Path, fault: str, timeout_s: float) -> int:
     pulse = Pulse()
     with open_parallel(ParallelSettings(timeout_s=timeout_s), place, torch.device("cpu"), pulse) as parallel:
         parallel.agree([1])
-        if place.rank == 1:
+        if place.rank == 1 or fault == "failing together":
             pulse.doing = "painting"
             FAULTS[fault](parallel)
         return parallel.agree([place.rank])[0]
@@ -63,13 +63,6 @@ def _terminate(parallel: Parallel) -> None:
     time.sleep(VERY_LONG_S)
 
 
-def _work(parallel: Parallel) -> None:
-    """In silence, for longer than a hang may last."""
-    end = time.process_time() + 4
-    while time.process_time() < end:
-        pass
-
-
 def _nothing(parallel: Parallel) -> None:
     pass
 
@@ -79,9 +72,9 @@ FAULTS: dict[str, Callable[[Parallel], None]] = {
     "stopped": _stop,
     "hanging": _hang,
     "failing": _fail,
+    "failing together": _fail,
     "leaving": _leave_early,
     "out of step": _out_of_step,
     "terminated": _terminate,
-    "working": _work,
     "nothing": _nothing,
 }

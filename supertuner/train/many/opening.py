@@ -16,6 +16,9 @@ from supertuner.train.many.pulse import MarkedReduction, Pulse
 from supertuner.train.many.watch import watching
 from supertuner.train.parallel import Alone, Parallel
 
+MEETING_S = 120.0
+"""The least that processes wait for each other at the start: on some node, libraries come from a cold disk."""
+
 
 @contextmanager
 def open_parallel(
@@ -26,7 +29,7 @@ def open_parallel(
         yield Alone()
         return
     timeout_s = settings.timeout_s
-    store = meet(launched, timeout_s=timeout_s)
+    store = meet(launched, timeout_s=max(timeout_s, MEETING_S))
     with (
         watching(store, launched, pulse, timeout_s=timeout_s),
         joined(launched, device, timeout_s=timeout_s, store=store) as group,

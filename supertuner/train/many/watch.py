@@ -98,7 +98,9 @@ class Watch:
             self._decided.wait(SILENT_S / 2 if terminated else FIND_S)
             instead = self._blamed(error, terminated)
         else:
-            self._tell(of(self._report(), f"failed: {_first_lines(error)}"))
+            self._tell(of(self._report(), failure := f"failed: {_first_lines(error)}"))
+            if self._said_elsewhere(failure):
+                instead = SystemExit(getattr(error, "exit_code", 1))
         self._leaving.set()
         if not isinstance(instead, PeerError | SystemExit):
             self._end_soon(_first_lines(error))
@@ -118,6 +120,12 @@ class Watch:
         self._tell(of(self._report(), why))
         self._end_soon(said := f"{self._self.named()} {why}; {GOES_ON}")
         return PeerError(said)
+
+    def _said_elsewhere(self, failure: str) -> bool:
+        """What is wrong for all, another process has said; this one need not, if it is not its node's first."""
+        verdict = self._verdict
+        of_another = verdict is not None and verdict.rank != self._place.rank and verdict.text.endswith(failure)
+        return of_another and self._place.local_rank > 0
 
     # ------------------------------------------------------------------ the thread
 
