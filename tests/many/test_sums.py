@@ -23,14 +23,16 @@ def test_pieces_have_every_tensor_once_in_order_and_room_for_what_is_in_them(kin
     given_ = [torch.zeros(size, dtype=dtype) for size, dtype in kinds]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sums, "PIECE_BYTES", 128)
+        patch.setattr(sums, "LARGE_BYTES", 100)
         found = list(pieces(given_))
     assert sorted(id(tensor) for piece in found for tensor in piece) == sorted(map(id, given_))
     for piece in found:
         assert len({tensor.dtype for tensor in piece}) == 1
         assert len(piece) == 1 or sum(tensor.nbytes for tensor in piece) <= 128
+        assert len(piece) == 1 or all(tensor.nbytes < 100 for tensor in piece)
     for dtype in (torch.float32, torch.float64):
-        together = [tensor for piece in found for tensor in piece if tensor.dtype == dtype]
-        assert list(map(id, together)) == [id(tensor) for tensor in given_ if tensor.dtype == dtype]
+        small = [id(tensor) for tensor in given_ if tensor.dtype == dtype and tensor.nbytes < 100]
+        assert [id(tensor) for piece in found for tensor in piece if id(tensor) in small] == small
 
 
 def test_every_tensor_becomes_its_own_sum() -> None:
@@ -58,8 +60,8 @@ def _partly_used(group: Group, way: str) -> dict[str, float | None]:
 
 
 def _summed(group: Group) -> list[tuple[list[int], str, bool]]:
-    """Pieces of 64 bytes: more of them than may be under way; one of the tensors is a view that is not contiguous."""
-    sums.PIECE_BYTES = 64
+    """Pieces of 64 bytes: more of them than may be under way; one that is large is a view that is not contiguous."""
+    sums.PIECE_BYTES, sums.LARGE_BYTES = 64, 200
     tensors = [
         torch.full(shape, float(number + 1), dtype=dtype) * 10**group.rank
         for number, (dtype, shape) in enumerate((d, s) for d in (torch.float32, torch.float64) for s in SHAPES)

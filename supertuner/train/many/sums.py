@@ -14,10 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-PIECE_BYTES = 32 << 20
-"""Gradients that are sent together: enough to fill any line, and little beside the gradients themselves."""
-UNDER_WAY = 2
-"""Pieces at a time: each is a copy."""
+LARGE_BYTES = 1 << 20
+"""A tensor that travels by itself, as it lies there. Smaller ones are copied together: messages have a price too."""
+PIECE_BYTES = 16 << 20
+"""Small tensors that travel together: enough to fill any line, and little beside the gradients themselves."""
+UNDER_WAY = 4
+"""Pieces at a time: most are copies."""
 NOWHERE, ON_DEVICE, IN_HOST = 0, 1, 2
 
 
@@ -87,11 +89,15 @@ def add_up(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def pieces(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Tensors of one dtype and device, in their order, as many together as `PIECE_BYTES` has room for."""
+    """Large tensors one by one; small ones of one dtype and device, in their order, as many together as `PIECE_BYTES`
+    has room for."""
     begun: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     room: dict[tuple[torch.dtype, torch.device], int] = {}
     for tensor in tensors:
         kind = (tensor.dtype, tensor.device)
+        if tensor.nbytes >= LARGE_BYTES:
+            yield [tensor]
+            continue
         if kind in begun and tensor.nbytes > room[kind]:
             yield begun.pop(kind)
         if kind not in begun:
