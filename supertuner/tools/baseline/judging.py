@@ -113,7 +113,8 @@ def judge(
     quick: bool = False,
 ) -> Judged:
     """`turn_steps`: both ran in pairs, the first with the first, in turns of so many steps (0: one after the other, in
-    pairs all the same; below 0: not together). `quick`: by the quickest steps in any case."""
+    pairs all the same; below 0: not together). `quick`: by the quickest steps wherever these are
+    the better known."""
     figures = [step_time(old, new, turn_steps, limit, quick), sample_time(old, new, turn_steps, limit, quick)]
     figures += [*start_up(old, new, max(limit, START_LIMIT)), *memory(old, new, limit)]
     losses = compare(old, new, precision)
@@ -202,7 +203,7 @@ def _both(
 def _settled(
     figure: Figure, old: Sequence[Job], new: Sequence[Job], turn_steps: int, of: Callable[[Step], float], quick: bool
 ) -> Figure:
-    """The figure, judged by undisturbed steps if its median does not let tell, or if that was asked for."""
+    """The figure, judged by undisturbed steps if its median does not let tell, or, if `quick`, tells less well."""
     if (figure.verdict is not Verdict.UNDECIDED and not quick) or min(len(old), len(new)) < 2:
         return figure
     sides = [[_undisturbed(job, of) for job in side] for side in (old, new)]
@@ -211,7 +212,7 @@ def _settled(
     together = turn_steps >= 0
     found = interval([[math.log(b / a)] for a, b in zip(*sides, strict=True)]) if together else _of_each(sides)
     judged = verdict(found, figure.limit)
-    if judged is Verdict.UNDECIDED and not quick:
+    if judged is Verdict.UNDECIDED if not quick else found.width > figure.found.width:
         return figure
     a, b = (statistics.median(side) for side in sides)
     note = f"of the quickest {QUICK_SHARE:.0%} of steps" + ("" if quick else ": others disturbed the median too much")

@@ -1,8 +1,8 @@
 """Baselines that carry over between machines: what training takes as a multiple of what a peer takes beside it.
 
 A peer is a script of one's own that does the same work in the plainest way. Both run in turns, so a slow machine, or a
-busy one, slows both; and of each kind of step the quickest tenth is compared, which others disturb least. Only ratios
-are kept, and losses, which are not times: `baseline/NAME/ratios.json`.
+busy one, slows both; medians are compared, or the quickest tenth of each kind of step where others disturb too much for
+them. Only ratios are kept, and losses, which are not times: `baseline/NAME/ratios.json`.
 """
 
 from __future__ import annotations

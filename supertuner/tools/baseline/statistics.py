@@ -37,6 +37,10 @@ class Interval:
         return Interval(middle, middle - down, middle + up)
 
     @property
+    def width(self) -> float:
+        return self.high - self.low
+
+    @property
     def ratio(self) -> float:
         return math.exp(self.middle)
 
