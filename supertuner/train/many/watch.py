@@ -58,7 +58,7 @@ class Watch:
 
     def __init__(self, store: Store, place: Launched, pulse: Pulse, *, timeout_s: float) -> None:
         self._store, self._place, self._pulse = store, place, pulse
-        self._patience_s = max(timeout_s / 2, timeout_s - GRACE_S - 2 * BEAT_S)
+        self._patience_s = max(timeout_s / 2, timeout_s - GRACE_S - END_S - 2 * BEAT_S)  # the end is within the time
         self._beat_s = min(BEAT_S, timeout_s / 8)
         pid = os.getpid()
         self._self = Report(
