@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from supertuner.config.launched import Launched
 from supertuner.config.model import AdapterSettings
 from supertuner.config.optim import OptimizerSettings
 from supertuner.config.parallel import ParallelSettings
@@ -127,7 +128,7 @@ def _cut(mine: range) -> list[StepBatch]:
     return [wan_batch(list(mine[n : n + 2]), 4) for n in range(0, len(mine), 2)]
 
 
-def by_one_process(source: Source, cases: list[Case]) -> list[Found]:
+def by_one_process(_: Launched, source: Source, cases: list[Case]) -> list[Found]:
     return shared_out(Alone(), source, cases)
 
 

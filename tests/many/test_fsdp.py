@@ -19,7 +19,7 @@ from supertuner.step.window import held_out_loss
 from supertuner.train.many.group import Group
 from supertuner.train.many.shards import rows_of
 from supertuner.train.many.turns import Turns
-from tests.many.ranks import run_ranks
+from tests.many.ranks import run_launched, run_ranks
 from tests.many.sharing import (
     Array,
     Case,
@@ -58,7 +58,8 @@ def farthest(left: Mapping[str, Array], right: Mapping[str, Array]) -> float:
 
 @pytest.fixture(scope="module")
 def alone(tiny_wan: Source) -> dict[str, Found]:
-    return dict(zip(CASES, by_one_process(tiny_wan, list(CASES.values())), strict=True))
+    (found,) = run_launched(1, by_one_process, tiny_wan, list(CASES.values()))
+    return dict(zip(CASES, found, strict=True))
 
 
 @pytest.fixture(scope="module")

@@ -55,6 +55,13 @@ def test_the_ramp_and_the_samples_are_in_the_time_of_the_run(folder: Path) -> No
     assert other is not None and other.paces[1].step_s == pytest.approx(least.step_s / 0.5, rel=0.01)
 
 
+def test_weights_that_are_shared_out_are_said_not_to_be_forecast(folder: Path) -> None:
+    plain, shared = (asked(folder, *sets, machine="gh200-96") for sets in ((), ("parallel.strategy=fsdp",)))
+    words = 'all of it is of one process that has all weights; parallel.strategy "fsdp" is not forecast'
+    assert set(shared.forecast.notes) - set(plain.forecast.notes) == {words}
+    assert any(words in line for line in lines(shared))
+
+
 def test_a_second_look_traces_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked(folder, machine="gh200-96")
     capsys.readouterr()
