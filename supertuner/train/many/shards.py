@@ -28,8 +28,12 @@ from supertuner.config.parallel import ParallelSettings
 from supertuner.models.adapters import Place, Trained
 from supertuner.models.blocks import blocks_of
 from supertuner.step.window import Trainee
+from supertuner.train.full import fitting
 from supertuner.train.many.sums import Replicated
 from supertuner.train.many.turns import Turns
+
+
+LESS_MEMORY = "use more processes, or set parallel.cpu_offload: true"
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -75,7 +79,8 @@ class Sharing:
         """The same in parts, on the device; its module was elsewhere."""
         module = trained.module
         outside = () if trained.kind == "full" else tuple(trained.parameters.values())
-        self.share(module, outside)
+        with fitting(f"{trained.name} in parts does", LESS_MEMORY):
+            self.share(module, outside)
         if trained.kind != "full":
             return trained
         shards = _shards_of(module)
