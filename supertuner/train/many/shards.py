@@ -32,7 +32,6 @@ from supertuner.train.full import fitting
 from supertuner.train.many.sums import Replicated
 from supertuner.train.many.turns import Turns
 
-
 LESS_MEMORY = "use more processes, or set parallel.cpu_offload: true"
 
 
