@@ -39,7 +39,6 @@ from supertuner.train.acting.opening import acts_of, plans_of, waits_at_home
 from supertuner.train.acting.planning import Planning
 from supertuner.train.acting.run import Acts
 from supertuner.train.acting.state import HOST
-from supertuner.train.alike import require_alike
 from supertuner.train.caching.encoded import open_encoded
 from supertuner.train.caching.encoders import Encoding, Identities
 from supertuner.train.checkpoint_reading import Loaded, load
@@ -53,6 +52,7 @@ from supertuner.train.model_source import opened_model
 from supertuner.train.node import open_peers, require_same_data
 from supertuner.train.parallel import Alone, Parallel, Sharing, in_turn
 from supertuner.train.run import HELD_OUT, Run
+from supertuner.train.same_weights import require_same_weights
 from supertuner.train.saving import processes_of, restore, revision_of
 from supertuner.train.validate import plan
 
@@ -141,7 +141,7 @@ def open_run(
             given=given,
         )
         _begin(run, begin)
-        require_alike(run)
+        require_same_weights(run)
         yield run
 
 

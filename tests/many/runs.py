@@ -156,7 +156,7 @@ def spoilt(group: Group, path: Path, position: int) -> Ended:
 
 
 def other(group: Group, path: Path, setting: str) -> str:
-    """Open a run whose configuration is another one in rank 1, or whose model is; what is said of it."""
+    """Open a run whose configuration is another one in rank 1; what is said of it."""
     folder = run_folder(path)
     folder.mkdir(parents=True, exist_ok=True)
     sets = [setting] if group.rank == 1 and setting else []

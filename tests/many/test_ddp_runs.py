@@ -143,15 +143,12 @@ def test_a_sample_that_is_no_number_is_named_by_all_and_changes_nothing(folder: 
     assert all(np.isfinite(tensor).all() for tensor in first.weights.values())
 
 
-@pytest.mark.parametrize(
-    ("setting", "named"),
-    [
-        ("", ""),
-        ("optimizer.learning_rate=0.5", "optimizer.learning_rate: 0.5 there, 0.001 on rank 0"),
-        ("adapter.rank=3", "weights of high_noise: "),
-    ],
-)
-def test_processes_that_are_not_alike_do_not_begin(folder: Path, setting: str, named: str) -> None:
+@pytest.mark.parametrize("setting", ["", "adapter.rank=3"])
+def test_processes_that_begin_with_other_weights_do_not_begin(folder: Path, setting: str) -> None:
     path = a_run(folder, f"alike-{bool(setting)}", 2)
     for said_of_it in run_ranks(2, other, path, setting):
-        assert said_of_it == "begun" if not setting else f"rank 1 is not like rank 0: {named}" in said_of_it
+        if setting:
+            assert said_of_it.startswith("rank 1 begins otherwise than rank 0: weights of high_noise (")
+            assert "weights of low_noise (" in said_of_it and "step" not in said_of_it
+        else:
+            assert said_of_it == "begun"
