@@ -19,6 +19,8 @@ from supertuner.tools.baseline.recorder import Recorder
 
 TARGETS = ["to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"]
 TRAIN_STEPS = 1000
+BATCH = 32
+"""Pictures that are encoded together."""
 
 
 def main(file: str) -> int:
@@ -93,16 +95,19 @@ def encoded(pipe: Any, folder: Path) -> tuple[Any, Any]:
     shape = (1, pipe.vae.config.z_dim, 1, 1, 1)
     mean = torch.tensor(pipe.vae.config.latents_mean).view(shape)
     std = torch.tensor(pipe.vae.config.latents_std).view(shape)
-    latents, texts = [], []
+    files = sorted(folder.glob("*.png"))
+    captions = [file.with_suffix(".txt").read_text().strip() for file in files]
     with torch.no_grad():
-        for file in sorted(folder.glob("*.png")):
-            with Image.open(file) as picture:
-                pixels = torch.from_numpy(np.asarray(picture.convert("RGB")).copy()).permute(2, 0, 1).float()
-            video = (pixels / 127.5 - 1)[None, :, None]
+        latents = []
+        for at in range(0, len(files), BATCH):
+            pixels = np.stack([np.asarray(Image.open(file).convert("RGB")) for file in files[at : at + BATCH]])
+            video = torch.from_numpy(pixels).permute(0, 3, 1, 2).float()[:, :, None] / 127.5 - 1
             latents.append((pipe.vae.encode(video).latent_dist.mode() - mean) / std)
-            prompt = file.with_suffix(".txt").read_text().strip()
-            texts.append(pipe.encode_prompt(prompt, do_classifier_free_guidance=False, max_sequence_length=512)[0])
-    return torch.cat(latents), torch.cat(texts)
+        known = {
+            text: pipe.encode_prompt(text, do_classifier_free_guidance=False, max_sequence_length=512)[0]
+            for text in dict.fromkeys(captions)
+        }
+    return torch.cat(latents), torch.cat([known[text] for text in captions])
 
 
 if __name__ == "__main__":
