@@ -1,0 +1,148 @@
+"""Benchmarks of several processes: a benchmark's file started as ranks, a run opened in each of them, and two rivals
+that take turns in the same processes: our engine, and the same mathematics as a person would write it down."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.harness import Spread, Timing, interleave
+from benchmarks.runs import rewind, write_config
+from supertuner.config.launched import Launched
+from supertuner.train.run import Run
+
+STEPS, MICRO, BATCH = 100, 4, 4
+"""Windows of a round, micro-batches of a window and process, samples of a micro-batch."""
+ROUNDS = 7
+RIVALS = ("ours", "bare")
+
+
+def timed(file: str, ranks: int, *arguments: str) -> dict[str, Timing]:
+    """The rivals' rounds as the first of the processes measured them; each runs `file --rank ARGUMENTS ANSWER`."""
+    with tempfile.TemporaryDirectory() as answers:
+        answer = Path(answers) / "times.json"
+        with _processes(file, ranks, [*arguments, str(answer)]) as processes:
+            codes = [process.wait() for process in processes]
+        assert not any(codes), f"exit codes {codes}"
+        return {name: Timing(tuple(rounds)) for name, rounds in json.loads(answer.read_text()).items()}
+
+
+def beyond(times: dict[str, Timing]) -> Spread:
+    """Milliseconds per micro-batch that ours takes longer."""
+    pairs = zip(*(times[who].rounds_s for who in RIVALS), strict=True)
+    each = sorted((ours - bare) / (STEPS * MICRO) * 1e3 for ours, bare in pairs)
+    return Spread(each[len(each) // 2], each[0], each[-1])
+
+
+def place_here() -> Launched:
+    """Which of the processes this is."""
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return Launched(rank, ranks, rank, ranks)
+
+
+def measure(run: Run, bare: Callable[[int], None], micro: int, answer: Path) -> None:
+    """A rank's side: both rivals in turns, each begun by all processes together. `bare` is told the micro-batches."""
+    from supertuner.train.loop import train
+
+    def ours() -> None:
+        run.parallel.agree([0])
+        rewind(run)
+        train(run)
+
+    def other() -> None:
+        run.parallel.agree([0])
+        for _ in range(STEPS):
+            bare(micro)
+
+    times = interleave(dict(zip(RIVALS, (ours, other), strict=True)), ROUNDS)
+    if run.parallel.rank == 0:
+        answer.write_text(json.dumps({name: timing.rounds_s for name, timing in times.items()}))
+
+
+def samples(run: Run) -> Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Gives (clean, noise, level) of a micro-batch, of tensors that lie ready in memory."""
+    from supertuner.data.ordering.windows import micro_batches
+
+    order = run.maker.corpus.order
+    micros = micro_batches(order, range(order.epoch_length(0)), 1)
+    latents = torch.cat([run.maker.encoded.latents(micro)["latents"] for micro in micros])
+    texts = [run.maker.encoded.texts(micro)[0] for micro in micros]
+
+    def draw() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        picked = torch.randint(len(latents), (BATCH,))
+        clean = latents[picked].float()
+        run.family.pad_text(run.model, [texts[row] for row in picked.tolist()])
+        return clean, torch.randn(clean.shape), torch.sigmoid(torch.randn(BATCH)).view(-1, 1, 1, 1, 1)
+
+    return draw
+
+
+@contextmanager
+def opened_run(name: str, folder: Path, place: Launched, micro: int, **settings: Any) -> Iterator[Run]:
+    """The run of one of several processes, with every report that a user gets by default."""
+    from supertuner.config.load import load
+    from supertuner.tools.session import session
+    from supertuner.tools.training import with_reports
+    from supertuner.train.many.opening import open_parallel
+    from supertuner.train.many.pulse import MarkedProgress, MarkedSink, Pulse
+    from supertuner.train.setup import Outside, open_run
+
+    torch.set_num_threads(1)
+    config = folder / f"{name}.json"
+    if place.first:
+        windows = {"batch_size": BATCH, "gradient_accumulation_steps": micro, "max_steps": STEPS}
+        # fp32: what the peer computes in
+        made = write_config(folder, train={**windows, "mixed_precision": "fp32"}, run={"name": name}, **settings)
+        made.rename(config)
+    while not config.exists():  # the first writes it
+        time.sleep(0.01)
+    loaded, pulse = load(config), Pulse()
+    with ExitStack() as opened:
+
+        def enter(one: AbstractContextManager[Any]) -> Any:
+            return opened.enter_context(one)
+
+        parallel = enter(open_parallel(loaded.config.parallel, place, torch.device("cpu"), pulse))
+        work = enter(session(loaded, place))
+        sink = MarkedSink(with_reports(work, opened), pulse)
+        outside = Outside(sink, MarkedProgress(work.console, pulse), work.host)
+        yield enter(open_run(work.config, work.path.name, work.path, outside, parallel=parallel))
+
+
+@contextmanager
+def _processes(file: str, ranks: int, arguments: list[str]) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """The file as a launcher would start it; whatever happens, none is left."""
+    from torch._C._distributed_c10d import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(hours=1))
+    begun: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(ranks):
+            environ = {
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "RANK": str(rank),
+                "WORLD_SIZE": str(ranks),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(store.port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+            }
+            command = [sys.executable, "-W", "ignore", file, "--rank", *arguments]
+            quiet = None if rank == 0 else subprocess.DEVNULL
+            begun.append(subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL, stderr=quiet))
+        yield begun
+    finally:
+        for process in begun:
+            process.kill()
+            process.wait()
