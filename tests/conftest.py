@@ -18,6 +18,12 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_collection_finish() -> None:
+    """What was imported to get here stays: nobody need look through it again, on the phantom either."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_runtest_logstart(nodeid: str, location: tuple[str, int | None, str]) -> None:
     """Before anything of a test is made: what earlier ones left is freed, and what lives on is not looked at again.
     On the phantom it is: its tests count what is left of memory, and what is set aside is never freed."""
