@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,32 +20,27 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the ranks run this file as a script
 
-from benchmarks.harness import Row, at_most, in_memory_folder, noted, report, say
-from benchmarks.ranks import BATCH, MICRO, STEPS, beyond, measure, opened_run, place_here, samples, timed
+from benchmarks.harness import Row, at_most, in_memory_folder, noted, say
+from benchmarks.ranks import (
+    BATCH,
+    MICRO,
+    STEPS,
+    Layers,
+    beyond,
+    main_of,
+    measure,
+    opened_run,
+    place_here,
+    samples,
+    timed,
+)
 from benchmarks.runs import NearlyNothing, nearly_nothing
 from supertuner.train.run import Run
 
 LIMIT_MS = 1.0
-LAYERS, WIDTH = 32, 128
 
 
-class Layers(nn.Module):
-    """Half a million weights in 64 tensors, as an adapter has them: sums have something to carry."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
-
-    def forward(self, noisy: torch.Tensor) -> torch.Tensor:
-        hidden = noisy.flatten(1)[:, :WIDTH]
-        for layer in self.layers:
-            hidden = hidden + torch.tanh(layer(hidden))
-        return noisy + hidden.mean()
-
-
-MODELS: dict[str, Callable[[], nn.Module]] = {"one number": NearlyNothing, "64 tensors": Layers}
+MODELS: dict[str, Callable[[], nn.Module]] = {"one number": NearlyNothing, "66 tensors": partial(Layers, 32, 128)}
 
 
 def rows() -> list[Row]:
@@ -62,10 +58,10 @@ def rows() -> list[Row]:
     return found
 
 
-def run_rank(folder: Path, model: str, answer: Path) -> None:
+def run_rank(folder: str, model: str, answer: Path) -> None:
     place = place_here()
     micro = 2 * MICRO // place.ranks
-    with opened_run(f"many-{place.ranks}-{model.replace(' ', '-')}", folder, place, micro) as run:
+    with opened_run(f"many-{place.ranks}-{model.replace(' ', '-')}", Path(folder), place, micro) as run:
         _lighten(run, MODELS[model])
         measure(run, _bare(run, MODELS[model]()), micro, answer)
 
@@ -114,11 +110,7 @@ def _bare(run: Run, module: nn.Module) -> Callable[[int], None]:
 
 
 def main() -> int:
-    if sys.argv[1:2] == ["--rank"]:
-        folder, model, answer = sys.argv[2:]
-        run_rank(Path(folder), model, Path(answer))
-        return 0
-    return report(rows())
+    return main_of(rows, run_rank)
 
 
 if __name__ == "__main__":

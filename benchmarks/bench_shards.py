@@ -14,36 +14,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the ranks run this file as a script
 
-from benchmarks.harness import Row, at_most, in_memory_folder, report, say
-from benchmarks.ranks import BATCH, MICRO, STEPS, beyond, measure, opened_run, place_here, samples, timed
+from benchmarks.harness import Row, at_most, in_memory_folder, say
+from benchmarks.ranks import (
+    BATCH,
+    MICRO,
+    STEPS,
+    Layers,
+    beyond,
+    main_of,
+    measure,
+    opened_run,
+    place_here,
+    samples,
+    timed,
+)
 from benchmarks.runs import nearly_nothing
 from supertuner.train.run import Run
 
 RANKS = 2
 LIMIT_MS = 1.0
-LAYERS, WIDTH = 4, 256
-
-
-class Blocks(nn.Module):
-    """A quarter of a million weights in four blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
-            self.last = nn.Linear(WIDTH, 1)
-
-    def forward(self, noisy: torch.Tensor) -> torch.Tensor:
-        hidden = noisy.flatten(1)[:, :WIDTH]
-        for layer in self.layers:
-            hidden = hidden + torch.tanh(layer(hidden))
-        predicted: torch.Tensor = noisy + self.last(hidden).mean()
-        return predicted
 
 
 def rows() -> list[Row]:
@@ -55,9 +47,9 @@ def rows() -> list[Row]:
     return [at_most(name, beyond(times), LIMIT_MS, unit="ms", note=f"ours / bare {ours.median_s / bare.median_s:.2f}")]
 
 
-def run_rank(folder: Path, answer: Path) -> None:
+def run_rank(folder: str, answer: Path) -> None:
     settings = {"adapter": {"type": "full"}, "parallel": {"strategy": "fsdp"}, "model": {"experts": "low_noise"}}
-    with opened_run("shards", folder, place_here(), MICRO, **settings) as run:
+    with opened_run("shards", Path(folder), place_here(), MICRO, **settings) as run:
         _lighten(run)
         measure(run, _bare(run), MICRO, answer)
 
@@ -70,7 +62,7 @@ def _lighten(run: Run) -> None:
 
     (trainee,), sharing = run.trainees, run.parallel.sharing
     assert sharing is not None
-    module, expert = Blocks(), trainee.expert
+    module, expert = Layers(4, 256), trainee.expert
     trained = sharing.share_out(Trained(expert.name, "full", module, dict(module.named_parameters())))
     parameters = dict(trained.parameters)
     run.rules = replace(run.rules, denoise=nearly_nothing)
@@ -83,7 +75,7 @@ def _bare(run: Run) -> Callable[[int], None]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    module: Any = Blocks()
+    module: Any = Layers(4, 256)
     draw, mesh = samples(run), init_device_mesh("cpu", (RANKS,))
     for block in (*module.layers, module):
         fully_shard(block, mesh=mesh)
@@ -111,11 +103,7 @@ def _bare(run: Run) -> Callable[[int], None]:
 
 
 def main() -> int:
-    if sys.argv[1:2] == ["--rank"]:
-        folder, answer = sys.argv[2:]
-        run_rank(Path(folder), Path(answer))
-        return 0
-    return report(rows())
+    return main_of(rows, run_rank)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from benchmarks.harness import Spread, Timing, interleave
+from benchmarks.harness import Row, Spread, Timing, interleave, report
 from benchmarks.runs import rewind, write_config
 from supertuner.config.launched import Launched
 from supertuner.train.run import Run
@@ -26,6 +27,33 @@ STEPS, MICRO, BATCH = 100, 4, 4
 """Windows of a round, micro-batches of a window and process, samples of a micro-batch."""
 ROUNDS = 7
 RIVALS = ("ours", "bare")
+
+
+class Layers(nn.Module):
+    """Layers of `width` × `width` weights: sums have something to carry, and shards something to gather."""
+
+    def __init__(self, count: int, width: int) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(count))
+            self.last = nn.Linear(width, 1)
+
+    def forward(self, noisy: torch.Tensor) -> torch.Tensor:
+        hidden = noisy.flatten(1)[:, : self.last.in_features]
+        for layer in self.layers:
+            hidden = hidden + torch.tanh(layer(hidden))
+        predicted: torch.Tensor = noisy + self.last(hidden).mean()
+        return predicted
+
+
+def main_of(rows: Callable[[], list[Row]], run_rank: Callable[..., None]) -> int:
+    """A benchmark's command: the whole of it, or one of its processes."""
+    if sys.argv[1:2] == ["--rank"]:
+        *of, answer = sys.argv[2:]
+        run_rank(*of, Path(answer))
+        return 0
+    return report(rows())
 
 
 def timed(file: str, ranks: int, *arguments: str) -> dict[str, Timing]:

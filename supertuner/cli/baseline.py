@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from supertuner.cli.stage import Config, Sets
-from supertuner.core.errors import OptionError
+from supertuner.core.errors import BaselineError, OptionError
 
 if TYPE_CHECKING:
     from supertuner.tools.baseline.judging import Judged
@@ -97,12 +97,20 @@ def capture(
 
 @app.command("ls")
 def list_all(folder: Folder = Path("baseline")) -> None:
-    """List the baselines that were captured."""
+    """List the baselines that were captured, and say of those that cannot be read why."""
     from supertuner.tools.baseline.report import listing
     from supertuner.tools.baseline.store import load, names
 
-    found = [load(folder / name) for name in names(folder)]
-    typer.echo("\n".join(listing(found)) if found else f"no baseline in {folder}")
+    found, problems = [], []
+    for name in names(folder):
+        try:
+            found.append(load(folder / name))
+        except BaselineError as error:
+            problems.append(str(error))
+    lines = [*(listing(found) if found else []), *problems]
+    typer.echo("\n".join(lines) if lines else f"no baseline in {folder}")
+    if problems:
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -93,7 +93,7 @@ FSDP: Mapping[str, Heard] = {
     "FSDP_OFFLOAD_PARAMS": Heard(NO, "parallel.cpu_offload", YES, "it is true or false"),
     "FSDP_ACTIVATION_CHECKPOINTING": Heard(NO, "train.gradient_checkpointing", YES, "it is true or false"),
     "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": _switch(
-        "recomputed activations are not sent to host memory by the launcher's word; set it to false, see plan.apply"
+        "activations are sent to host memory by a plan, not by the launcher; set it to false, see plan.activations"
     ),
     "FSDP_SHARDING_STRATEGY": Heard(
         frozenset(("full_shard", "1")),

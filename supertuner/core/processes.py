@@ -21,13 +21,24 @@ def state_of(pid: int, since: int) -> Found:
     return "stopped" if fields[0] in "Tt" else "alive"
 
 
-def namespace() -> str:
-    """The same for processes that see each other under the same numbers."""
+def boot() -> str:
+    """What this machine is known by since it was started; empty where the system does not say."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+            return file.read().strip()
     except OSError:
-        return f"only {os.getpid()}"  # nobody is looked at by number where the system does not say this
+        return ""
+
+
+def namespace() -> str:
+    """The same for processes that see each other under the same numbers."""
+    machine = boot()
+    try:
+        numbers = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        numbers = ""
+    # Nobody is looked at by number where the system does not say both.
+    return f"{machine} {numbers}" if machine and numbers else f"only {os.getpid()}"
 
 
 def bytes_moved() -> int:

@@ -11,7 +11,6 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import xxhash
@@ -19,6 +18,7 @@ import xxhash
 from supertuner.arena.home import Home, default_home
 from supertuner.arena.peers import ALONE, Peers, meet
 from supertuner.config.tree import RunConfig
+from supertuner.core import processes
 from supertuner.core.errors import TrainError
 from supertuner.data.corpus import Corpus, Part
 from supertuner.train.parallel import Parallel
@@ -96,5 +96,4 @@ def _wait_for_all(parallel: Parallel) -> None:
 
 def _machine() -> str:
     """This machine since it was started; containers with names of their own are machines of their own."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return f"{platform.node() or 'localhost'} {boot.read_text().strip() if boot.exists() else ''}"
+    return f"{platform.node() or 'localhost'} {processes.boot()}"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from supertuner.cli import main
 from supertuner.core.errors import BaselineError, OptionError
 from supertuner.tools.baseline import checking, nvidia_smi
 from supertuner.tools.baseline.judging import Verdict
@@ -172,3 +173,16 @@ def test_a_baseline_of_a_later_version_may_have_more_fields(tmp_path: Path) -> N
     with pytest.raises(BaselineError, match="capture it again"):
         job_of(rest, one.steps, "here")
     assert isinstance(load(kept(tmp_path)), Baseline)
+
+
+def test_a_baseline_that_cannot_be_read_does_not_hide_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(tmp_path / "whole", baseline("whole"), "report", {})
+    save(tmp_path / "broken", baseline("broken"), "report", {})
+    (tmp_path / "broken" / BASELINE).write_text("{")
+    with pytest.raises(SystemExit) as ended:
+        main(["baseline", "ls", "--dir", str(tmp_path)])
+    said = capsys.readouterr().out
+    assert ended.value.code == 1
+    assert "whole" in said and "broken" in said and "capture it again" in said

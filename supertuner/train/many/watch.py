@@ -26,7 +26,7 @@ from supertuner.core import processes
 from supertuner.core.errors import PeerError
 from supertuner.train.many.broken import is_broken_connection
 from supertuner.train.many.life import Life, main_thread
-from supertuner.train.many.peers import Peers
+from supertuner.train.many.others import Others
 from supertuner.train.many.pulse import Pulse
 from supertuner.train.many.verdict import (
     Report,
@@ -64,7 +64,7 @@ class Watch:
         self._self = Report(
             place.rank, place.local_rank, platform.node(), processes.namespace(), pid, processes.born(pid)
         )
-        self._peers = Peers(store, self._self, place.ranks)
+        self._others = Others(store, self._self, place.ranks)
         self._life = Life(pulse, chunk_s=self._patience_s / 10)
         self._beats = 0
         self._verdict: Verdict | None = None
@@ -151,7 +151,7 @@ class Watch:
     def _beat(self) -> None:
         done = self._done.is_set()  # looked at once: nobody goes who has not told the others that it may
         self._life.beat()
-        self._peers.beat(self._life.elapsed_s)
+        self._others.beat(self._life.elapsed_s)
         own = self._report(left=done)
         self._say(own)
         if self._store.check([VERDICT]):
@@ -159,7 +159,7 @@ class Watch:
             return
         broken = self._broken.is_set()
         idle = self._life.idle_s >= self._patience_s
-        seen = [*self._peers.seen(everybody=broken or done or idle), Seen(own.rank, own, 0.0, State.ALIVE)]
+        seen = [*self._others.seen(everybody=broken or done or idle), Seen(own.rank, own, 0.0, State.ALIVE)]
         if done and all(one.report is not None and one.report.left for one in seen):
             self._all_left.set()
             return
@@ -197,7 +197,7 @@ class Watch:
 
     def _hear(self, verdict: Verdict) -> None:
         self._verdict = verdict
-        self._peers.end(verdict)
+        self._others.end(verdict)
         self._decided.set()
 
     def _tell(self, verdict: Verdict) -> None:

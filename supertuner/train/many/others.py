@@ -15,7 +15,7 @@ MOST_LOOKED_AT = 16
 """Others that each process looks at; in larger jobs, the next ones by rank."""
 
 
-class Peers:
+class Others:
     """What is known of the others."""
 
     def __init__(self, store: Store, own: Report, ranks: int) -> None:
