@@ -21,8 +21,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-Rows: TypeAlias = Callable[[str, tuple[int, ...]], range | None]
-"""Tensor and its whole shape → the rows of it that are wanted; None: all of it."""
+class Wanted(NamedTuple):
+    """What a process wants of a tensor."""
+
+    shape: tuple[int, ...]
+    """Of the whole one. The files cannot know it: where its last rows are lost, a half looks like a whole."""
+    rows: range
+
+
+Rows: TypeAlias = Callable[[str], Wanted | None]
+"""Tensor → what is wanted of it, unless it is a single number; None: all of it."""
 
 
 class Piece(NamedTuple):
@@ -71,9 +79,12 @@ class Parts(Mapping[str, dict[str, "Tensor"]]):
         with _said(self._path / name), opened_folder(self._path) as folder_fd:
             for one, pieces in self.pieces(name).items():
                 shape = _whole(pieces)
-                rows = wanted(one, shape) if shape else None
-                if rows is None:
-                    rows = range(shape[0] if shape else 1)
+                want = (wanted(one) if shape else None) or Wanted(shape, range(shape[0] if shape else 1))
+                if want.shape != shape:
+                    what = f"{one} of {name} ends as {list(shape)}, wanted is {list(want.shape)}"
+                    cause = "rows are missing, or it is of another model"
+                    raise damaged(self._path / pieces[-1].file, f"{what}: {cause}")
+                rows = want.rows
                 found[one] = tensor_file.empty((len(rows), *shape[1:]) if shape else (), pieces[0].entry)
                 for piece in pieces:
                     self._read_rows(folder_fd, piece, rows, found[one])
@@ -90,6 +101,10 @@ class Parts(Mapping[str, dict[str, "Tensor"]]):
             first, into = begin - piece.first, tensor[begin - rows.start : end - rows.start]
         with opened(folder_fd, self._path / piece.file) as fd:
             tensor_file.read_rows(fd, piece.header_bytes, piece.entry, first, into)
+
+    def is_shared_out(self, name: str) -> bool:
+        """Whether its rows are in the files of several processes."""
+        return len(self._files[name]) > 1
 
     def pieces(self, name: str) -> dict[str, list[Piece]]:
         """Tensor → where its rows are, in their order; CheckpointError unless each of them is there once."""

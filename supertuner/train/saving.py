@@ -17,7 +17,7 @@ from supertuner.models.spec import Tensors
 from supertuner.optim import state as optimizer_state
 from supertuner.step.window import Trainee
 from supertuner.train import checkpoint
-from supertuner.train.checkpoint_parts import Rows
+from supertuner.train.checkpoint_parts import Wanted
 from supertuner.train.checkpoint_reading import Loaded
 from supertuner.train.run import Run
 
@@ -71,19 +71,22 @@ def _begins(trained: adapters.Trained, tensors: Tensors) -> dict[str, int]:
     }
 
 
-def _rows(trained: adapters.Trained) -> Rows | None:
-    """The rows that are here of what a checkpoint has; None: all of them."""
-    if trained.parts is None:
-        return None
-    places, here = trained.parts.places, trained.parameters
+def _read(loaded: Loaded, part: str, trained: adapters.Trained) -> Tensors:
+    """A part of a checkpoint, or the rows of it that are here."""
+    if trained.parts is not None:
+        places = trained.parts.places
+    elif part in loaded.parts and loaded.parts.is_shared_out(part):
+        places = {name: adapters.Place(tuple(one.shape), 0) for name, one in trained.parameters.items()}
+    else:
+        return loaded.part(part)
 
-    def rows(name: str, shape: tuple[int, ...]) -> range | None:
+    def rows(name: str) -> Wanted | None:
         place = places.get(_parameter(name))
-        if place is None or place.shape != shape:
+        if place is None:
             return None
-        return range(place.begin, place.begin + len(here[_parameter(name)]))
+        return Wanted(place.shape, range(place.begin, place.begin + len(trained.parameters[_parameter(name)])))
 
-    return rows
+    return loaded.part(part, rows)
 
 
 def _parameter(name: str) -> str:
@@ -225,15 +228,15 @@ def _restore_expert(run: Run, trainee: Trainee, loaded: Loaded, experts: dict[st
     if not isinstance(facts, dict) or not isinstance(facts.get("optimizer"), dict):
         has = ", ".join(experts) or "none"
         raise CheckpointError(f"{loaded.path}: has no state of the expert {expert}, it has {has}; see model.experts")
-    rows = _rows(run.trained[expert])
-    adapters.load_state(run.trained[expert], loaded.part(f"adapter.{expert}", rows))
+    trained = run.trained[expert]
+    adapters.load_state(trained, _read(loaded, f"adapter.{expert}", trained))
     home = None if run.acts is None else run.acts.state_home(expert)
-    optimizer_state.unpack(trainee.optimizer, loaded.part(f"optimizer.{expert}", rows), facts["optimizer"], home)
+    optimizer_state.unpack(trainee.optimizer, _read(loaded, f"optimizer.{expert}", trained), facts["optimizer"], home)
     if trainee.ema is not None:
         updates = facts.get("ema_updates")
         if not isinstance(updates, int):
             raise CheckpointError(f"{loaded.path}: has no moving average of {expert}; unset train.ema_decay")
-        trainee.ema.load(loaded.part(f"ema.{expert}", rows), updates)
+        trainee.ema.load(_read(loaded, f"ema.{expert}", trained), updates)
     if trainee.scaler is not None:
         scaler = facts.get("scaler")
         if not isinstance(scaler, dict):

@@ -10,10 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors import safe_open
 from safetensors.numpy import load_file
+from safetensors.torch import load_file as load_torch
 
 from tests.many.ranks import command, run_launched, said
 from tests.many.runs import STEPS, a_run, run_folder, train
+from tests.train.checkpoints import forge
 from tests.train.runs import artefacts
 
 CLOSE = 1e-6
@@ -125,6 +128,27 @@ def test_a_run_stopped_in_two_parts_goes_on_in_others(stopped: Path, whole: Path
     ended = run_launched(ranks, train, stopped)
     assert any("going on after step 3" in line for line in ended[0].said)
     assert_alike(run, whole)
+
+
+@pytest.mark.parametrize(("part", "ranks"), [("adapter", 1), ("adapter", 2), ("optimizer", 2)])
+def test_a_checkpoint_that_lost_half_of_a_tensor_is_refused_by_all(
+    stopped: Path, tmp_path: Path, part: str, ranks: int
+) -> None:
+    """The second process's rows of one tensor are gone, and its manifest knows of nothing else."""
+    made = again(stopped) / "checkpoints" / "step-00000003"
+    file = f"{part}.high_noise.shard-00001-of-00002.safetensors"
+    tensors = load_torch(made / file)
+    with safe_open(made / file, "pt") as opened:
+        told = json.loads(opened.metadata()["DCP_SHARDING_INFO"])
+    begins = {name: told[name]["saved_offsets"][0] for name in tensors}
+    lost = next(name for name in tensors if begins[name] == len(tensors[name]))  # two halves that are alike
+    del tensors[lost]
+    forge(made, file, tensors, begins)
+    assert run_launched(ranks, command, tmp_path, "train", str(stopped)) == [1] * ranks
+    refusal = f"{file.replace('00001-of', '00000-of')}: {lost} of {part}.high_noise ends as"
+    words = " ".join(said(tmp_path, 0).split())
+    assert refusal in words and "resume from another one" in words
+    assert all(refusal in (there := said(tmp_path, rank)) or not there for rank in range(1, ranks))
 
 
 @pytest.mark.parametrize(

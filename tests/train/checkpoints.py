@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
+import xxhash
 
 from supertuner.core.events import Event, Warned
 from supertuner.core.types import JSON
+from supertuner.train import tensor_file
+from supertuner.train.checkpoint_format import json_bytes
 
 LAYER = "blocks.0.attn1.to_q"
 
@@ -39,6 +43,18 @@ def bytes_of(checkpoint: Path) -> dict[str, bytes]:
 def tree(folder: Path) -> dict[str, bytes]:
     """Every file below a folder, hidden ones included, with its content."""
     return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else b"/" for p in sorted(folder.rglob("*"))}
+
+
+def forge(made: Path, file: str, tensors: dict[str, torch.Tensor], begins: dict[str, int]) -> None:
+    """Put another file in its place, with a manifest that fits."""
+    layout = tensor_file.lay_out(tensors, tensor_file.rows_metadata(begins, tensors))
+    content = b"".join(layout.chunks())
+    (made / file).write_bytes(content)
+    body = json.loads((made / "manifest.json").read_text())
+    del body["checksum"]
+    body["files"][file] = {"bytes": len(content), "xxh3_128": xxhash.xxh3_128_hexdigest(content)}
+    whole = {**body, "checksum": xxhash.xxh3_128_hexdigest(json_bytes(body))}
+    (made / "manifest.json").write_bytes(json_bytes(whole))
 
 
 class Heard:

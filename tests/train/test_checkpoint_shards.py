@@ -21,8 +21,8 @@ from supertuner.core.host import Host
 from supertuner.core.types import JSON
 from supertuner.train import tensor_file
 from supertuner.train.checkpoint import Sharers, find, latest, load, save, verify
-from supertuner.train.checkpoint_format import json_bytes
-from tests.train.checkpoints import bytes_of, state_at, tree
+from supertuner.train.checkpoint_parts import Rows, Wanted
+from tests.train.checkpoints import bytes_of, forge, state_at, tree
 
 ROWS = {"a.weight": (7, 3), "b.weight": (2, 2, 5), "c.bias": (5,), "d.bias": (1,)}
 """Shapes that no number of processes divides."""
@@ -91,6 +91,16 @@ def save_all(folder: Path, ranks: int, order: Callable[[int], float] = lambda ra
     return made[0]
 
 
+def wanted_by(rank: int, ranks: int) -> Rows:
+    """What a process wants of the tensors of ROWS, and of an optimizer's that belong to them."""
+
+    def rows(name: str) -> Wanted | None:
+        shape = ROWS[name.partition("/")[0]]
+        return Wanted(shape, rows_of(shape[0], rank, ranks))
+
+    return rows
+
+
 def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
     return found.keys() == expected.keys() and all(
         found[name].dtype == one.dtype and torch.equal(found[name], one) for name, one in expected.items()
@@ -122,9 +132,8 @@ def test_any_number_of_processes_reads_the_rows_that_it_has(tmp_path: Path, writ
         loaded = load(made, checked=rank > 0)
         expected, _ = shared_out(whole_parts(), rank, readers)
         for part in ("adapter.default", "optimizer.default"):
-            shapes = {name: tuple(one.shape) for name, one in whole_parts()[part].items()}
-            found = loaded.part(part, lambda name, shape, r=rank: rows_of(shape[0], r, readers))  # type: ignore[misc]
-            assert same(found, expected[part]), (rank, part, shapes)
+            found = loaded.part(part, wanted_by(rank, readers))
+            assert same(found, expected[part]), (rank, part)
 
 
 def test_the_same_content_is_the_same_bytes_in_whatever_order_they_come(tmp_path: Path) -> None:
@@ -229,23 +238,8 @@ def test_room_is_asked_for_all_of_them(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "c") == []
 
 
-def forge(made: Path, file: str, tensors: dict[str, torch.Tensor], begins: dict[str, int]) -> None:
-    """Put another file in its place, with a manifest that fits."""
-    import json
-
-    import xxhash
-
-    layout = tensor_file.lay_out(tensors, tensor_file.rows_metadata(begins, tensors))
-    content = b"".join(layout.chunks())
-    (made / file).write_bytes(content)
-    body = json.loads((made / "manifest.json").read_text())
-    del body["checksum"]
-    body["files"][file] = {"bytes": len(content), "xxh3_128": xxhash.xxh3_128_hexdigest(content)}
-    whole = {**body, "checksum": xxhash.xxh3_128_hexdigest(json_bytes(body))}
-    (made / "manifest.json").write_bytes(json_bytes(whole))
-
-
 SECOND = "adapter.default.shard-00001-of-00002.safetensors"
+BEGINS = {"a.weight": 4, "b.weight": 1, "c.bias": 3}
 
 
 @pytest.mark.parametrize(
@@ -266,6 +260,28 @@ def test_rows_that_do_not_fit_together_are_told(
     assert said in problem and SECOND in problem
     with pytest.raises(CheckpointError, match=said):
         load(made).part("adapter.default")
+
+
+@pytest.mark.parametrize("readers", [1, 2])
+@pytest.mark.parametrize("left", [{"c.bias": torch.zeros(1)}, {}], ids=["a row is left", "none is left"])
+def test_a_tensor_whose_last_rows_are_lost_is_refused_by_whoever_wants_any(
+    tmp_path: Path, left: dict[str, torch.Tensor], readers: int
+) -> None:
+    """c.bias has 5 rows, 3 and 2: whoever reads can know that, the files cannot."""
+    made = save_all(tmp_path / "c", 2)
+    forge(made, SECOND, {"a.weight": torch.zeros(3, 3), "b.weight": torch.zeros(1, 2, 5).bfloat16(), **left}, BEGINS)
+    file = SECOND if left else SECOND.replace("00001-of", "00000-of")
+    for rank in range(readers):
+        with pytest.raises(CheckpointError, match=rf"{file}: c.bias of adapter.default ends as .*, wanted is \[5\]"):
+            load(made).part("adapter.default", wanted_by(rank, readers))
+
+
+def test_half_a_tensor_in_one_file_is_not_taken_for_the_half_of_a_process(tmp_path: Path) -> None:
+    parts = whole_parts()
+    parts["adapter.default"]["a.weight"] = parts["adapter.default"]["a.weight"][:4]
+    made = save(tmp_path / "c", 40, parts, state_at(40), keep=2, host=Host())
+    with pytest.raises(CheckpointError, match=r"a\.weight of adapter\.default ends as"):
+        load(made).part("adapter.default", wanted_by(0, 2))
 
 
 def test_a_part_without_one_of_its_files_is_refused(tmp_path: Path) -> None:
