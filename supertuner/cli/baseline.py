@@ -23,7 +23,9 @@ Peer = Annotated[
     typer.Option(metavar="SCRIPT", help="Keep ratios against a script that does the same work, and no times."),
 ]
 Limit = Annotated[float, typer.Option(min=0.1, max=100, metavar="PERCENT", help="How much worse is a regression.")]
-Repeats = Annotated[int, typer.Option(min=1, help="Rounds, each of new processes; more follow while undecided.")]
+Repeats = Annotated[
+    int, typer.Option(min=1, help="Rounds, each of new processes; as many again follow while undecided.")
+]
 Most = Annotated[int | None, typer.Option(min=1, help="Rounds at most.", show_default="three times --repeats")]
 Fewer = Annotated[int | None, typer.Option(min=2, help="Steps of each run.", show_default="those of the baseline")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of Markdown.")]

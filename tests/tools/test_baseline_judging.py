@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from supertuner.tools.baseline.judging import Judged, Verdict, judge
+from supertuner.tools.baseline.judging import Judged, Terms, Verdict, judge
 from supertuner.tools.baseline.losses import Likeness
 from supertuner.tools.baseline.record import Job
 from supertuner.tools.baseline.statistics import Interval, blocks, interval, quantile
@@ -18,7 +18,7 @@ from tests.tools.baselining import MIB, job, jobs
 
 
 def judged(old: list[Job], new: list[Job], turn_steps: int = 5, limit: float = 0.05) -> Judged:
-    return judge(old, new, turn_steps=turn_steps, limit=limit, precision="fp32", how="as a test does")
+    return judge(old, new, Terms(turn_steps, limit), precision="fp32", how="as a test does")
 
 
 def verdicts(found: Judged) -> dict[str, Verdict]:

@@ -15,7 +15,7 @@ from supertuner.core.errors import BaselineError
 from supertuner.core.events import Measured, Noted, Silence
 from supertuner.sinks import training
 from supertuner.tools.baseline.capturing import Scenario
-from supertuner.tools.baseline.judging import Verdict, judge
+from supertuner.tools.baseline.judging import Terms, Verdict, judge
 from supertuner.tools.baseline.record import Order
 from supertuner.tools.baseline.recorder import Recorder
 from supertuner.tools.baseline.rounds import Pairs, Side, both_fit, run_rounds, turn_steps_of
@@ -166,11 +166,11 @@ def test_rounds_go_on_while_the_noise_does_not_let_tell_and_change_who_is_first(
 
     def undecided(pairs: Pairs) -> bool:
         asked.append(len(pairs.new))
-        return len(pairs.new) < 3
+        return len(pairs.new) < 4
 
     sides = [Side(worker(6, title=name), Scenario(tmp_path, (), 6, tmp_path / "runs", name)) for name in ("old", "new")]
     found = run_rounds(*sides, tmp_path, turn_steps=3, rounds=2, most=9, undecided=undecided, progress=Silence())
-    assert asked == [2, 3] and (len(found.old), len(found.new)) == (3, 3)
+    assert asked == [2, 4] and (len(found.old), len(found.new)) == (4, 4)
     first = [min(eval((tmp_path / f"{side}-{at}" / "spans").read_text())) for at in (1, 2) for side in ("old", "new")]
     assert first[0] < first[1] and first[3] < first[2]
 
@@ -182,7 +182,7 @@ def test_a_slower_process_is_found_worse_by_real_clocks(tmp_path: Path) -> None:
         for name, sleep_s in (("old", 0.01), ("new", 0.02))
     ]
     pairs = run_rounds(*sides, tmp_path, turn_steps=5, rounds=2, most=2, undecided=lambda _: False, progress=Silence())
-    found = judge(pairs.old, pairs.new, turn_steps=5, precision="fp32", how="")
+    found = judge(pairs.old, pairs.new, Terms(turn_steps=5), precision="fp32", how="")
     assert {one.name: one.verdict for one in found.figures}["step"] is not Verdict.SAME
     assert next(one.found.ratio for one in found.figures if one.name == "step") > 1.3
 

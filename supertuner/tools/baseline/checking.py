@@ -28,9 +28,9 @@ from supertuner.tools.baseline.capturing import (
     scenario,
     settings_of,
 )
-from supertuner.tools.baseline.judging import LIMIT, Judged, judge
+from supertuner.tools.baseline.judging import LIMIT, Judged, Terms, judge
 from supertuner.tools.baseline.record import Job
-from supertuner.tools.baseline.rounds import Pairs, Side, both_fit, run_rounds, turn_steps_of
+from supertuner.tools.baseline.rounds import Pairs, Side, both_fit, due, looks, run_rounds, turn_steps_of
 from supertuner.tools.baseline.store import CONFIG, Baseline, find, load
 from supertuner.tools.baseline.turns import Command, ended_by_sigterm, scratch
 
@@ -46,6 +46,13 @@ class Asked:
     most: int = 3 * REPEATS
     steps: int | None = None
     """None: as many as the baseline has."""
+
+    def __post_init__(self) -> None:
+        if self.most < self.rounds:
+            raise OptionError(f"--most {self.most} is below --repeats {self.rounds}; raise it, or lower --repeats")
+
+    def terms(self, turn_steps: int) -> Terms:
+        return Terms(turn_steps, self.limit, looks(self.rounds, self.most))
 
 
 def check(
@@ -87,8 +94,7 @@ def compare(folder: Path, names: tuple[str, str], asked: Asked) -> tuple[Path, J
     judged = judge(
         old.jobs,
         new.jobs,
-        turn_steps=-1,
-        limit=asked.limit,
+        Terms(turn_steps=-1, limit=asked.limit),
         precision=old.precision,
         how=f"{_kept_text(old)}, and {_kept_text(new)}",
         notes=notes,
@@ -134,9 +140,7 @@ def _in_rounds(
     how = f"{old.command.title} and {new.command.title}, {how}"
 
     def judged(pairs: Pairs) -> Judged:
-        return judge(
-            pairs.old, pairs.new, turn_steps=turn, limit=asked.limit, precision=precision, how=how, notes=notes
-        )
+        return judge(pairs.old, pairs.new, asked.terms(turn), precision=precision, how=how, notes=notes)
 
     pairs = run_rounds(
         old,
@@ -167,17 +171,9 @@ def _against_kept(
     while True:
         at = len(jobs) + 1
         jobs.append(measure(command, work, out, at, max(at, asked.rounds), progress))
-        if at < asked.rounds:
+        if at < asked.most and not due(at, asked.rounds):
             continue
-        judged = judge(
-            base.jobs,
-            jobs,
-            turn_steps=-1,
-            limit=asked.limit,
-            precision=base.precision,
-            how=_kept_text(base),
-            notes=notes,
-        )
+        judged = judge(base.jobs, jobs, asked.terms(-1), precision=base.precision, how=_kept_text(base), notes=notes)
         if not judged.undecided or at >= asked.most:
             break
     here = machine.facts(machine.diagnostics(Host(), environ))

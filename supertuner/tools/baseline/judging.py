@@ -38,6 +38,20 @@ COLD_TURN_STEPS: Final = 4
 """In turns of at least so many steps the first of each is left out: the other process had the CPU's caches."""
 
 
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """How two sides are held against each other."""
+
+    turn_steps: int
+    """Both ran in pairs, the first with the first, in turns of so many steps (0: one after the other, in pairs all the
+    same; below 0: not together)."""
+    limit: float = LIMIT
+    looks: int = 1
+    """How many times it may be judged, with more rounds each time, until it is decided."""
+    quick: bool = False
+    """By the quickest steps wherever these are the better known."""
+
+
 class Verdict(StrEnum):
     WORSE = "worse"
     UNDECIDED = "undecided"
@@ -104,19 +118,14 @@ class Judged:
 def judge(
     old: Sequence[Job],
     new: Sequence[Job],
+    terms: Terms,
     *,
-    turn_steps: int,
-    limit: float = LIMIT,
     precision: str,
     how: str,
     notes: tuple[str, ...] = (),
-    quick: bool = False,
 ) -> Judged:
-    """`turn_steps`: both ran in pairs, the first with the first, in turns of so many steps (0: one after the other, in
-    pairs all the same; below 0: not together). `quick`: by the quickest steps wherever these are
-    the better known."""
-    figures = [step_time(old, new, turn_steps, limit, quick), sample_time(old, new, turn_steps, limit, quick)]
-    figures += [*start_up(old, new, max(limit, START_LIMIT)), *memory(old, new, limit)]
+    figures = [step_time(old, new, terms), sample_time(old, new, terms)]
+    figures += [*start_up(old, new, terms), *memory(old, new, terms)]
     losses = compare(old, new, precision)
     return Judged(tuple(figures), losses, hints(old[-1].hints, new[-1].hints), len(new), how, notes)
 
@@ -130,30 +139,33 @@ def verdict(found: Interval, limit: float) -> Verdict:
     return Verdict.BETTER if found.middle < -most and found.high < 0 else Verdict.SAME
 
 
-def step_time(old: Sequence[Job], new: Sequence[Job], turn_steps: int, limit: float, quick: bool) -> Figure:
+def step_time(old: Sequence[Job], new: Sequence[Job], terms: Terms) -> Figure:
     """The step itself: medians of blocks, step by step against the same step of the other side."""
     unit, of = _per_step(old[0], new[0])
-    found = _both(old, new, turn_steps, lambda job: [of(step) for step in job.steps], sums=False)
+    found = _both(old, new, terms, lambda job: [of(step) for step in job.steps], sums=False)
     a, b = (statistics.median([of(step) for job in side for step in _warm(job)]) for side in (old, new))
-    figure = Figure("step", unit, a, b, found, limit, verdict(found, limit), "median, from first batch to update")
-    return _settled(figure, old, new, turn_steps, of, quick)
+    figure = Figure(
+        "step", unit, a, b, found, terms.limit, verdict(found, terms.limit), "median, from first batch to update"
+    )
+    return _settled(figure, old, new, terms, of)
 
 
-def sample_time(old: Sequence[Job], new: Sequence[Job], turn_steps: int, limit: float, quick: bool) -> Figure:
+def sample_time(old: Sequence[Job], new: Sequence[Job], terms: Terms) -> Figure:
     """All of the time between two steps, by sample: what a whole run takes."""
-    found = _both(old, new, turn_steps, lambda job: [step.wall_s / step.window for step in job.steps], sums=True)
+    found = _both(old, new, terms, lambda job: [step.wall_s / step.window for step in job.steps], sums=True)
     a, b = (statistics.median([1 / job.samples_per_s for job in side]) for side in (old, new))
     note = "with logs, saves and validations between steps"
-    figure = Figure("time per sample", "s/sample", a, b, found, limit, verdict(found, limit), note)
-    return _settled(figure, old, new, turn_steps, lambda step: step.wall_s / step.window, quick)
+    figure = Figure("time per sample", "s/sample", a, b, found, terms.limit, verdict(found, terms.limit), note)
+    return _settled(figure, old, new, terms, lambda step: step.wall_s / step.window)
 
 
-def start_up(old: Sequence[Job], new: Sequence[Job], limit: float) -> list[Figure]:
+def start_up(old: Sequence[Job], new: Sequence[Job], terms: Terms) -> list[Figure]:
     """From the command to the first step, with like against like: data that were ready, or that were not."""
+    limit = max(terms.limit, START_LIMIT)
     for cold in (False, True):
         sides = [[job.start.first_step_s for job in side if job.start.cold is cold] for side in (old, new)]
         if all(sides):
-            found = _of_each(sides)
+            found = _of_each(sides, terms.looks)
             note = "from the command to the first step, " + ("data encoded on the way" if cold else "data ready")
             a, b = (statistics.median(side) for side in sides)
             judged = verdict(found, limit) if min(map(len, sides)) > 1 else Verdict.UNJUDGED
@@ -162,7 +174,7 @@ def start_up(old: Sequence[Job], new: Sequence[Job], limit: float) -> list[Figur
     return []
 
 
-def memory(old: Sequence[Job], new: Sequence[Job], limit: float) -> list[Figure]:
+def memory(old: Sequence[Job], new: Sequence[Job], terms: Terms) -> list[Figure]:
     """Peaks by kind, of kinds that both sides know and that are large enough to speak of."""
     found = []
     for kind in dict.fromkeys(kind for job in (*old, *new) for kind in job.peaks):
@@ -170,9 +182,9 @@ def memory(old: Sequence[Job], new: Sequence[Job], limit: float) -> list[Figure]
         if not all(sides) or max(map(max, sides)) < LEAST_BYTES:
             continue
         a, b = (statistics.median(side) for side in sides)
-        ratio = _of_each(sides)
-        judged = verdict(ratio, limit) if abs(b - a) >= LEAST_BYTES else Verdict.SAME
-        found.append(Figure(f"peak {kind}", "bytes", a, b, ratio, limit, judged))
+        ratio = _of_each(sides, terms.looks)
+        judged = verdict(ratio, terms.limit) if abs(b - a) >= LEAST_BYTES else Verdict.SAME
+        found.append(Figure(f"peak {kind}", "bytes", a, b, ratio, terms.limit, judged))
     return sorted(found, key=lambda figure: -figure.old)
 
 
@@ -187,35 +199,42 @@ def hints(old: Mapping[str, int], new: Mapping[str, int]) -> str | None:
 
 
 def _both(
-    old: Sequence[Job], new: Sequence[Job], turn_steps: int, values: Callable[[Job], list[float]], *, sums: bool
+    old: Sequence[Job], new: Sequence[Job], terms: Terms, values: Callable[[Job], list[float]], *, sums: bool
 ) -> Interval:
+    turn_steps = terms.turn_steps
     length = min(len(job.steps) for job in (*old, *new))
     kept = _kept(length, turn_steps)
     size = max(turn_steps, 1) if not sums and turn_steps > 0 else max(1, len(kept) // BLOCKS)
     if turn_steps >= 0:
         pairs = [_joined(values(b), values(a), kept, size, sums) for a, b in zip(old, new, strict=True)]
-        return interval(pairs)
+        return interval(pairs, terms.looks)
     typical = [statistics.median(column) for column in zip(*(values(job)[:length] for job in old), strict=True)]
-    sides = [interval([_joined(values(job), typical, kept, size, sums) for job in side]) for side in (new, old)]
+    sides = [
+        interval([_joined(values(job), typical, kept, size, sums) for job in side], terms.looks) for side in (new, old)
+    ]
     return sides[0].minus(sides[1])
 
 
 def _settled(
-    figure: Figure, old: Sequence[Job], new: Sequence[Job], turn_steps: int, of: Callable[[Step], float], quick: bool
+    figure: Figure, old: Sequence[Job], new: Sequence[Job], terms: Terms, of: Callable[[Step], float]
 ) -> Figure:
     """The figure, judged by undisturbed steps if its median does not let tell, or, if `quick`, tells less well."""
-    if (figure.verdict is not Verdict.UNDECIDED and not quick) or min(len(old), len(new)) < 2:
+    if (figure.verdict is not Verdict.UNDECIDED and not terms.quick) or min(len(old), len(new)) < 2:
         return figure
     sides = [[_undisturbed(job, of) for job in side] for side in (old, new)]
     if not all(value for side in sides for value in side):
         return figure
-    together = turn_steps >= 0
-    found = interval([[math.log(b / a)] for a, b in zip(*sides, strict=True)]) if together else _of_each(sides)
+    if terms.turn_steps >= 0:
+        found = interval([[math.log(b / a)] for a, b in zip(*sides, strict=True)], terms.looks)
+    else:
+        found = _of_each(sides, terms.looks)
     judged = verdict(found, figure.limit)
-    if judged is Verdict.UNDECIDED if not quick else found.width > figure.found.width:
+    if judged is Verdict.UNDECIDED if not terms.quick else found.width > figure.found.width:
         return figure
     a, b = (statistics.median(side) for side in sides)
-    note = f"of the quickest {QUICK_SHARE:.0%} of steps" + ("" if quick else ": others disturbed the median too much")
+    note = f"of the quickest {QUICK_SHARE:.0%} of steps" + (
+        "" if terms.quick else ": others disturbed the median too much"
+    )
     return Figure(figure.name, figure.unit, a, b, found, figure.limit, judged, note)
 
 
@@ -246,9 +265,9 @@ def _kept(length: int, turn_steps: int) -> list[int]:
     return found or list(range(length))
 
 
-def _of_each(sides: Sequence[Sequence[float]]) -> Interval:
+def _of_each(sides: Sequence[Sequence[float]], looks: int) -> Interval:
     """Of figures of which each process has one; both sides by themselves."""
-    old, new = (interval([[math.log(value)] for value in side]) for side in sides)
+    old, new = (interval([[math.log(value)] for value in side], looks) for side in sides)
     return new.minus(old)
 
 

@@ -125,9 +125,8 @@ def measure(
 
         def ratios(pairs: Pairs) -> Ratios:
             how = f"in turns of {turn} steps"
-            found = judge(
-                pairs.old, pairs.new, turn_steps=turn, limit=asked.limit, precision="fp32", how=how, quick=True
-            )
+            terms = replace(asked.terms(turn), quick=True)
+            found = judge(pairs.old, pairs.new, terms, precision="fp32", how=how)
             return _ratios(found, pairs.new)
 
         pairs = run_rounds(

@@ -1,7 +1,8 @@
 """Two sides measured in rounds: in turns of some steps where memory holds both, else one after the other.
 
-Every round is a pair of new processes, and which of them goes first changes from round to round. More rounds follow
-while the noise does not let tell.
+Every round is a pair of new processes, and which of them goes first changes from round to round. While the noise does
+not let tell as many rounds follow again. Nobody looks in between: each look is a chance to be fooled, and the fewer
+there may be, the more can be told from each.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def run_rounds(
     undecided: Callable[[Pairs], bool],
     progress: Progress,
 ) -> Pairs:
-    """At least `rounds`, and more while anything is undecided, but not more than `most`."""
+    """`rounds`, and as many again while anything is undecided, but not more than `most`."""
     found = Pairs()
     while True:
         at = len(found.new) + 1
@@ -63,8 +64,18 @@ def run_rounds(
             f"round {at} of {rounds if at <= rounds else most}: {old.command.title}, {new.command.title}"
         ):
             _round(old, new, out, at, turn_steps, found)
-        if at >= rounds and (at >= most or not undecided(found)):
+        if at >= most or (due(at, rounds) and not undecided(found)):
             return found
+
+
+def due(at: int, rounds: int) -> bool:
+    """Whether it is judged after round `at`, with more to come. Of how processes differ one round says nothing."""
+    return at % rounds == 0 and at > 1
+
+
+def looks(rounds: int, most: int) -> int:
+    """How many times it may be judged in all."""
+    return 1 + sum(due(at, rounds) for at in range(1, most))
 
 
 def _round(old: Side, new: Side, out: Path, at: int, turn_steps: int, found: Pairs) -> None:

@@ -4,6 +4,10 @@ What is compared is logarithms of seconds (or bytes), so that a ratio and its in
 sources, and both count. Within a process times wander, and not independently from step to step: so neighbouring steps
 are joined to blocks, and blocks are drawn again and again (bootstrap). And no process is quite like another (where its
 memory lies, say): so between repeats there is Student's interval over their middles. The wider of the two is told.
+
+Whoever looks after every round, and ends when a look decides, has as many chances to be fooled as looks. So the error
+is shared out over all `looks` that there may be (Bonferroni): the interval of each look is the wider for it, and all of
+them together hold the truth with the confidence that is told.
 """
 
 from __future__ import annotations
@@ -16,9 +20,6 @@ from typing import Final
 
 CONFIDENCE: Final = 0.95
 DRAWS: Final = 1000
-STUDENT: Final = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145)
-"""Two-sided 95 % quantiles of Student's t for 1, 2, … degrees of freedom."""
-STUDENT_FAR: Final = 2.131
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +50,14 @@ class Interval:
         return math.exp(self.low), math.exp(self.high)
 
 
-def interval(repeats: Sequence[Sequence[float]]) -> Interval:
+def interval(repeats: Sequence[Sequence[float]], looks: int = 1) -> Interval:
     """The middle of what repeats gave; each repeat is a list of blocks, of which each is one figure."""
     assert repeats and all(repeats), "nothing was measured"
     middles = [statistics.median(blocks) for blocks in repeats]
     middle = statistics.median(middles)
-    low, high = _drawn(repeats)
-    reach = _between(middles)
+    tail = (1 - CONFIDENCE) / 2 / looks
+    low, high = _drawn(repeats, tail)
+    reach = _between(middles, tail)
     return Interval(middle, min(low, middle - reach, middle), max(high, middle + reach, middle))
 
 
@@ -80,7 +82,7 @@ def quantile(values: Sequence[float], share: float) -> float:
     return ordered[below] + (ordered[above] - ordered[below]) * (at - below)
 
 
-def _drawn(repeats: Sequence[Sequence[float]]) -> tuple[float, float]:
+def _drawn(repeats: Sequence[Sequence[float]], tail: float) -> tuple[float, float]:
     """Bootstrap of the blocks within each repeat."""
     import numpy as np
 
@@ -90,13 +92,32 @@ def _drawn(repeats: Sequence[Sequence[float]]) -> tuple[float, float]:
         count = len(values)
         middles.append(np.median(np.asarray(values)[random.integers(0, count, (DRAWS, count))], axis=1))
     found = np.median(np.stack(middles), axis=0).tolist()
-    tail = (1 - CONFIDENCE) / 2
     return quantile(found, tail), quantile(found, 1 - tail)
 
 
-def _between(middles: Sequence[float]) -> float:
+def _between(middles: Sequence[float], tail: float) -> float:
     """Half of Student's interval for the mean of repeats; nothing is known of it from one repeat."""
     if len(middles) < 2:
         return 0.0
-    factor = STUDENT[len(middles) - 2] if len(middles) - 2 < len(STUDENT) else STUDENT_FAR
-    return factor * statistics.stdev(middles) / math.sqrt(len(middles))
+    return student(tail, len(middles) - 1) * statistics.stdev(middles) / math.sqrt(len(middles))
+
+
+def student(tail: float, freedom: int) -> float:
+    """What Student's t with so many degrees of freedom exceeds with the probability `tail`, by halving."""
+    low, high = 0.0, math.pi / 2
+    for _ in range(60):
+        angle = (low + high) / 2
+        low, high = (angle, high) if _beyond(angle, freedom) > tail else (low, angle)
+    return math.tan(low) * math.sqrt(freedom)
+
+
+def _beyond(angle: float, freedom: int) -> float:
+    """The probability beyond t = tan(angle) √freedom: Abramowitz and Stegun, Handbook, 26.7.3 and 26.7.4."""
+    cosine, term, total = math.cos(angle), 1.0, 0.0
+    for power in range(freedom % 2, freedom - 1, 2):
+        term *= 1.0 if power < 2 else (power - 1) / power
+        total += term * cosine**power
+    inside = math.sin(angle) * total
+    if freedom % 2:
+        inside = 2 / math.pi * (angle + inside)
+    return (1 - inside) / 2
