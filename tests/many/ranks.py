@@ -10,6 +10,7 @@ import ctypes
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -64,6 +65,15 @@ class Ranks:
     def signal(self, rank: int, number: int) -> None:
         os.kill(self.pids[rank], number)
 
+    def wait_for(self, file: Path, seconds: float = VERY_LONG_S) -> None:
+        """Until a rank made that file; TimeoutError after so long."""
+        end = time.monotonic() + seconds
+        while not file.exists():
+            assert all(map(self.running, range(len(self._processes)))), f"one ended before there was {file}"
+            if time.monotonic() > end:
+                raise TimeoutError
+            time.sleep(0.02)
+
     def ended(self) -> list[Outcome]:
         """Wait until every rank has ended by itself."""
         for rank in range(len(self._processes)):
@@ -108,13 +118,39 @@ class Ranks:
         return self._found[rank]
 
 
+@dataclass(frozen=True, slots=True)
+class Launcher:
+    """A process that has the store and does nothing else, for tests that do something to it."""
+
+    process: ForkServerProcess
+    port: int
+
+    def signal(self, number: int) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+
 @contextmanager
-def launched_ranks(count: int, work: Callable[..., object], *of: object) -> Iterator[Ranks]:
+def a_launcher() -> Iterator[Launcher]:
+    mine, its = Pipe(duplex=False)
+    process = children.begin(_launcher, its)
+    try:
+        yield Launcher(process, mine.recv())
+    finally:
+        children.kill(process)
+
+
+@contextmanager
+def launched_ranks(
+    count: int, work: Callable[..., object], *of: object, launcher: Launcher | None = None
+) -> Iterator[Ranks]:
     """`work(place, *of)` in each of `count` processes that have what torchrun would give them in variables.
 
-    `work` is a function of a module; what it is given and returns can be pickled.
+    `work` is a function of a module; what it is given and returns can be pickled. The store is the launcher's, if there
+    is one.
     """
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=VERY_LONG_S))
+    store = None if launcher else _own_store()
+    port = launcher.port if store is None else store.port
     processes: list[ForkServerProcess] = []
     ends: list[Connection] = []
     ranks = Ranks(processes, ends)
@@ -122,7 +158,7 @@ def launched_ranks(count: int, work: Callable[..., object], *of: object) -> Iter
         for rank in range(count):
             mine, its = Pipe(duplex=False)
             ends.append(mine)
-            processes.append(children.begin(_rank, its, Launched(rank, count, rank, count), store.port, work, of))
+            processes.append(children.begin(_rank, its, Launched(rank, count, rank, count), port, work, of))
             its.close()
         yield ranks
     finally:
@@ -169,6 +205,18 @@ def command(place: Launched, logs: Path, *arguments: str) -> int:
 def said(logs: Path, rank: int) -> str:
     """What a `command` of this rank said."""
     return (logs / f"rank-{rank}.txt").read_text(errors="replace")
+
+
+def _own_store() -> TCPStore:
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=VERY_LONG_S))
+
+
+def _launcher(answer: Connection) -> None:
+    """A launcher's side."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    store = _own_store()
+    answer.send(store.port)
+    signal.pause()
 
 
 def _rank(answer: Connection, place: Launched, port: int, work: Callable[..., object], of: tuple[object, ...]) -> None:

@@ -6,7 +6,9 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -15,15 +17,16 @@ from supertuner.config.parallel import ParallelSettings
 from supertuner.core.errors import StageError
 from supertuner.train.many.opening import open_parallel
 from supertuner.train.many.pulse import Pulse
+from supertuner.train.many.watch import BEAT_S
 from supertuner.train.parallel import Parallel
+from supertuner.train.signals import Signals
 
 VERY_LONG_S = 3600.0
 
 
 def together(place: Launched, logs: Path, fault: str, timeout_s: float) -> int:
     """Meet, work together, and let rank 1 do `fault`; the others wait for it in a collective."""
-    log = os.open(logs / f"rank-{place.rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(log, 2)
+    _log_to(logs, place)
     pulse = Pulse()
     with open_parallel(ParallelSettings(timeout_s=timeout_s), place, torch.device("cpu"), pulse) as parallel:
         parallel.agree([1])
@@ -31,6 +34,40 @@ def together(place: Launched, logs: Path, fault: str, timeout_s: float) -> int:
             pulse.doing = "painting"
             FAULTS[fault](parallel)
         return parallel.agree([place.rank])[0]
+
+
+Lost = Literal["goes on", "prepares", "hangs", "fails", "is done"]
+
+
+def until_asked(place: Launched, logs: Path, then: Lost, timeout_s: float) -> str:
+    """Step by step with the others, until a signal asks to stop, or until the file `lost` is there and rank 1 does
+    `then`."""
+    _log_to(logs, place)
+    pulse, lost = Pulse(), logs / "lost"
+    with (
+        open_parallel(ParallelSettings(timeout_s=timeout_s), place, torch.device("cpu"), pulse) as parallel,
+        nullcontext() if then == "prepares" else Signals() as signals,
+    ):
+        (logs / f"works-{place.rank}").touch()
+        while True:
+            asked, seen = parallel.agree([0 if signals is None else signals.number, lost.exists()])
+            pulse.mark()
+            if asked:
+                time.sleep(2 * BEAT_S)  # as a save takes its time: meanwhile each has noticed for itself
+                return f"saved after {Signals.name_of(asked)}"
+            if seen and then == "is done":
+                return "done"
+            if seen and then == "hangs" and place.rank == 1:
+                _hang(parallel)
+            if seen and then == "fails" and place.rank == 1:
+                time.sleep(2 * BEAT_S)  # so that the watch asks the launcher before
+                _fail(parallel)
+            time.sleep(0.01)
+
+
+def _log_to(logs: Path, place: Launched) -> None:
+    log = os.open(logs / f"rank-{place.rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 2)
 
 
 def _kill(parallel: Parallel) -> None:

@@ -15,9 +15,12 @@ from torch.distributed.rendezvous import rendezvous
 
 from supertuner.config.launched import Launched
 from supertuner.core.errors import TrainError
+from supertuner.train.many.limited import within
 
 COLLECTIVES_WAIT = timedelta(days=30)
 LOOKS_EVERY_S = 0.02
+MOMENT_S = 2.0
+"""Longer than it takes to find out who is missing, which says more than that somebody is."""
 NAMED = 8
 """Of those who are missing, as many are named."""
 
@@ -28,6 +31,13 @@ class _Missing(Exception):
 
 def meet(place: Launched, *, timeout_s: float) -> Store:
     """The store of the job, once every process has come there: what was written by an earlier start is not in it."""
+    try:
+        return within(timeout_s + MOMENT_S, lambda: _met(place, timeout_s))
+    except TimeoutError as error:
+        raise _alone(place, timeout_s, "the launcher does not answer; it may be stopped") from error
+
+
+def _met(place: Launched, timeout_s: float) -> Store:
     timeout = timedelta(seconds=timeout_s)
     try:
         found, _, _ = next(rendezvous("env://", place.rank, place.ranks, timeout=timeout))

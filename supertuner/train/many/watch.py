@@ -3,6 +3,9 @@
 Each process writes a report into the store that all of them meet at, twice a second, and reads those of others. Who is
 gone, stopped or hanging becomes one verdict, the same for all (`verdict.py` decides). A process whose main thread
 cannot be reached, in a collective that will never end, is ended here: after a verdict none outlives a few seconds.
+
+The store is the launcher's, and a launcher that is stopped is asked for ever. So a second thread, that asks nobody,
+looks at the first.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from supertuner.core import processes
 from supertuner.core.errors import PeerError
 from supertuner.train.many.broken import is_broken_connection
 from supertuner.train.many.life import Life, main_thread
+from supertuner.train.many.limited import within
 from supertuner.train.many.others import Others
 from supertuner.train.many.pulse import Pulse
 from supertuner.train.many.verdict import (
@@ -51,6 +55,8 @@ GOES_ON = "the next start goes on from the last checkpoint"
 TERMINATED = 128 + signal.SIGTERM
 STANDARD_ERROR = 2
 VERDICT = "watch/verdict"
+NOBODY = -1
+"""Of the processes is to blame."""
 
 
 class Watch:
@@ -71,9 +77,11 @@ class Watch:
         self._decided, self._broken, self._spoken = threading.Event(), threading.Event(), threading.Event()
         self._done, self._all_left, self._leaving = threading.Event(), threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self._guard = threading.Thread(target=self._look_at_watch, name="watch's guard", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
+        self._guard.start()
 
     def leave(self) -> None:
         """All is done here. Nobody goes before all are done: a launcher ends the others when the first one goes with
@@ -84,9 +92,9 @@ class Watch:
                 break
         self._leaving.set()
         verdict = self._verdict
-        if verdict is not None and verdict.rank >= 0 and not self._all_left.is_set():
+        if verdict is not None and verdict.rank != NOBODY and not self._all_left.is_set():
             raise self._blaming(verdict)
-        self._thread.join()
+        self._thread.join(BEAT_S)  # it may be in a call that never returns, and ends with the process then
 
     def failed(self, error: BaseException) -> BaseException | None:
         """The main thread ends with an error: tell the others, or learn from them why. What to raise instead, if it is
@@ -137,16 +145,27 @@ class Watch:
                     break
                 if self._leaving.wait(self._beat_s / 4 if self._done.is_set() else self._beat_s):
                     return
-        except RuntimeError as error:  # torch's, of a store that does not answer
-            if self._done.is_set():
-                self._all_left.set()  # it went with its owner, who was done as well
-            elif not self._leaving.is_set():
-                self._without_store(error)
-            return
-        if self._leaving.wait(GRACE_S):
+        except RuntimeError as error:  # torch's, of a store that is not there
+            if not self._leaving.is_set() and not self._decided.is_set():
+                self._without_store(f"is gone: {_first_lines(error)}", self._patience_s)
             return
         assert self._verdict is not None
+        if self._verdict.rank == NOBODY or self._leaving.wait(GRACE_S):
+            return
         self._exit(self._words(self._verdict))
+
+    def _look_at_watch(self) -> None:
+        """Half of the time is for the launcher to answer, the other half for saving."""
+        limit_s = left_s = self._patience_s / 2
+        beats = 0
+        while not self._leaving.wait(self._beat_s) and not self._decided.is_set():
+            if self._beats != beats:
+                left_s, beats = limit_s, self._beats
+                continue
+            left_s -= self._beat_s  # however long that was: this process may have been stopped itself
+            if left_s <= 0:
+                self._without_store(f"has not answered for {limit_s:.0f} s: it is stopped, or cut off", limit_s)
+                return
 
     def _beat(self) -> None:
         done = self._done.is_set()  # looked at once: nobody goes who has not told the others that it may
@@ -202,18 +221,22 @@ class Watch:
 
     def _tell(self, verdict: Verdict) -> None:
         """By the main thread."""
-        with suppress(RuntimeError):  # a store that is gone has nobody left to tell
-            self._verdict = self._verdict or self._pronounced(verdict)
+        with suppress(RuntimeError, TimeoutError):  # a store that is gone has nobody left to tell
+            self._verdict = self._verdict or within(FIND_S, lambda: self._pronounced(verdict))
             self._decided.set()
 
-    def _without_store(self, error: RuntimeError) -> None:
-        """The launcher of the first node ended without ending us, or that node is gone. Processes that are whole save
-        and stop, as if the launcher had passed on a signal; where they are not, the error of it comes by itself."""
-        self._verdict = Verdict(-1, -1, "", f"the launcher of the first node is gone: {_first_lines(error)}")
+    def _without_store(self, what: str, limit_s: float) -> None:
+        """The launcher of the first node ended without ending us, or is stopped, or that node is gone. Processes that
+        are whole save and stop, as if the launcher had passed on a signal; where they are not, the error of it comes by
+        itself."""
+        if self._done.is_set():
+            self._all_left.set()  # nobody can be asked any more: it went with its owner, who was done as well
+            return
+        self._verdict = Verdict(NOBODY, NOBODY, "", f"the launcher of the first node {what}")
         self._decided.set()
-        _print("the launcher is gone; saving and stopping")
+        _print(f"{self._verdict.text}; saving and stopping")
         os.kill(os.getpid(), signal.SIGTERM)
-        if not self._leaving.wait(self._patience_s):
+        if not self._leaving.wait(limit_s):
             self._exit(self._words(self._verdict))
 
     # ------------------------------------------------------------------ the end
@@ -260,8 +283,7 @@ class Watch:
 @contextmanager
 def watching(store: Store, place: Launched, pulse: Pulse, *, timeout_s: float) -> Iterator[None]:
     """While inside, the others are watched, and this process is watched by them."""
-    own = store.clone()  # type: ignore[attr-defined]  # torch's stubs do not know it; its calls wait, and must not make those of others wait
-    own.set_timeout(timedelta(seconds=FIND_S))
+    own = _connected_anew(store, timeout_s)
     watch = Watch(own, place, pulse, timeout_s=timeout_s)
     with _terminable():
         watch.start()
@@ -273,6 +295,18 @@ def watching(store: Store, place: Launched, pulse: Pulse, *, timeout_s: float) -
                 raise
             raise instead from error
         watch.leave()
+
+
+def _connected_anew(store: Store, timeout_s: float) -> Store:
+    """The same store; its calls wait, and must not make those of others wait."""
+    try:
+        own: Store = within(timeout_s, store.clone)  # type: ignore[attr-defined]  # torch's stubs do not know it
+    except TimeoutError as error:
+        raise PeerError(
+            f"the launcher of the first node has not answered for {timeout_s:g} s; see that it runs"
+        ) from error
+    own.set_timeout(timedelta(seconds=timeout_s))  # less would end a job whose launcher is slow once
+    return own
 
 
 class _terminable:

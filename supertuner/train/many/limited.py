@@ -1,0 +1,33 @@
+"""A call that may never return, given so long and no longer.
+
+A store whose owner is stopped is asked for ever: torch's own limits hold only for keys that nobody sets.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from typing import TypeVar
+
+Value = TypeVar("Value")
+TICK_S = 0.5
+
+
+def within(seconds: float, call: Callable[[], Value]) -> Value:
+    """What the call returns or raises; TimeoutError if that takes longer. It is left behind then, in a thread that ends
+    with the process. Of the time that this process was stopped itself no more than a tick counts."""
+    answer: Future[Value] = Future()
+    threading.Thread(target=_answer, args=(answer, call), name="limited", daemon=True).start()
+    while not wait([answer], min(seconds, TICK_S)).done:
+        seconds -= TICK_S
+        if seconds <= 0:
+            raise TimeoutError
+    return answer.result()
+
+
+def _answer(answer: Future[Value], call: Callable[[], Value]) -> None:
+    try:
+        answer.set_result(call())
+    except BaseException as error:  # noqa: BLE001 — whatever it is, whoever waits for the call gets it
+        answer.set_exception(error)
