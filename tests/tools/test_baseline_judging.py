@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 
@@ -194,3 +195,37 @@ def test_quantiles_go_from_the_least_to_the_most(values: list[float]) -> None:
 def test_a_difference_is_as_uncertain_as_both_sides_together() -> None:
     found = Interval(0.3, 0.26, 0.34).minus(Interval(0.1, 0.07, 0.13))
     assert found.middle == pytest.approx(0.2) and found.high - found.middle == pytest.approx(0.05)
+
+
+def nan_from(step: int) -> list[Job]:
+    return jobs(seed=step, loss=lambda at: None if at + 1 >= step else 1.0 / (at + 1))
+
+
+def test_losses_that_are_no_numbers_at_the_same_steps_are_the_same_and_the_first_of_them_is_named() -> None:
+    found = judged(nan_from(60), nan_from(60))
+    assert found.losses.likeness is Likeness.IDENTICAL
+    assert (
+        "41 before and 41 now of 100 are no numbers (NaN or infinite), first at steps 60 and 60" in found.losses.words
+    )
+
+
+@pytest.mark.parametrize("step", [1, 7, 60])
+def test_losses_that_are_no_numbers_on_one_side_are_told_in_words_and_in_json(step: int) -> None:
+    """JSON has no word for infinite: a difference that has no size has none there."""
+    for old, new, words in (
+        (jobs(seed=1), nan_from(step), f"none before and {101 - step} now of 100"),
+        (nan_from(step), jobs(seed=1), f"{101 - step} before and none now of 100"),
+    ):
+        found = judged(old, new)
+        assert found.learns_otherwise and words in found.losses.words and "inf%" not in as_markdown("", found)
+        assert (found.losses.first_difference, found.losses.there) == (step, None)
+        json.dumps(as_json("", found), allow_nan=False)
+
+
+def test_one_repeat_with_a_loss_that_is_no_number_does_not_explain_every_other_loss() -> None:
+    old = [*jobs(2, seed=1), nan_from(60)[0]]
+    other = judged(old, jobs(seed=2, loss=lambda at: 2.0 / (at + 1)))
+    assert other.learns_otherwise, other.losses.words
+    same = judged(old, jobs(seed=2))
+    assert same.losses.likeness is Likeness.ROUNDING and same.losses.first_difference == 60
+    assert "41 before and none now of 100" in same.losses.words

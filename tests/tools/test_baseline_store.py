@@ -82,6 +82,14 @@ def test_the_report_tells_the_figures_and_what_they_are_of(tmp_path: Path) -> No
         assert words in text
 
 
+def test_a_report_says_where_losses_stopped_being_numbers(tmp_path: Path) -> None:
+    for name, good, says in (("late", 90, "10 of 100 are no numbers"), ("never", 0, "none is a number")):
+        path = kept(tmp_path, name, jobs=tuple(jobs(loss=lambda at, good=good: 1.0 if at < good else None)))
+        assert says in (path / "baseline_report.md").read_text()
+        assert checking.compare(tmp_path, (name, name), checking.Asked())[1].verdict is Verdict.SAME
+    assert "first at step 91" in (tmp_path / "late" / "baseline_report.md").read_text()
+
+
 def test_two_baselines_are_compared_by_what_was_kept(tmp_path: Path) -> None:
     kept(tmp_path, "before", jobs=tuple(jobs(seed=1)))
     kept(tmp_path, "after", jobs=tuple(jobs(seed=2, step_s=0.12)))

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from supertuner.core.events import Measured, Noted, Silence
 from supertuner.sinks import training
 from supertuner.tools.baseline.capturing import Scenario
 from supertuner.tools.baseline.judging import Terms, Verdict, judge
-from supertuner.tools.baseline.record import Order
+from supertuner.tools.baseline.record import Order, read_job, write_job
 from supertuner.tools.baseline.recorder import Recorder
 from supertuner.tools.baseline.rounds import Pairs, Side, both_fit, run_rounds, turn_steps_of
 from supertuner.tools.baseline.turns import Command, Running, ended_by_sigterm, memory_of, run_alone, run_in_turns
@@ -151,6 +152,14 @@ def test_time_in_the_recorder_and_in_others_turns_is_in_no_figure() -> None:
     assert [one.seconds for one in recorder.steps] == [2.0, 2.0, 2.0]
     assert [one.wall_s for one in recorder.steps] == [2.25, 2.5, 2.75]
     assert (recorder.start().began_s, recorder.start().first_step_s, recorder.start().cold) == (10.0, 12.0, False)
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf"), None])
+def test_a_loss_that_is_no_number_is_none_whoever_gives_it(tmp_path: Path, loss: float | None) -> None:
+    recorder = Recorder(0.0)
+    recorder.stepped(window=4, expert="model", loss=loss, seconds=1.0)
+    write_job(tmp_path, replace(job(), steps=tuple(recorder.steps)))
+    assert read_job(tmp_path).steps[0].loss is None
 
 
 def test_peaks_come_from_the_runs_own_telemetry_and_encoding_makes_a_start_cold() -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-from supertuner.tools.baseline.record import Job
+from supertuner.tools.baseline.record import Job, finite
 
 ROUNDING: Final = {"fp32": 1e-5}
 ROUNDING_ELSE: Final = 1e-3
@@ -40,9 +40,9 @@ class Losses:
     first_difference: int | None = None
     """The first step whose losses differ."""
     there: float | None = None
-    """The relative difference at that step."""
+    """The relative difference at that step; None too where one side has no number there."""
     largest: float | None = None
-    """The largest of running means."""
+    """The largest of running means, likewise."""
 
 
 def compare(old: Sequence[Job], new: Sequence[Job], precision: str) -> Losses:
@@ -56,18 +56,19 @@ def compare(old: Sequence[Job], new: Sequence[Job], precision: str) -> Losses:
 def compare_courses(a: Sequence[Sequence[float]], b: Sequence[Sequence[float]], rounding: float) -> Losses:
     """The same of the losses themselves; one that is no number is NaN."""
     length = min(len(a[0]), len(b[0]))
-    first = next((at for at in range(length) if not _equal(a[0][at], b[0][at])), None)
-    if first is None and all(one[:length] == a[0][:length] for one in (*a, *b)):
-        return Losses(Likeness.IDENTICAL, f"all {length} losses are the same to the bit")
+    odd = _no_numbers(a, b, length)
+    first = next((at for one in (*b, *a) if (at := _parting(a[0], one, length)) is not None), None)
+    if first is None:
+        return Losses(Likeness.IDENTICAL, f"all {length} losses are the same to the bit{odd}")
     early, whole = _apart(a, b, length)
     own_a, own_b = _own(a, length), _own(b, length)
     explained = max(rounding, OWN * own_a[0], OWN * own_b[0])
     reach = max(COURSE, OWN * own_a[1], OWN * own_b[1])
-    at = None if first is None else first + 1
+    at, sizes = first + 1, (finite(early), finite(whole))
     if early > explained or whole > reach:
-        return Losses(Likeness.DIFFERENT, _different(at, early, whole, explained), at, early, whole)
+        return Losses(Likeness.DIFFERENT, _different(at, early, whole, explained) + odd, at, *sizes)
     words = f"first apart at step {at} by {early:.1e} of the loss, means of {NEIGHBOURS} by at most {whole:.1e}"
-    return Losses(Likeness.ROUNDING, words, at, early, whole)
+    return Losses(Likeness.ROUNDING, words + odd, at, *sizes)
 
 
 def _apart(a: Sequence[Sequence[float]], b: Sequence[Sequence[float]], length: int) -> tuple[float, float]:
@@ -79,11 +80,10 @@ def _apart(a: Sequence[Sequence[float]], b: Sequence[Sequence[float]], length: i
 
 
 def _own(courses: Sequence[Sequence[float]], length: int) -> tuple[float, float]:
-    """The same among repeats of one side, at most; nothing for one run."""
+    """The same among repeats of one side, at most; nothing for one run, or where only one of two has a number."""
     pairs = [(one[:length], other[:length]) for at, one in enumerate(courses) for other in courses[at + 1 :]]
-    if not pairs:
-        return 0.0, 0.0
-    return max(_first_gap(*pair) for pair in pairs), max(_mean_gap(*pair) for pair in pairs)
+    early, whole = ([finite(gap(*pair)) or 0.0 for pair in pairs] for gap in (_first_gap, _mean_gap))
+    return max(early, default=0.0), max(whole, default=0.0)
 
 
 def _first_gap(a: Sequence[float], b: Sequence[float]) -> float:
@@ -108,8 +108,20 @@ def _relative(x: float, y: float) -> float:
     return abs(x - y) / max(abs(x), abs(y), 1e-12)
 
 
-def _equal(x: float, y: float) -> bool:
-    return x == y or (math.isnan(x) and math.isnan(y))
+def _parting(a: Sequence[float], b: Sequence[float], length: int) -> int | None:
+    """The first place where two courses differ."""
+    return next((at for at in range(length) if _relative(a[at], b[at])), None)
+
+
+def _no_numbers(a: Sequence[Sequence[float]], b: Sequence[Sequence[float]], length: int) -> str:
+    """At how many steps a repeat of each side has no number, and where that begins; nothing where all are numbers."""
+    found = [[at + 1 for at in range(length) if any(math.isnan(one[at]) for one in side)] for side in (a, b)]
+    if not any(found):
+        return ""
+    before, now = (str(len(steps) or "none") for steps in found)
+    firsts = [str(steps[0]) for steps in found if steps]
+    where = f"first at step{'s' if len(firsts) > 1 else ''} {' and '.join(firsts)}"
+    return f"; {before} before and {now} now of {length} are no numbers (NaN or infinite), {where}"
 
 
 def course(job: Job) -> list[float]:
@@ -121,9 +133,11 @@ def _same_work(old: Job, new: Job) -> bool:
     return old.schedule[:length] == new.schedule[:length]
 
 
-def _different(at: int | None, early: float, whole: float, explained: float) -> str:
+def _different(at: int, early: float, whole: float, explained: float) -> str:
     if early == math.inf:
         return f"from step {at} on there are losses that are numbers on one side only"
+    if whole == math.inf:
+        return f"they differ from step {at} on, and later there are losses that are numbers on one side only"
     if early > explained:
         more = f", more than the {explained:.0e} that rounding or repeats explain"
         return f"they differ at step {at} by {early:.1e} of the loss{more}; means of {NEIGHBOURS} by up to {whole:.1e}"

@@ -25,7 +25,7 @@ from supertuner.tools.baseline.capturing import PREPARED_STEPS, require_alone, s
 from supertuner.tools.baseline.checking import Asked
 from supertuner.tools.baseline.judging import START_LIMIT, Figure, Judged, Verdict, judge, verdict
 from supertuner.tools.baseline.losses import ROUNDING_ELSE, Losses, compare_courses, course
-from supertuner.tools.baseline.record import Job
+from supertuner.tools.baseline.record import Job, finite
 from supertuner.tools.baseline.rounds import Pairs, Side, run_rounds, turn_steps_of
 from supertuner.tools.baseline.statistics import Interval
 from supertuner.tools.baseline.store import RATIOS, named
@@ -198,7 +198,7 @@ def load(file: Path) -> Ratios:
             name: Interval(*(math.log(one[field]) for field in ("ratio", "low", "high")))
             for name, one in found["ours_over_peer"].items()
         }
-        losses = tuple(math.nan if loss is None else float(loss) for loss in found["losses"])
+        losses = tuple(math.nan if finite(loss) is None else float(loss) for loss in found["losses"])
         return Ratios(
             found["made_at"], found["steps"], figures, losses, found["versions"], found["rounds"], found["how"]
         )

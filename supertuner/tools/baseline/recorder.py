@@ -15,7 +15,7 @@ from typing import Final
 from supertuner.core.events import MEMORY, Event, Measured
 from supertuner.core.types import JSON
 from supertuner.sinks import training
-from supertuner.tools.baseline.record import Peaks, Start, Step
+from supertuner.tools.baseline.record import Peaks, Start, Step, finite
 
 KINDS: Final[Mapping[str, str]] = {
     "torch.allocated_peak_bytes": "gpu.allocated",
@@ -90,7 +90,7 @@ class Recorder:
         if os.getppid() != self._parent:
             os._exit(1)  # who measures was killed: nobody reads what we would leave, or says go on
         number = len(self.steps) + 1
-        self.steps.append(Step(number, window, expert, loss, seconds, waited, now - self._since))
+        self.steps.append(Step(number, window, expert, finite(loss), seconds, waited, now - self._since))
         self._after_step()
         if number == self._stop_after:
             os.kill(os.getpid(), signal.SIGTERM)  # the run's own way to end: save, and stop

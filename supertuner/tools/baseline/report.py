@@ -106,9 +106,12 @@ def _losses_line(baseline: Baseline) -> str:
     course = [step.loss for step in baseline.jobs[0].steps]
     known = [loss for loss in course if loss is not None]
     if not known:
-        return "Losses: none is a number."
+        return "Losses: none is a number (NaN or infinite), from step 1 on."
     last = statistics.fmean(known[-10:])
     text = f"Losses: {known[0]:.4f} at first, {last:.4f} on average over the last {len(known[-10:])}"
+    if None in course:
+        odd = f"{course.count(None)} of {len(course)} are no numbers (NaN or infinite), first at step"
+        text = f"{text}; {odd} {course.index(None) + 1}"
     if len(baseline.jobs) < 2:
         return f"{text}."
     found = compare(baseline.jobs[:1], baseline.jobs[1:], baseline.precision)
