@@ -4,17 +4,34 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from supertuner.cli.stage import Config, Sets
-from supertuner.core.errors import BaselineError, OptionError
+from supertuner.core.errors import BaselineError, OptionError, SuperTunerError
 
 if TYPE_CHECKING:
     from supertuner.tools.baseline.judging import Judged
 
-app = typer.Typer(help="Measure training, and tell whether it got worse.", no_args_is_help=True)
+
+class Errors(TyperGroup):
+    """Exit code 1 says that something got worse, and nothing else: whatever goes wrong here is 2."""
+
+    def invoke(self, ctx: Any) -> Any:  # click's, of which typer has had two
+        try:
+            return super().invoke(ctx)
+        except SuperTunerError as error:
+            if error.exit_code == BaselineError.exit_code:
+                raise
+            raise BaselineError(str(error)) from error
+        except OSError as error:
+            where = f"{error.filename}: " if error.filename is not None else ""
+            raise BaselineError(f"{where}{error.strerror or error}; the system refused this") from error
+
+
+app = typer.Typer(cls=Errors, help="Measure training, and tell whether it got worse.", no_args_is_help=True)
 
 Name = Annotated[str, typer.Argument(help="The baseline's name.", show_default=False)]
 Folder = Annotated[Path, typer.Option("--dir", help="The folder that holds baselines.")]
@@ -61,6 +78,7 @@ def capture(
     from supertuner.tools.baseline.report import baseline_summary
 
     if peer is not None:
+        _refuse({"--profile": profile}, "with --peer only ratios are kept: leave out {}, or leave out --peer")
         from supertuner.tools.baseline import ratios
         from supertuner.tools.baseline.checking import Asked
 
@@ -100,19 +118,12 @@ def capture(
 @app.command("ls")
 def list_all(folder: Folder = Path("baseline")) -> None:
     """List the baselines that were captured, and say of those that cannot be read why."""
-    from supertuner.tools.baseline.report import listing
-    from supertuner.tools.baseline.store import load, names
+    from supertuner.tools.baseline.listing import listed
 
-    found, problems = [], []
-    for name in names(folder):
-        try:
-            found.append(load(folder / name))
-        except BaselineError as error:
-            problems.append(str(error))
-    lines = [*(listing(found) if found else []), *problems]
-    typer.echo("\n".join(lines) if lines else f"no baseline in {folder}")
+    lines, problems = listed(folder)
+    typer.echo("\n".join([*lines, *problems]) or f"no baseline in {folder}")
     if problems:
-        raise typer.Exit(1)
+        raise typer.Exit(BaselineError.exit_code)
 
 
 @app.command()
@@ -142,8 +153,8 @@ def check(
 ) -> None:
     """Train as baseline NAME did, with the code here, and tell whether anything got worse.
 
-    Exit code 0: nothing did; 1: something did; 3: the noise, or another machine, does not let tell. The report is kept
-    in the baseline's folder, as check.md and check.json.
+    Exit code 0: nothing did; 1: something did; 2: it could not be done; 3: the noise, or another machine, does not let
+    tell. The report is kept in the baseline's folder, as check.md and check.json.
     """
     from supertuner.config import environment
     from supertuner.sinks.console import Console
@@ -154,6 +165,8 @@ def check(
         from supertuner.tools.baseline import ratios
 
         path = folder / name
+        given = {"--against": against is not None, "--stored": stored}
+        _refuse(given, "with --peer the other side is the peer: leave out {}, or leave out --peer")
         if config is None:
             raise OptionError("a baseline of ratios has no configuration of its own: give CONFIG")
         with Console() as console:
@@ -184,7 +197,7 @@ def compare(
         bool, typer.Option("--again", help="Run both here again, in turns, so that they see the same weather.")
     ] = False,
     limit: Limit = 5.0,
-    repeats: Repeats = 3,
+    repeats: Annotated[int | None, typer.Option(min=1, help="With --again: as for `check`.", show_default="3")] = None,
     most: Most = None,
     steps: Fewer = None,
     folder: Folder = Path("baseline"),
@@ -197,7 +210,12 @@ def compare(
     from supertuner.config import environment
     from supertuner.sinks.console import Console
     from supertuner.tools.baseline import checking
+    from supertuner.tools.baseline.capturing import REPEATS
 
+    if not again:
+        given = {"--steps": steps is not None, "--repeats": repeats is not None, "--most": most is not None}
+        _refuse(given, "{} says how to run both, and nothing runs without --again: give that too, or leave it out")
+    repeats = repeats or REPEATS
     asked = checking.Asked(limit / 100, repeats, most or 3 * repeats, steps)
     if again:
         with Console() as console:
@@ -207,6 +225,12 @@ def compare(
     else:
         path, judged = checking.compare(folder, (old, new), asked)
     _tell(f"Baseline {path.name} against {Path(old).name}", judged, path / f"against-{Path(old).name}", as_json)
+
+
+def _refuse(given: dict[str, bool], why: str) -> None:
+    """Options that would change nothing."""
+    if found := [name for name, is_given in given.items() if is_given]:
+        raise OptionError(why.format(" and ".join(found)))
 
 
 def _tell(title: str, judged: Judged, stem: Path | None, as_json: bool) -> None:

@@ -17,7 +17,7 @@
     ├── CheckpointError             a checkpoint cannot be written, or is not what was written
     ├── PeerError                   another process that works on the same run failed or is gone; its words are here
     ├── OutOfStep                   this one failed at what all processes must do together, so none of them can go on
-    ├── BaselineError               a baseline cannot be captured, read, or run again
+    ├── BaselineError               a baseline cannot be captured, read, or run again (exit code 2: 1 is a regression)
     └── ArenaError                  an arena on this node
         ├── ArenaMissing            nothing committed under that name
         ├── ArenaExists             it is built already
@@ -125,7 +125,7 @@ class OutOfStep(SuperTunerError):
 
 
 class BaselineError(SuperTunerError):
-    pass
+    exit_code = 2
 
 
 class ArenaError(SuperTunerError):

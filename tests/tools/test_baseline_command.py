@@ -204,7 +204,8 @@ def test_code_that_is_nowhere_is_refused(what: str) -> None:
 
 def test_ratios_are_judged_by_ratios_and_hold_no_times(tmp_path: Path) -> None:
     def made(step: float, losses: tuple[float, ...] = (1.0, 0.9, 0.8)) -> ratios.Ratios:
-        figures = {"step": Interval(step, step - 0.01, step + 0.01), "start": Interval(0.0, -1.0, 1.0)}
+        steps = Interval(step, step - 0.01, step + 0.01)
+        figures = {"step": steps, "time per sample": steps, "start": Interval(0.0, -1.0, 1.0)}
         return ratios.Ratios("2026-01-31T09:30:00+00:00", 3, figures, losses, {"torch": "2.13"}, 5, "in turns")
 
     file = tmp_path / ratios.RATIOS

@@ -192,5 +192,5 @@ def test_a_baseline_that_cannot_be_read_does_not_hide_the_others(
     with pytest.raises(SystemExit) as ended:
         main(["baseline", "ls", "--dir", str(tmp_path)])
     said = capsys.readouterr().out
-    assert ended.value.code == 1
+    assert ended.value.code == 2
     assert "whole" in said and "broken" in said and "capture it again" in said

@@ -31,7 +31,7 @@ from supertuner.tools.baseline.capturing import (
 from supertuner.tools.baseline.judging import LIMIT, Judged, Terms, judge
 from supertuner.tools.baseline.record import Job
 from supertuner.tools.baseline.rounds import Pairs, Side, both_fit, due, looks, run_rounds, turn_steps_of
-from supertuner.tools.baseline.store import CONFIG, Baseline, find, load
+from supertuner.tools.baseline.store import Baseline, find, load, require_config
 from supertuner.tools.baseline.turns import Command, ended_by_sigterm, scratch
 
 TIMES: Final = ("step", "time per sample", "start")
@@ -71,7 +71,7 @@ def check(
     require_alone(environ)
     path = find(folder, name)
     base = load(path)
-    given = config or path / CONFIG
+    given = config or require_config(path)
     settings = settings_of(given, sets)
     work = scenario(given, sets, _steps(asked, base), settings.config, base.name)
     notes = _changed(base, settings.config.model_dump(mode="json"))
@@ -119,8 +119,8 @@ def compare_again(
         out = Path(opened.enter_context(scratch()))
         sides = []
         for path, base in zip(paths, (old, new), strict=True):
-            settings = settings_of(path / CONFIG, ())
-            work = scenario(path / CONFIG, (), steps, settings.config, base.name)
+            config = require_config(path)
+            work = scenario(config, (), steps, settings_of(config, ()).config, base.name)
             opened.callback(work.forget)
             command = opened.enter_context(_code_of(base, environ))
             sides.append(Side(replace(command, title=f"{base.name} ({command.title})"), work))

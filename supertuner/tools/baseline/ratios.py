@@ -38,6 +38,8 @@ STEPS: Final = 100
 WIDE: Final = math.log1p(0.05)
 KEPT: Final = ("step", "time per sample", "start", "peak process.resident")
 """Figures that a peer has too."""
+NEEDED: Final = KEPT[:2]
+"""Those that are always there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,16 +196,24 @@ def load(file: Path) -> Ratios:
         found: dict[str, Any] = json.loads(file.read_bytes())
         if found["format"] != FORMAT or found["version"] != VERSION:
             raise BaselineError(f"{file} is no baseline of ratios that this program reads; capture it again")
-        figures = {
-            name: Interval(*(math.log(one[field]) for field in ("ratio", "low", "high")))
-            for name, one in found["ours_over_peer"].items()
-        }
+        given = found["ours_over_peer"]
+        figures = {name: _interval(given[name]) for name in KEPT if name in given or name in NEEDED}
         losses = tuple(math.nan if finite(loss) is None else float(loss) for loss in found["losses"])
+        counts = int(found["steps"]), int(found["rounds"])
         return Ratios(
-            found["made_at"], found["steps"], figures, losses, found["versions"], found["rounds"], found["how"]
+            str(found["made_at"]), counts[0], figures, losses, dict(found["versions"]), counts[1], str(found["how"])
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except KeyError as error:
+        raise BaselineError(f"{file} lacks {error}; capture it again") from error
+    except (OSError, ValueError, TypeError) as error:
         raise BaselineError(f"{file} cannot be read ({error}); capture it again") from error
+
+
+def _interval(one: Mapping[str, float]) -> Interval:
+    low, middle, high = (math.log(one[name]) for name in ("low", "ratio", "high"))
+    if not -math.inf < low <= middle <= high < math.inf:
+        raise ValueError(f"{one} is no ratio with its interval")
+    return Interval(middle, low, high)
 
 
 def _ratios(judged: Judged, jobs: Sequence[Job]) -> Ratios:
@@ -219,4 +229,4 @@ def _peer(peer: Path, environ: Mapping[str, str]) -> Command:
 
 def _wide(found: Ratios) -> bool:
     """Whether a ratio is not known well enough to be kept: later ones are judged by it."""
-    return any(found.figures[name].high - found.figures[name].low > WIDE for name in ("step", "time per sample"))
+    return any(found.figures[name].high - found.figures[name].low > WIDE for name in NEEDED)

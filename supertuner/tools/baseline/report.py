@@ -39,20 +39,6 @@ def baseline_summary(baseline: Baseline) -> list[str]:
     ]
 
 
-def listing(baselines: Sequence[Baseline]) -> list[str]:
-    """One line each."""
-    rows = []
-    for one in baselines:
-        step = statistics.median([step.seconds for job in one.jobs for step in job.steps[1:] or job.steps])
-        speed = statistics.median([job.samples_per_s for job in one.jobs])
-        resident = max(job.peaks.get("process.resident", 0) for job in one.jobs)
-        figures = [amount(speed, "samples/s"), amount(step, "s"), amount(resident, "bytes")]
-        rows.append(
-            [one.name, people_time(one.captured_at), f"{len(one.jobs)} × {one.steps:,}", *figures, code_text(one)]
-        )
-    return table(["baseline", "captured", "steps", "throughput", "step", "peak resident", "code"], rows)
-
-
 def machine_text(machine: Mapping[str, JSON]) -> str:
     gpus = machine.get("gpus")
     names = [str(name) for name in gpus] if isinstance(gpus, Sequence) and not isinstance(gpus, str) else []

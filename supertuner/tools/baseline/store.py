@@ -34,6 +34,8 @@ RATIOS: Final = "ratios.json"
 """In the folder instead of all of that: a baseline that carries over between machines (ratios.py)."""
 FORMAT: Final = "supertuner baseline"
 VERSION: Final = 1
+OTHER_CONFIG: Final = "capture it again, or give `check` another CONFIG"
+KINDS: Final = {"jobs": list, "captured_at": str, "steps": int, "machine": dict, "config": dict, "resolved": dict}
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -106,18 +108,31 @@ def load(path: Path) -> Baseline:
         raise BaselineError(f"{path / STEPS} cannot be read: {error.strerror}; capture it again") from error
     if document.get("steps_digest") != _digest(content):
         raise BaselineError(f"{path / STEPS} is not what was written; capture it again")
-    by_repeat: dict[int, list[bytes]] = {}
-    for line in content.splitlines():
-        by_repeat.setdefault(int(json.loads(line)["repeat"]), []).append(line)
     try:
+        by_repeat: dict[int, list[bytes]] = {}
+        for line in content.splitlines():
+            by_repeat.setdefault(int(json.loads(line)["repeat"]), []).append(line)
         jobs = tuple(
             job_of(rest, read_steps(b"\n".join(by_repeat[at]), str(path / STEPS)), str(path / BASELINE))
             for at, rest in enumerate(document["jobs"], start=1)
         )
         known = {name: document[name] for name in Baseline.__slots__ if name in document}
+        _require_kinds(document)
         return Baseline(**{**known, "name": path.name, "jobs": jobs, "notes": tuple(document["notes"])})
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise BaselineError(f"{path / BASELINE} lacks something ({error}); capture it again") from error
+
+
+def require_config(path: Path) -> Path:
+    """The settings that `check` runs again."""
+    file = path / CONFIG
+    try:
+        whole = isinstance(json.loads(file.read_bytes()), dict)
+    except (OSError, ValueError) as error:
+        raise BaselineError(f"{file} cannot be read ({error}); {OTHER_CONFIG}") from error
+    if not whole:
+        raise BaselineError(f"{file} holds no settings; {OTHER_CONFIG}")
+    return file
 
 
 def names(folder: Path) -> list[str]:
@@ -128,7 +143,7 @@ def names(folder: Path) -> list[str]:
 def find(folder: Path, name: str) -> Path:
     """The baseline of a name, or at a path."""
     for path in (folder / name, Path(name)):
-        if (path / BASELINE).is_file():
+        if (path / BASELINE).exists():
             return path
     if (folder / name / RATIOS).is_file():
         raise OptionError(f"{folder / name} holds ratios against a peer: give CONFIG and --peer SCRIPT")
@@ -151,7 +166,7 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise BaselineError(f"{file} cannot be read ({error}); capture it again") from error
     if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise BaselineError(f"{file} is no baseline of ours")
+        raise BaselineError(f"{file} is no baseline of ours; capture it again")
     if found.get("version") != VERSION:
         raise BaselineError(
             f"{file} has version {found.get('version')}, this program reads {VERSION}; capture it again"
@@ -160,6 +175,15 @@ def _read(path: Path) -> dict[str, Any]:
     if found.get("digest") != _digest(_canonical(body)):
         raise BaselineError(f"{file} is not what was written: its checksum is another; capture it again")
     return body
+
+
+def _require_kinds(document: Mapping[str, Any]) -> None:
+    """A checksum says that nobody changed it since, not that who wrote it wrote what we read."""
+    for name, kind in KINDS.items():
+        if not isinstance(document[name], kind) or not document[name]:
+            raise ValueError(f"{name} is {document[name]!r}")
+    if "mixed_precision" not in document["resolved"]["train"]:
+        raise KeyError("resolved.train.mixed_precision")
 
 
 def _canonical(body: Mapping[str, Any]) -> bytes:
