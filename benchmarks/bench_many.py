@@ -24,7 +24,7 @@ from benchmarks.harness import Row, at_most, in_memory_folder, noted, say
 from benchmarks.ranks import (
     BATCH,
     MICRO,
-    STEPS,
+    TURN,
     Layers,
     beyond,
     main_of,
@@ -50,7 +50,7 @@ def rows() -> list[Row]:
             together, alone = (timed(__file__, ranks, str(folder), model) for ranks in (2, 1))
             name = f"two processes, beyond bare DDP, per micro-batch ({model})"
             ratio = together["ours"].median_s / together["bare"].median_s
-            say(f"{model}: ours {together['ours']}, bare {together['bare']} for {STEPS} windows of 2×{MICRO}×{BATCH}")
+            say(f"{model}: ours {together['ours']}, bare {together['bare']} for {TURN} windows of 2×{MICRO}×{BATCH}")
             found.append(at_most(name, beyond(together), LIMIT_MS, unit="ms", note=f"ours / bare {ratio:.2f}"))
             faster, peer = (alone[who].median_s / together[who].median_s for who in ("ours", "bare"))
             note = f"not interleaved; the bare loop: {peer:.2f}"

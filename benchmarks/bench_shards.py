@@ -21,7 +21,7 @@ from benchmarks.harness import Row, at_most, in_memory_folder, say
 from benchmarks.ranks import (
     BATCH,
     MICRO,
-    STEPS,
+    TURN,
     Layers,
     beyond,
     main_of,
@@ -42,7 +42,7 @@ def rows() -> list[Row]:
     with in_memory_folder() as folder:
         times = timed(__file__, RANKS, str(folder))
     ours, bare = times["ours"], times["bare"]
-    say(f"ours {ours}, bare {bare} for {STEPS} windows of {RANKS}×{MICRO}×{BATCH}")
+    say(f"ours {ours}, bare {bare} for {TURN} windows of {RANKS}×{MICRO}×{BATCH}")
     name = "two processes, beyond bare FSDP2, per micro-batch (all weights)"
     return [at_most(name, beyond(times), LIMIT_MS, unit="ms", note=f"ours / bare {ours.median_s / bare.median_s:.2f}")]
 

@@ -1,8 +1,12 @@
 """Benchmarks of several processes: a benchmark's file started as ranks, a run opened in each of them, and two rivals
-that take turns in the same processes: our engine, and the same mathematics as a person would write it down."""
+that take turns in the same processes: our engine, and the same mathematics as a person would write it down.
+
+The turns are short, and lie within one training: on a shared machine, rounds of seconds measure its neighbours.
+"""
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -18,14 +22,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.harness import Row, Spread, Timing, interleave, report
-from benchmarks.runs import rewind, write_config
+from benchmarks.harness import Row, Spread, Timing, report
+from benchmarks.runs import write_config
 from supertuner.config.launched import Launched
+from supertuner.core.events import Event, Measured
+from supertuner.sinks.training import STEP
 from supertuner.train.run import Run
 
-STEPS, MICRO, BATCH = 100, 4, 4
-"""Windows of a round, micro-batches of a window and process, samples of a micro-batch."""
-ROUNDS = 7
+TURN, MICRO, BATCH = 8, 4, 4
+"""Windows of a turn, micro-batches of a window and process, samples of a micro-batch."""
+TURNS, WARM_UP = 25, 2
+STEPS = TURN * (TURNS + WARM_UP)
 RIVALS = ("ours", "bare")
 
 
@@ -57,7 +64,7 @@ def main_of(rows: Callable[[], list[Row]], run_rank: Callable[..., None]) -> int
 
 
 def timed(file: str, ranks: int, *arguments: str) -> dict[str, Timing]:
-    """The rivals' rounds as the first of the processes measured them; each runs `file --rank ARGUMENTS ANSWER`."""
+    """The rivals' turns as the first of the processes measured them; each runs `file --rank ARGUMENTS ANSWER`."""
     with tempfile.TemporaryDirectory() as answers:
         answer = Path(answers) / "times.json"
         with _processes(file, ranks, [*arguments, str(answer)]) as processes:
@@ -69,7 +76,7 @@ def timed(file: str, ranks: int, *arguments: str) -> dict[str, Timing]:
 def beyond(times: dict[str, Timing]) -> Spread:
     """Milliseconds per micro-batch that ours takes longer."""
     pairs = zip(*(times[who].rounds_s for who in RIVALS), strict=True)
-    each = sorted((ours - bare) / (STEPS * MICRO) * 1e3 for ours, bare in pairs)
+    each = sorted((ours - bare) / (TURN * MICRO) * 1e3 for ours, bare in pairs)
     return Spread(each[len(each) // 2], each[0], each[-1])
 
 
@@ -79,23 +86,46 @@ def place_here() -> Launched:
     return Launched(rank, ranks, rank, ranks)
 
 
+class _Turns:
+    """A sink of the run: after every `TURN` steps of ours it is the other's turn, in the middle of the training."""
+
+    def __init__(self, run: Run, bare: Callable[[], None]) -> None:
+        self._sink, self._parallel, self._bare = run.sink, run.parallel, bare
+        self.times: dict[str, list[float]] = {who: [] for who in RIVALS}
+        self._steps = 0
+        self._begun = time.perf_counter()
+
+    def emit(self, event: Event, /) -> None:
+        self._sink.emit(event)
+        if not isinstance(event, Measured) or event.what != STEP:
+            return
+        self._steps += 1
+        if self._steps % TURN == 0:
+            self.times["ours"].append(time.perf_counter() - self._begun)
+            self._begin()
+            for _ in range(TURN):
+                self._bare()
+            self.times["bare"].append(time.perf_counter() - self._begun)
+            self._begin()
+
+    def _begin(self) -> None:
+        """All processes together, and without what the other left to clean up."""
+        gc.collect(0)
+        self._parallel.agree([0])
+        self._begun = time.perf_counter()
+
+
 def measure(run: Run, bare: Callable[[int], None], micro: int, answer: Path) -> None:
-    """A rank's side: both rivals in turns, each begun by all processes together. `bare` is told the micro-batches."""
+    """A rank's side: both rivals in turns. `bare` is told the micro-batches of a window."""
     from supertuner.train.loop import train
 
-    def ours() -> None:
-        run.parallel.agree([0])
-        rewind(run)
-        train(run)
-
-    def other() -> None:
-        run.parallel.agree([0])
-        for _ in range(STEPS):
-            bare(micro)
-
-    times = interleave(dict(zip(RIVALS, (ours, other), strict=True)), ROUNDS)
+    turns = _Turns(run, lambda: bare(micro))
+    run.sink = turns
+    gc.disable()
+    train(run)
+    gc.enable()
     if run.parallel.rank == 0:
-        answer.write_text(json.dumps({name: timing.rounds_s for name, timing in times.items()}))
+        answer.write_text(json.dumps({who: found[WARM_UP:] for who, found in turns.times.items()}))
 
 
 def samples(run: Run) -> Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
 import numpy as np
@@ -45,6 +46,7 @@ def checked_dtype(name: str) -> str:
     return name
 
 
+@cache
 def torch_dtype(name: str) -> torch.dtype:
     import torch
 

@@ -253,12 +253,18 @@ class Dataset(Block):
 
 
 class LoaderSettings(Block):
-    prefetch_batches: Annotated[int, Field(ge=0, le=1024)] = 2
-    """Batches made ahead of the one in use."""
+    prefetch_batches: Annotated[int | None, Field(ge=0, le=1024)] = None
+    """Batches made ahead of the one in use, beside it; unset: 2, and none where the model computes on the CPU and all
+    samples are cached: making them beside it would only slow it down."""
     num_workers: Annotated[int | None, Field(ge=1, le=1024)] = None
     """Threads that decode; unset: the CPUs this process may use."""
     drop_last: bool = False
     """Leave out a bucket's last batch of an epoch when it is not full."""
+
+    @property
+    def ahead(self) -> int:
+        """Batches made ahead where something else computes meanwhile."""
+        return 2 if self.prefetch_batches is None else self.prefetch_batches
 
 
 def _plain(numbers: tuple[int, ...]) -> str:

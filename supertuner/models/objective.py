@@ -15,6 +15,7 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from statistics import NormalDist
 from typing import Literal, TypeAlias, overload
 
@@ -32,6 +33,7 @@ LOWEST = 2.0**-20
 FLUX_TOKENS = (256, 4096)
 FLUX_MU = (0.5, 1.15)
 """Flux's published schedule: mu grows in a line from 0.5 at 256 tokens to 1.15 at 4096 (`scheduler_config.json`)."""
+_STANDARD = NormalDist()
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,29 +110,46 @@ def _uniform_level(u: float, law: Law, low: float, high: float) -> float:
 
 def _normal_level(u: float, law: Law, low: float, high: float) -> float:
     """Eq. 23 multiplies the odds t / (1 - t) by s and so adds ln s to the logit: the shift only moves the mean."""
+    mean, upper_half, begin, end, below, above = _normal_range(law, low, high)
+    if upper_half:
+        u = 1 - u
+    share = below + u * (above - below)
+    z = begin if share <= 0 else end if share >= 1 else _STANDARD.inv_cdf(share)
+    return _logistic((-z if upper_half else z) * law.std + mean)
+
+
+@lru_cache(maxsize=64)  # a run has few laws and ranges, and draws millions of levels
+def _normal_range(law: Law, low: float, high: float) -> tuple[float, bool, float, float, float, float]:
+    """The mean of the logits; whether all else is mirrored; the range in standard deviations, and the shares of the
+    law below its ends."""
     mean = law.mean + math.log(law.shift)
     begin, end = (_logit(low) - mean) / law.std, (_logit(high) - mean) / law.std
     upper_half = begin + end > 0
     if upper_half:  # by symmetry: tails are exact near 0, and lost near 1
-        begin, end, u = -end, -begin, 1 - u
+        begin, end = -end, -begin
     below, above = _normal_cdf(begin), _normal_cdf(end)
-    share = below + u * (above - below)
     if above - below < 1e-300:
         raise ModelError(
             f"objective: logit_mean {law.mean:g}, logit_std {law.std:g} and shift {law.shift:g} give noise levels from "
             f"{low:g} to {high:g} no chance at all; move logit_mean towards {_logit((low + high) / 2):.2g}"
         )
-    z = begin if share <= 0 else end if share >= 1 else NormalDist().inv_cdf(share)
-    return _logistic((-z if upper_half else z) * law.std + mean)
+    return mean, upper_half, begin, end, below, above
 
 
 def _inside(level: float, low: float, high: float) -> float:
+    lowest, highest = _ends(low, high)
+    return min(max(float(np.float32(level)), lowest), highest)
+
+
+@lru_cache(maxsize=64)
+def _ends(low: float, high: float) -> tuple[float, float]:
+    """The lowest and the highest fp32 number of [low, high)."""
     lowest, highest = np.float32(max(low, LOWEST)), np.float32(high)
     if float(lowest) < low:  # as doubles: numpy would compare in fp32
         lowest = np.nextafter(lowest, np.float32(2))
     if float(highest) >= high:
         highest = np.nextafter(highest, np.float32(0))
-    return float(min(max(np.float32(level), lowest), highest))
+    return float(lowest), float(highest)
 
 
 def _normal_cdf(z: float) -> float:

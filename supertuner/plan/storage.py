@@ -131,7 +131,7 @@ def _cached(what: str, kind: str, persistent: bool, nbytes: int | None, how: str
 
 
 def _batches(config: RunConfig, batch_bytes: int | None) -> list[Stored]:
-    ahead = config.loader.prefetch_batches + 1
+    ahead = config.loader.ahead + 1
     nbytes = None if batch_bytes is None else ahead * batch_bytes
     return [Stored("batches on their way", "memory", nbytes, f"{ahead} micro-batches, in memory that the GPU reads")]
 

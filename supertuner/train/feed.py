@@ -1,7 +1,8 @@
 """The run's windows from any step on, each with its batches, made ahead of the step that uses them.
 
 What is in a batch is a function of positions alone: samples by the order, noise and noise levels by the position of
-each sample, the expert by the step. A thread makes the next batches in that order; whoever stops asking stops it.
+each sample, the expert by the step. A thread makes the next batches in that order, where that gains anything; whoever
+stops asking stops it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Protocol, TypeAlias
 
 import torch
 
+from supertuner.config.tree import RunConfig
 from supertuner.data.batching.batches import pinned_pool
 from supertuner.data.corpus import Corpus
 from supertuner.data.ordering.order import Draws
@@ -24,11 +26,25 @@ from supertuner.models.objective import Law, level_at, sample_noise, sample_unif
 from supertuner.models.spec import Expert, Family, Model, Tensors
 from supertuner.optim.schedule import Course, active
 from supertuner.step.batch import StepBatch
+from supertuner.train.caching.treatment import How, treatment
 from supertuner.train.counting import Counting
 from supertuner.train.parallel import Parallel
 
 AT_ONCE = 1024
 """Positions that the order is asked for together: its cost is per call."""
+
+
+def batches_ahead(config: RunConfig, device: torch.device) -> tuple[int, str]:
+    """How many batches are made ahead, and why."""
+    ahead = config.loader.ahead
+    if config.loader.prefetch_batches is not None:
+        return ahead, "as configured"
+    if device.type != "cpu":
+        return ahead, f"made by the CPU while {device} computes"
+    treated = [treatment(one, config.cache_config) for one in config.datasets]
+    if any(how is not How.CACHED for one in treated for how in (one.media, one.text)):
+        return ahead, "not all samples are cached"
+    return 0, "all samples are cached, and the model needs the CPU itself"
 
 
 class Encoded(Protocol):
@@ -126,7 +142,8 @@ Item: TypeAlias = tuple[Plan, StepBatch | None]
 class Feed:
     """An iterator over windows from `begin` on, and a context manager: leaving it drops what was begun.
 
-    Planning is the thread's work too: whoever takes a batch that is ready does nothing but take it.
+    Planning is the thread's work too: whoever takes a batch that is ready does nothing but take it. With none `ahead`
+    there is no thread, and each is made when it is taken.
     """
 
     def __init__(
@@ -146,7 +163,7 @@ class Feed:
         self._parallel = parallel
         self._items = self._make(begin)
         self._begun: deque[Future[Item | None]] = deque()
-        self._pool = pinned_pool(1)
+        self._pool = pinned_pool(1) if ahead else None
 
     def __iter__(self) -> Iterator[Window]:
         while True:
@@ -157,14 +174,16 @@ class Feed:
 
     def take(self) -> tuple[Item | None, float]:
         """The next batch, and how long it was waited for; None after the last. What may thereby be begun, is."""
-        while len(self._begun) <= self._ahead:
+        while self._pool is not None and len(self._begun) <= self._ahead:
             self._begun.append(self._pool.submit(next, self._items, None))
         begin = time.perf_counter()
-        item = self._begun.popleft().result()
+        item = self._begun.popleft().result() if self._begun else next(self._items, None)
         return item, time.perf_counter() - begin
 
     def close(self) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+            self._pool = None
         self._begun.clear()
 
     def __enter__(self) -> Feed:
@@ -176,7 +195,7 @@ class Feed:
         self.close()
 
     def _make(self, begin: int) -> Iterator[Item]:
-        """The thread's side: one batch after the other. The order is asked for many positions at once."""
+        """One batch after the other. The order is asked for many positions at once."""
         order = self._maker.corpus.order
         first, block = 0, order.slice(0, 0)
         for step in range(begin, self._course.total_steps):

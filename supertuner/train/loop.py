@@ -183,6 +183,8 @@ def _asked(run: Run, requests: Requests | None, signals: Signals) -> _Asked:
     """Looked at once: what comes from here on counts after the next window."""
     pending = () if requests is None else tuple(requests.pending())
     own = [signals.number, int(signals.take_validate()), len(pending)]
+    if not run.parallel.agree([int(any(own))])[0]:  # as nearly always; one number travels faster than three
+        return _Asked(None, False, (), ())
     number, validation, count = run.parallel.agree(own)
     kinds: tuple[str, ...] = tuple(request.kind for request in pending)
     if count and run.parallel.ranks > 1:

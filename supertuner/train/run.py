@@ -16,7 +16,7 @@ from supertuner.models.spec import Expert, Family, Model
 from supertuner.optim.schedule import Course, rate_factor
 from supertuner.step.window import Rules, Trainee
 from supertuner.train.acting.run import Acts
-from supertuner.train.feed import Feed, Maker
+from supertuner.train.feed import Feed, Maker, batches_ahead
 from supertuner.train.loss_log import LossLog
 from supertuner.train.memory import MemoryEngine
 from supertuner.train.parallel import Parallel
@@ -92,7 +92,7 @@ class Run:
             self.experts,
             every=self.config.model.switch_boundary_every,
             batch_size=self.config.train.batch_size,
-            ahead=self.config.loader.prefetch_batches,
+            ahead=batches_ahead(self.config, self.device)[0],
             parallel=self.parallel,
             begin=self.step,
         )

@@ -43,7 +43,7 @@ from supertuner.train.caching.encoded import open_encoded
 from supertuner.train.caching.encoders import Encoding, Identities
 from supertuner.train.checkpoint_reading import Loaded, load
 from supertuner.train.counting import counting_of
-from supertuner.train.feed import Maker
+from supertuner.train.feed import Maker, batches_ahead
 from supertuner.train.full import fitting
 from supertuner.train.loss_log import LOSSES, Elsewhere, LossLog
 from supertuner.train.many.shareable import require_shareable
@@ -108,6 +108,7 @@ def open_run(
             encoding = encoding_of(config, family, model, precision, memory.remedy)
         maker_of = partial(_maker, config, encoding, folder, opened, outside, memory, peers, parallel.in_step)
         done = course.consumed(0 if begin is None else begin.step)
+        sink.emit(Decided("loader.prefetch_batches", *batches_ahead(config, device)))
         maker = maker_of(memory.place, corpus, done, course.total_samples)
         # Held-out batches get their noise later, by the CPU: they are only put where the GPU can fetch them.
         held_out = None if other is None else maker_of(StepBatch.pinned, other, 0, _measured(config, other))

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from supertuner.core.errors import SourceError
 from supertuner.core.types import MediaKind
 from supertuner.data.ordering.buckets import Bucket
+from supertuner.data.ordering.layout import locate
 from supertuner.data.ordering.order import Group, Order, rate_of
 from supertuner.data.ordering.windows import micro_batches, share
 
@@ -82,7 +83,7 @@ def test_any_slice_is_that_part_of_the_whole_and_each_position_is_computed_alone
 def test_from_position_to_draw_and_back(order, epoch):
     layout = order.layout(epoch)
     positions = np.arange(layout.length)
-    assert layout.where(*layout.locate(positions)).tolist() == positions.tolist()
+    assert layout.where(*locate([(layout, positions)])).tolist() == positions.tolist()
     assert layout.length == order.epoch_length(epoch)
 
 

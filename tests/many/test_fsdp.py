@@ -11,9 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from supertuner.config.parallel import ParallelSettings
-from supertuner.models.adapters import applied, state
+from supertuner.models.adapters import applied, load_state, state
 from supertuner.models.spec import Source
 from supertuner.step.window import held_out_loss
 from supertuner.train.many.group import Group
@@ -118,6 +119,44 @@ def _lent(group: Group, source: Source, held: bool) -> tuple[bool, bool, float]:
 @pytest.mark.parametrize("held", [False, True])
 def test_an_average_is_lent_to_parts_and_the_weights_return_to_the_bit(tiny_wan: Source, held: bool) -> None:
     assert run_ranks(3, _lent, tiny_wan, held) == [(True, True, 0.0)] * 3
+
+
+def _looked_between(group: Group, source: Source, kind: str) -> list[tuple[bool, bool]]:
+    """After a look, and then a window, a restored state, and a move: whether the next look sees other weights, and
+    whether it sees all of them. A look gathers what stands outside of blocks, and no backward pass lets go of it."""
+    case = Case(kind)
+    parallel, sharing = opened(group, case)
+    assert sharing is not None
+    trained = sharing.share_out(a_trained(source, case))
+    trainee, rules, batch = a_trainee(trained), wan_rules(source, "fp32"), [wan_batch([1, 2], 4)]
+    half = {name: 0.5 * parameter.detach() for name, parameter in trained.parameters.items()}
+
+    def moved() -> None:
+        _to_new_memory(trained.module, CPU)
+        sharing.relink(trained.parameters.values())
+
+    changes = [
+        lambda: window(parallel, source, trainee, range(4), case),
+        lambda: load_state(trained, half),
+        moved,
+        lambda: window(parallel, source, trainee, range(4, 8), case),
+    ]
+    found = []
+    for change in changes:
+        before = held_out_loss(trainee, batch, rules)
+        change()
+        after = held_out_loss(trainee, batch, rules)
+        for module in trained.module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        found.append((torch.equal(before, after), torch.equal(after, held_out_loss(trainee, batch, rules))))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_what_a_look_has_gathered_is_not_computed_with_once_it_has_changed(tiny_wan: Source, kind: str) -> None:
+    changed, same = (False, True), (True, True)
+    assert run_ranks(2, _looked_between, tiny_wan, kind) == [[changed, changed, same, changed]] * 2
 
 
 def _in_turn(group: Group, source: Source, kind: str, moving: bool) -> tuple[int, list[float], bool]:

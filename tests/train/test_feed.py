@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from supertuner.config.tree import RunConfig
 from supertuner.core.types import MediaKind
 from supertuner.data.ordering.buckets import Bucket
 from supertuner.data.ordering.order import Group, Order
@@ -21,7 +22,7 @@ from supertuner.data.ordering.windows import MicroBatch
 from supertuner.models.objective import Law
 from supertuner.models.spec import Expert, Tensors
 from supertuner.optim.schedule import Course, Ramp, stretches
-from supertuner.train.feed import Feed, Maker
+from supertuner.train.feed import Feed, Maker, batches_ahead
 from supertuner.train.parallel import Alone
 
 EXPERTS = (Expert("high_noise", "transformer", 0.875, 1.0), Expert("low_noise", "transformer_2", 0.0, 0.875))
@@ -76,8 +77,10 @@ def feed_of(making: Maker, run: Course, batch_size: int, begin: int = 0, ahead: 
     return Feed(making, run, EXPERTS, every=2, batch_size=batch_size, ahead=ahead, parallel=Alone(), begin=begin)
 
 
-def everything(making: Maker, run: Course, batch_size: int, begin: int = 0) -> list[tuple[Any, list[Any]]]:
-    with feed_of(making, run, batch_size, begin) as feed:
+def everything(
+    making: Maker, run: Course, batch_size: int, begin: int = 0, ahead: int = 2
+) -> list[tuple[Any, list[Any]]]:
+    with feed_of(making, run, batch_size, begin, ahead) as feed:
         return [(window.plan, list(window)) for window in feed]
 
 
@@ -98,8 +101,9 @@ def test_a_feed_from_any_step_on_gives_the_same_batches(sizes, batch_size, start
     for plan, batches in whole:
         assert sorted(p for batch in batches for p in batch.positions) == list(plan.positions)
         assert all(len(batch) <= batch_size for batch in batches)
-    step = data.draw(st.integers(0, run.total_steps - 1))
-    for (plan, batches), (expected, known) in zip(everything(making, run, batch_size, step), whole[step:], strict=True):
+    step, ahead = data.draw(st.integers(0, run.total_steps - 1)), data.draw(st.sampled_from([0, 1, 2]))
+    again = everything(making, run, batch_size, step, ahead)
+    for (plan, batches), (expected, known) in zip(again, whole[step:], strict=True):
         assert plan == expected
         for one, other in zip(batches, known, strict=True):
             assert one.positions == other.positions
@@ -133,6 +137,34 @@ def test_levels_belong_to_the_expert_that_is_trained_and_experts_take_turns():
         assert plan.expert == plan.step // 2 % 2
         for batch in batches:
             assert ((batch.levels >= expert.low) & (batch.levels < expert.high)).all()
+
+
+def test_with_none_ahead_a_batch_is_made_when_it_is_taken_by_whoever_takes_it():
+    encoded = Numbers()
+    making, run = maker((40, 1, 1), 1, encoded), course(Ramp(20, 20), 40)
+    before = threading.active_count()
+    with feed_of(making, run, 1, ahead=0) as feed:
+        window = iter(next(iter(feed)))
+        assert encoded.made == 1 and threading.active_count() == before
+        next(window)
+        assert encoded.made == 1, "the one that the window came with"
+        next(window)
+        assert encoded.made == 2
+
+
+@pytest.mark.parametrize(
+    ("blocks", "device", "ahead"),
+    [
+        ({}, "cuda", 2),
+        ({}, "cpu", 0),
+        ({"cache_config": {"vae_cache_type": "none"}}, "cpu", 2),
+        ({"loader": {"prefetch_batches": 5}}, "cpu", 5),
+        ({"loader": {"prefetch_batches": 0}}, "cuda", 0),
+    ],
+)
+def test_batches_are_made_ahead_where_that_takes_nothing_from_the_model(blocks, device, ahead, tmp_path):
+    config = RunConfig.model_validate({"datasets": [{"instance_data_dir": str(tmp_path)}], **blocks})
+    assert batches_ahead(config, torch.device(device))[0] == ahead
 
 
 def test_no_more_batches_are_made_ahead_than_asked_for():

@@ -76,5 +76,5 @@ def prefetched(
     threads = settings.num_workers or host.cpus()
     reason = "as configured" if settings.num_workers else "the CPUs this process may use"
     sink.emit(Decided("loader.num_workers", threads, reason))
-    with Decoders(corpus, threads) as decoders, Prefetcher(decoders, plan, settings.prefetch_batches) as batches:
+    with Decoders(corpus, threads) as decoders, Prefetcher(decoders, plan, settings.ahead) as batches:
         yield batches

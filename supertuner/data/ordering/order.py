@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from supertuner.core.errors import SourceError
 from supertuner.data.ordering.bijection import key_of, keys_below, permute
 from supertuner.data.ordering.buckets import Bucket
-from supertuner.data.ordering.layout import I64, Layout, lay_out
+from supertuner.data.ordering.layout import I64, Layout, lay_out, locate
 
 WEIGHT_STEPS = 1_000_000
 """Rates are exact fractions with denominators up to this; sums of draws over epochs then fit 64 bits."""
@@ -128,18 +128,16 @@ class Order:
 
     def slice(self, begin: int, end: int) -> Draws:
         """Positions from `begin` to `end`, through as many epochs as it takes."""
-        parts: list[Draws] = []
+        parts: list[tuple[Layout, I64]] = []
         epoch = self.epoch_at(begin)
         while begin < end:
             layout = self.layout(epoch)
             stop = min(end, layout.begin + layout.length)
             if stop > begin:
-                parts.append(self._draws(layout, np.arange(begin - layout.begin, stop - layout.begin)))
+                parts.append((layout, np.arange(begin - layout.begin, stop - layout.begin)))
                 begin = stop
             epoch += 1
-        empty = np.zeros(0, np.int64)
-        columns = (empty,) * 5 if not parts else map(np.concatenate, zip(*map(_columns, parts), strict=True))
-        return Draws(*columns)
+        return self._draws(parts) if parts else Draws(*[np.zeros(0, np.int64)] * 5)
 
     def batches(self, begin: int = 0, end: int | None = None) -> Iterator[Draws]:
         """Batches of one bucket from `begin` on: the order's own chunks, the first one cut where `begin` is inside."""
@@ -159,20 +157,23 @@ class Order:
         for slot in range(first, layout.slots, SLOTS_AT_ONCE):
             edges = layout.slot_begin(np.arange(slot, min(slot + SLOTS_AT_ONCE, layout.slots) + 1))
             edges[0] = max(int(edges[0]), begin)
-            draws = self._draws(layout, np.arange(edges[0], edges[-1]))
+            draws = self._draws([(layout, np.arange(edges[0], edges[-1]))])
             for left, right in zip(edges[:-1] - edges[0], edges[1:] - edges[0], strict=True):
                 yield draws.take(slice(int(left), int(right)))
 
-    def _draws(self, layout: Layout, position: I64) -> Draws:
-        group, place = layout.locate(position)
+    def _draws(self, parts: Sequence[tuple[Layout, I64]]) -> Draws:
+        """Positions of several epochs, which count from their epoch's begin."""
+        group, place = locate(parts)
         cycle, number = np.divmod(place, self._size[group])
         keys = keys_below(self._key[group], cycle.astype(np.uint64))
         number = permute(number.astype(np.uint64), self._size[group].astype(np.uint64), keys).astype(np.int64)
-        sample = np.empty(len(position), np.int64)
+        sample = np.empty(len(group), np.int64)
         for which in np.unique(group):
             rows = group == which
             sample[rows] = self.groups[which].members[number[rows]]
-        return Draws(position + layout.begin, np.full(len(position), layout.epoch), group, sample, cycle)
+        position = np.concatenate([layout.begin + within for layout, within in parts])
+        epoch = np.concatenate([np.full(len(within), layout.epoch) for layout, within in parts])
+        return Draws(position, epoch, group, sample, cycle)
 
     def _layout(self, epoch: int) -> Layout:
         first = self._place(epoch)
@@ -194,7 +195,3 @@ class Order:
             f"loader.drop_last leaves nothing: no bucket has {self.batch_size} samples (train.batch_size); "
             "lower the batch size or set drop_last to false"
         )
-
-
-def _columns(draws: Draws) -> tuple[I64, ...]:
-    return draws.position, draws.epoch, draws.group, draws.sample, draws.cycle

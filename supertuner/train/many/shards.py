@@ -105,16 +105,19 @@ class Sharing:
         """The module in parts, on the device; what is `outside` stays whole there."""
         for parameter in outside:
             parameter.data = parameter.data.to(self.device)
+        reshard = self.settings.reshard_after_forward
         for block in blocks_of(module).values():
-            self._shard(block, set(outside))
-        self._shard(module, set(outside))
+            self._shard(block, set(outside), reshard)
+        # What stands outside of blocks is little, and the backward pass begins with it: FSDP's own rule (None) has it
+        # stay until then.
+        self._shard(module, set(outside), None if reshard else False)
 
-    def _shard(self, module: nn.Module, outside: set[nn.Parameter]) -> None:
+    def _shard(self, module: nn.Module, outside: set[nn.Parameter], reshard: bool | None) -> None:
         module.register_forward_hook(_owned)  # before FSDP's own
         fully_shard(
             module,
             mesh=self.mesh,
-            reshard_after_forward=self.settings.reshard_after_forward,
+            reshard_after_forward=reshard,
             # What is computed in is decided by autocast, layer by layer, as in a run of one process.
             mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False),
             offload_policy=self._offload(),
