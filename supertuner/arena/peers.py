@@ -11,7 +11,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +29,9 @@ _MOMENT_S = 1.0
 _FOLDER = ".peers-"
 _OLD_S = 3600.0
 """A folder without a lock is removed after this time: a younger one may be that of processes that are just coming."""
-_ERROR, _LEFT = "error", "left"
+_NOTE_BYTES = 4096
+"""Of a process's file, from the beginning on: how it ends must find room there when the home is full."""
+_HERE, _LEFT, _FAILED = "here", "left", "failed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,16 +106,15 @@ class Peers:
         own = self.folder / str(number)
         if _is_locked(own):
             return
-        who = f"process {number} of the {self.count} of this node (pid {_text(own)})"
-        failed = own.with_suffix(f".{_ERROR}")
-        if failed.exists():
-            raise PeerError(f"{who} failed: {_text(failed)}")
-        if own.with_suffix(f".{_LEFT}").exists():
-            return
-        raise PeerError(
-            f"{who} is gone without a word: it was killed, or the machine ran out of memory (see its kernel's log); "
-            "start again: what was made is found"
-        )
+        pid, how, why = _noted(own)
+        who = f"process {number} of the {self.count} of this node (pid {pid})"
+        if how == _FAILED:
+            raise PeerError(f"{who} failed: {why}")
+        if how != _LEFT:
+            raise PeerError(
+                f"{who} is gone without a word: it was killed, or the machine ran out of memory (see its kernel's "
+                "log); start again: what was made is found"
+            )
 
 
 ALONE = Peers()
@@ -132,18 +133,20 @@ def meet(home: Home, name: str, number: int, count: int, gathered: Callable[[], 
     try:
         if not locks.lock(fd, exclusive=True):
             raise ArenaError(f"{own}: another process is number {number} of this node; start them with torchrun")
-        write_all(fd, str(os.getpid()).encode(), 0)
+        with naming(own):
+            _note(fd, _HERE)
         _sweep(home.path, keep=folder)
         try:
             gathered()
             yield Peers(number, count, folder)
-        except PeerError:
-            _write(own.with_suffix(f".{_LEFT}"), b"")  # the others see for themselves what we saw
-            raise
         except BaseException as error:
-            _write(own.with_suffix(f".{_ERROR}"), (str(error) or type(error).__name__).encode())
+            # What another one failed with, the others see for themselves.
+            how = (_LEFT,) if isinstance(error, PeerError) else (_FAILED, str(error) or type(error).__name__)
+            with suppress(OSError):  # then the others find us gone; what happened, the error itself says
+                _note(fd, *how)
             raise
-        _write(own.with_suffix(f".{_LEFT}"), b"")
+        with naming(own):
+            _note(fd, _LEFT)
     finally:
         os.close(fd)
         _remove_unused(folder)
@@ -192,8 +195,16 @@ def _write(file: Path, content: bytes) -> None:
         os.replace(temporary, file)
 
 
-def _text(file: Path) -> str:
+def _note(fd: int, how: str, why: str = "") -> None:
+    """Who this is, and how it is with it: in one page, which is there as a whole or not at all."""
+    content = f"{os.getpid()}\n{how}\n{why}".encode(errors="replace")
+    write_all(fd, content[:_NOTE_BYTES].ljust(_NOTE_BYTES, b"\0"), 0)
+
+
+def _noted(own: Path) -> tuple[str, str, str]:
+    """(its process, how it is with it, why)."""
     try:
-        return file.read_text(errors="replace").strip()
-    except FileNotFoundError:
-        return "?"
+        pid, how, why = own.read_text(errors="replace").rstrip("\0").split("\n", 2)
+    except (FileNotFoundError, ValueError):  # killed before it could say anything
+        return "?", "", ""
+    return pid, how, why

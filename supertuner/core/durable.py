@@ -26,8 +26,10 @@ def write_chunks(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
             out.flush()
             os.fsync(out.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         os.unlink(temporary)
+        if isinstance(error, OSError):
+            error.filename = str(path)  # a full disk does not say of which file
         raise
     sync_folder(path.parent)
 

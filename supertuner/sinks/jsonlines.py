@@ -41,14 +41,18 @@ class JsonLines:
             while rest:  # a disk that fills up takes a part first, and says why at the next call
                 rest = rest[os.write(self._handle, rest) :]
         except OSError as error:
-            raise RunFolderError(f"{self.path} cannot be written: {error.strerror}") from error
+            raise RunFolderError(
+                f"{self.path} cannot be written: {error.strerror}; make room and start again"
+            ) from error
 
     def emit(self, event: Event, /) -> None:
         self.append(event_record(event))
 
     def close(self) -> None:
-        os.fsync(self._handle)
-        os.close(self._handle)
+        try:
+            os.fsync(self._handle)
+        finally:
+            os.close(self._handle)
 
     def __enter__(self) -> JsonLines:
         return self

@@ -20,6 +20,7 @@ import json
 import os
 import threading
 from collections.abc import Iterable, Mapping
+from contextlib import closing
 from pathlib import Path
 from types import TracebackType
 
@@ -61,8 +62,10 @@ class RunFolder:
             self._set_aside = {_set_aside_key(line) for line in read_lines(path / SET_ASIDE)}
             self._set_aside_lines = JsonLines(path / SET_ASIDE)
             self._events = JsonLines(path / EVENTS)
-        except BaseException:
+        except BaseException as error:
             os.close(self._lock)
+            if isinstance(error, OSError):
+                raise _refused(path, error) from error
             raise
         self._guard = threading.Lock()
 
@@ -93,9 +96,11 @@ class RunFolder:
 
     def close(self) -> None:
         """Let go of the folder; what it holds stays."""
-        self._events.close()
-        self._set_aside_lines.close()
-        os.close(self._lock)
+        try:
+            with closing(self._events), closing(self._set_aside_lines):
+                pass
+        finally:
+            os.close(self._lock)
 
     def __enter__(self) -> RunFolder:
         return self
@@ -103,7 +108,12 @@ class RunFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except OSError as refusal:
+            if error is None:
+                raise _refused(self.path, refusal) from refusal
+            # What ends the run is told; that its record could not be synced either is no news beside it.
 
     def _begin(self, name: str, config: KeptConfig) -> None:
         """Write who this folder belongs to, last of all: without run.json it is not a run yet."""
@@ -172,7 +182,10 @@ def _make(path: Path) -> None:
 
 def _lock(path: Path) -> int:
     """Take the folder for this process. The kernel lets go of it when the process ends, however it ends."""
-    handle = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        handle = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise _refused(path, error) from error
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -181,9 +194,18 @@ def _lock(path: Path) -> int:
         raise RunFolderError(
             f"{path} is in use by {holder}; wait for it, end it, or give this run another run.name"
         ) from error
-    os.ftruncate(handle, 0)
-    os.pwrite(handle, f"process {os.getpid()} since {people_time(now_text())}\n".encode(), 0)
+    try:
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, f"process {os.getpid()} since {people_time(now_text())}\n".encode(), 0)
+    except OSError as error:
+        os.close(handle)
+        raise _refused(path, error) from error
     return handle
+
+
+def _refused(path: Path, error: OSError) -> RunFolderError:
+    where = error.filename or path
+    return RunFolderError(f"{where} cannot be written: {error.strerror}; make room, or choose another run.output_dir")
 
 
 def _refuse_foreign(path: Path) -> None:

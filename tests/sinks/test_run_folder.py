@@ -20,6 +20,7 @@ from supertuner.core.types import JSON
 from supertuner.sinks.jsonlines import read_lines
 from supertuner.sinks.kept_config import KeptConfig
 from supertuner.sinks.run_folder import RunFolder, holder_of
+from tests.many.shared_saves import small_files
 
 GIVEN = b"run: {name: cats}   # a comment that a parser would lose\n"
 
@@ -282,3 +283,17 @@ def test_settings_that_may_change_are_kept_anew_and_told_and_others_still_make_a
     other = KeptConfig(b"{}", ".json", {"rank": 4, "memory": {}, "memoryless": 2}, {}, free=("memory",))
     with pytest.raises(RunFolderError, match="memoryless: 1 there, 2 here"):
         RunFolder(tmp_path / "run", "cats", other)
+
+
+def test_a_full_disk_is_named_with_the_file_and_what_to_do(tmp_path: Path) -> None:
+    for most in (0, 10, 60):
+        with small_files(most), pytest.raises(RunFolderError, match=r"cannot be written: File too large; make room"):
+            RunFolder(tmp_path / str(most), "run", config())
+
+
+def test_what_ends_a_run_is_told_although_its_record_cannot_be_synced_either(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run", "run", config())
+    with pytest.raises(ValueError, match="the real one"), folder:
+        os.close(folder._events._handle)  # as of a disk that is gone
+        raise ValueError("the real one")
+    RunFolder(tmp_path / "run", "run", config()).close()
