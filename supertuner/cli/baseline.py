@@ -241,8 +241,11 @@ def _tell(title: str, judged: Judged, stem: Path | None, as_json: bool) -> None:
 
     document, text = verdict.as_json(title, judged), verdict.as_markdown(title, judged)
     if stem is not None:
-        write_json(stem.with_name(f"{stem.name}.json"), document)
-        write_text(stem.with_name(f"{stem.name}.md"), text)
+        try:
+            write_json(stem.with_name(f"{stem.name}.json"), document)
+            write_text(stem.with_name(f"{stem.name}.md"), text)
+        except OSError as error:  # what was found counts all the same, and took long to find
+            typer.echo(f"the report is not kept: {stem.parent} cannot be written to ({error.strerror})", err=True)
     typer.echo(json.dumps(document, indent=2, ensure_ascii=False) if as_json else text.rstrip())
     codes = {Verdict.WORSE: 1, Verdict.UNDECIDED: UNDECIDED}
     raise typer.Exit(codes.get(judged.verdict, 0))

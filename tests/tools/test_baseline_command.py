@@ -202,6 +202,14 @@ def test_code_that_is_nowhere_is_refused(what: str) -> None:
         pass
 
 
+def test_a_revision_without_the_package_is_refused_with_words() -> None:
+    first = code._git("rev-list", "--max-parents=0", "HEAD").splitlines()
+    if not first or code._git("ls-tree", first[0], "setup.py"):
+        pytest.skip("no checkout, or one that begins with the package")
+    with pytest.raises(BaselineError, match=r"git cannot write out .*; name a later"), code.other(first[0], {}):
+        pass
+
+
 def test_ratios_are_judged_by_ratios_and_hold_no_times(tmp_path: Path) -> None:
     def made(step: float, losses: tuple[float, ...] = (1.0, 0.9, 0.8)) -> ratios.Ratios:
         steps = Interval(step, step - 0.01, step + 0.01)

@@ -120,6 +120,18 @@ def test_a_broken_baseline_is_listed_with_what_is_wrong_and_not_run(run: Run, tm
         assert run("compare", "one", "one")[0] == 2
 
 
+def test_what_was_found_is_told_though_the_report_cannot_be_kept(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "baseline/one/against-one.json").mkdir()
+    code, said = run("compare", "one", "one")
+    assert code == 0 and "no worse." in said and "the report is not kept: baseline/one cannot be written to" in said
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused_before_anything_is_measured(run: Run, tmp_path: Path) -> None:
+    for words in ("capture new run.json", "capture new run.json --peer peer.py"):
+        code, said = run(*words.split(), "--dir", "run.json/deep")
+        assert code == 2 and "run.json is no folder that can be written to" in said and "preparing" not in said, said
+
+
 def test_every_baseline_that_can_be_read_is_listed_ratios_too(run: Run) -> None:
     code, said = run("ls")
     assert code == 0 and "| one " in said and "| beside " in said and "1.000" in said, said

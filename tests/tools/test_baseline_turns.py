@@ -86,6 +86,12 @@ def test_what_a_failed_process_said_is_told_and_its_neighbour_is_ended(tmp_path:
     ]
 
 
+def test_a_peer_that_leaves_nothing_is_told_what_it_is_to_leave(tmp_path: Path) -> None:
+    silent = Command("my_loop.py", (sys.executable, "-c", ""), dict(os.environ))
+    with pytest.raises(BaselineError, match=r"my_loop.py ended without an error and left no job.json.*quickstart_peer"):
+        run_alone(silent, Order(out=str(tmp_path / "a"), begun=0.0))
+
+
 def test_a_process_that_waits_for_its_turn_is_killed_when_we_leave(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt), Running(worker(), Order(str(tmp_path / "a"), 0.0, turn_steps=2)) as running:
         assert running.until_turn_ends()

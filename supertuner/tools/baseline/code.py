@@ -76,9 +76,10 @@ def _export(commit: str, folder: Path) -> None:
     """The package at a commit, with its libraries in C: those here where their sources are the same, else built."""
     archive = folder / "code.tar"
     _git("archive", "--format=tar", f"--output={archive}", commit, "supertuner", "setup.py", "pyproject.toml")
-    if not archive.is_file():
-        raise BaselineError(f"git cannot write out {commit[:10]}: it lacks supertuner, setup.py or pyproject.toml")
-    subprocess.run(["tar", "-xf", str(archive), "-C", str(folder)], check=True)
+    unpacked = subprocess.run(["tar", "-xf", str(archive), "-C", str(folder)], capture_output=True, check=False)
+    if unpacked.returncode != 0:  # git has left a file all the same
+        lacks = "it lacks supertuner, setup.py or pyproject.toml"
+        raise BaselineError(f"git cannot write out {commit[:10]}: {lacks}; name a later revision")
     archive.unlink()
     sources = [*PACKAGE.rglob("*.c"), *PACKAGE.rglob("*.h"), PACKAGE.parent / "setup.py"]
     root = PACKAGE.parent

@@ -28,7 +28,7 @@ from supertuner.tools.baseline.losses import ROUNDING_ELSE, Losses, compare_cour
 from supertuner.tools.baseline.record import Job, finite
 from supertuner.tools.baseline.rounds import Pairs, Side, run_rounds, turn_steps_of
 from supertuner.tools.baseline.statistics import Interval
-from supertuner.tools.baseline.store import RATIOS, named
+from supertuner.tools.baseline.store import RATIOS, named, require_writable
 from supertuner.tools.baseline.tables import table
 from supertuner.tools.baseline.turns import Command, ended_by_sigterm, run_alone, scratch
 
@@ -71,6 +71,7 @@ def capture(
     path = named(folder, name)
     if (path / RATIOS).exists() and not replace_old:
         raise OptionError(f"{path} is captured already; --replace captures it anew")
+    require_writable(folder)
     found = measure(config, peer, asked, _wide, sets=sets, environ=environ, progress=progress)
     path.mkdir(parents=True, exist_ok=True)
     save(path / RATIOS, found)

@@ -70,9 +70,18 @@ def named(folder: Path, name: str) -> Path:
     return folder / name
 
 
+def require_writable(folder: Path) -> None:
+    """Before anything is measured: it takes long, and would be lost."""
+    whole = folder.absolute()
+    there = next(path for path in (whole, *whole.parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise OptionError(f"--dir {folder}: {there} is no folder that can be written to; give another one")
+
+
 def place_for(folder: Path, name: str, replace: bool) -> Path:
     """Where a baseline will lie. One that is there is not written over unless that was said."""
     path = named(folder, name)
+    require_writable(folder)
     if path.exists():
         if not (path / BASELINE).is_file():
             raise OptionError(f"{path} is there and is no baseline; give another name")

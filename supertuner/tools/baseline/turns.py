@@ -21,7 +21,7 @@ from typing import Final
 
 from supertuner.core.errors import BaselineError
 from supertuner.core.types import KIB
-from supertuner.tools.baseline.record import Job, Order, Peaks, read_job, write_order
+from supertuner.tools.baseline.record import JOB, Job, Order, Peaks, read_job, write_order
 
 LOG: Final = "job.log"
 SAID_LINES: Final = 12
@@ -85,6 +85,11 @@ class Running:
 
     def job(self) -> Job:
         """What it left. What only an onlooker sees of its memory is added."""
+        if not (self.folder / JOB).is_file():
+            raise BaselineError(
+                f"{self.title} ended without an error and left no {JOB} in the folder that its order names (`out`); "
+                "a peer leaves what benchmarks/quickstart_peer.py does (docs/baselines.md)"
+            )
         found = read_job(self.folder)
         return replace(found, peaks={**self._peaks.found, **found.peaks})
 

@@ -66,7 +66,7 @@ def headline(judged: Judged) -> list[str]:
         found.append("UNDECIDED: times cannot be compared; see below.")
     elif judged.undecided:
         names = ", ".join(one.name for one in judged.undecided)
-        found.append(f"UNDECIDED: {names}: the noise is too large to tell; more --repeats, or a quieter machine.")
+        found.append(f"UNDECIDED: {names}: the noise is too large to tell; more repeats, or a quieter machine.")
     better = [one for one in judged.figures if one.verdict is Verdict.BETTER]
     if better:
         found.append(f"better: {'; '.join(map(_finding, better))}.")
