@@ -204,20 +204,24 @@ def work(queue: Queue, filling: Filling, build: Joined, phase: Phase, stop: Call
         filling.write(build, queue.chunks(), shown, stop)
         queue.leave()
         working = False
-        while (state := queue.state()).working:
-            if stop():
-                raise Stopped
-            queue.require_no_failure(peers)
-            shown.advance()
-            time.sleep(POLL_S)
-        queue.require_no_failure(peers)
-        shown.advance()
-        return not state.left
+        return _wait_for_others(queue, shown, stop, peers)
     except BaseException as error:
         if not isinstance(error, Stopped | PeerError):
             queue.fail(peers, str(error) or type(error).__name__)
         queue.give_up(working=working)
         raise
+
+
+def _wait_for_others(queue: Queue, shown: Phase, stop: Callable[[], bool], peers: Peers) -> bool:
+    while (state := queue.state()).working:
+        if stop():
+            raise Stopped
+        queue.require_no_failure(peers)
+        shown.advance()
+        time.sleep(POLL_S)
+    queue.require_no_failure(peers)
+    shown.advance()
+    return not state.left
 
 
 def at_once(left: int, sharers: int) -> int:

@@ -45,6 +45,13 @@ def test_one_that_waits_is_not_to_blame_while_another_works():
     assert judged([_seen(_report(0)), _seen(_report(1, idle_s=3600, waits=True))], 10.0) is None
 
 
+def test_one_that_waited_long_for_another_is_not_to_blame_when_that_one_is_done():
+    """What it said last is older than the end of its wait."""
+    waiting = _seen(_report(0, idle_s=3600, waits=True))
+    assert judged([waiting, _seen(_report(1, left=True, idle_s=1))], 10.0) is None
+    assert "waits for the others" in _words(waiting, _seen(_report(1, left=True, idle_s=11)))
+
+
 def test_one_that_is_gone_is_named_at_once():
     assert _words(_seen(_report(0)), _seen(_report(1, where="a.py:3, f"), state=State.GONE)) == (
         "rank 1 (node, pid 101) is gone: it was killed while training after step 5 at a.py:3, f"

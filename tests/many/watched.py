@@ -26,7 +26,7 @@ VERY_LONG_S = 3600.0
 
 def together(place: Launched, logs: Path, fault: str, timeout_s: float) -> int:
     """Meet, work together, and let rank 1 do `fault`; the others wait for it in a collective."""
-    _log_to(logs, place)
+    log_to(logs, place)
     pulse = Pulse()
     with open_parallel(ParallelSettings(timeout_s=timeout_s), place, torch.device("cpu"), pulse) as parallel:
         parallel.agree([1])
@@ -42,7 +42,7 @@ Lost = Literal["goes on", "prepares", "hangs", "fails", "is done"]
 def until_asked(place: Launched, logs: Path, then: Lost, timeout_s: float) -> str:
     """Step by step with the others, until a signal asks to stop, or until the file `lost` is there and rank 1 does
     `then`."""
-    _log_to(logs, place)
+    log_to(logs, place)
     pulse, lost = Pulse(), logs / "lost"
     with (
         open_parallel(ParallelSettings(timeout_s=timeout_s), place, torch.device("cpu"), pulse) as parallel,
@@ -65,7 +65,7 @@ def until_asked(place: Launched, logs: Path, then: Lost, timeout_s: float) -> st
             time.sleep(0.01)
 
 
-def _log_to(logs: Path, place: Launched) -> None:
+def log_to(logs: Path, place: Launched) -> None:
     log = os.open(logs / f"rank-{place.rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 2)
 

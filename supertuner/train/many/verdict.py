@@ -29,7 +29,7 @@ class Report:
     idle_s: float = 0.0
     """Since its last sign of life."""
     waits: bool = False
-    """It is inside a collective."""
+    """It is inside a collective, or waits for other processes in another way."""
     where: str = ""
     """In our code."""
     left: bool = False
@@ -94,7 +94,8 @@ def report_from_bytes(content: bytes) -> Report:
 def judged(seen: Iterable[Seen], timeout_s: float, *, silent_s: float | None = None) -> Verdict | None:
     """What ends the job, if anything does. One that is gone is gone at once; all else has `timeout_s`, but for being
     silent, `silent_s` where that is given."""
-    here = [one for one in seen if one.report is None or not one.report.left]
+    everybody = list(seen)
+    here = [one for one in everybody if one.report is None or not one.report.left]
     for one in here:
         if one.report is not None and one.state is State.GONE:
             return of(one.report, f"is gone: it was killed while {one.report.last()}")
@@ -106,7 +107,8 @@ def judged(seen: Iterable[Seen], timeout_s: float, *, silent_s: float | None = N
     if hanging:
         return _together(hanging, "hangs", "hang", "no sign of life")
     stuck = [r for r in reports if r.idle_s >= timeout_s and r.waits]
-    if stuck and len(stuck) == len(here):
+    # One that is done counts: what it did last may just have ended a long wait of the others.
+    if stuck and all(one.report is not None and one.report.idle_s >= timeout_s for one in everybody):
         return _together(stuck, "waits for the others", "wait for each other", "nothing came")
     return None
 

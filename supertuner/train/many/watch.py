@@ -28,7 +28,7 @@ from supertuner.config.launched import Launched
 from supertuner.core import processes
 from supertuner.core.errors import PeerError
 from supertuner.train.many.broken import is_broken_connection
-from supertuner.train.many.life import Life, main_thread
+from supertuner.train.many.life import Life
 from supertuner.train.many.limited import within
 from supertuner.train.many.others import Others
 from supertuner.train.many.pulse import Pulse
@@ -192,7 +192,7 @@ class Watch:
 
     def _report(self, *, left: bool = False) -> Report:
         self._beats += 1
-        own, where, waits = self._self, *main_thread()
+        own, at = self._self, self._life.at
         return Report(
             own.rank,
             own.local_rank,
@@ -204,8 +204,8 @@ class Watch:
             doing=self._pulse.doing,
             step=self._pulse.step,
             idle_s=self._life.idle_s,
-            waits=waits,
-            where=where,
+            waits=at.waits,
+            where=at.where,
             left=left,
         )
 
