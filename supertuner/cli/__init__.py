@@ -59,11 +59,16 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def options(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and stop.")
     ] = False,
 ) -> None:
-    pass
+    from supertuner.config.environment import current
+    from supertuner.config.launched import require_one_process
+
+    if context.invoked_subcommand not in (None, "train"):
+        require_one_process(current(), context.invoked_subcommand)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -62,6 +62,16 @@ def launched(environ: Mapping[str, str]) -> Launched:
     return Launched(rank, ranks, local_rank, local_ranks, Path(error_file) if error_file else None)
 
 
+def require_one_process(environ: Mapping[str, str], command: str) -> None:
+    """Refuse a command that works for itself where a launcher started it several times: each would do the same, to the
+    same files. Both numbers are a launcher's own; a container may have one of its job's in all its shells."""
+    count = environ.get(RANKS, "").strip()
+    if environ.get(LOCAL_RANK, "").strip() and count.isdecimal() and int(count) > 1:
+        remedy = f"start `supertuner {command}` without torchrun or accelerate launch"
+        what = f"{count} processes of `supertuner {command}` were started, which is for one"
+        raise _refused(RANKS, f"{what}; {remedy}; training stages and encodes by itself, with all its processes")
+
+
 def _require_alone(environ: Mapping[str, str]) -> None:
     for name, starter in COUNTS.items():
         count = environ.get(name, "").strip()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from supertuner.config.launched import ALONE, Launched, launched
+from supertuner.config.launched import ALONE, Launched, launched, require_one_process
 from supertuner.core.errors import ConfigError
 
 TORCHRUN = {
@@ -62,3 +62,12 @@ def test_one_process_where_accelerate_was_asked_for_several_is_refused():
     assert launched(alone) == ALONE
     message = _refusal({**alone, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"})
     assert "asked for more than one process, and started this one alone" in message
+
+
+def test_a_command_for_one_process_is_refused_where_a_launcher_started_several():
+    with pytest.raises(ConfigError) as refused:
+        require_one_process(TORCHRUN, "stage")
+    assert "start `supertuner stage` without torchrun" in str(refused.value)
+    assert "training stages and encodes by itself" in str(refused.value)
+    for alone in ({}, {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, {"RANK": "1", "WORLD_SIZE": "2"}):
+        require_one_process(alone, "stage")
