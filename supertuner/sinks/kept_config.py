@@ -30,7 +30,7 @@ class KeptConfig:
     defaults: Mapping[str, JSON] = field(default_factory=dict)
     """Setting, list positions left out → the value that need not be said."""
     free: Sequence[str] = ()
-    """Settings, and blocks of them, that may change while a run stays the same run."""
+    """Settings, and blocks of them, list positions left out, that may change while a run stays the same run."""
 
     def files(self) -> dict[str, bytes]:
         """What is kept byte for byte, by the name it is kept under; the configuration itself comes first."""
@@ -58,7 +58,7 @@ class KeptConfig:
         return {
             path: value
             for path, value in leaves(resolved)
-            if not any(path == one or path.startswith(f"{one}.") for one in self.free)
+            if not any((pattern := _pattern(path)) == one or pattern.startswith(f"{one}.") for one in self.free)
             and (_pattern(path) not in self.defaults or self.defaults[_pattern(path)] != value)
         }
 

@@ -1,0 +1,69 @@
+"""Settings that change nothing of what is trained make no other run: it goes on with other values of them."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from supertuner.config.load import load
+from supertuner.core.errors import RunFolderError
+from supertuner.sinks.run_folder import RESOLVED, RUN, RunFolder
+from supertuner.tools.session import kept_config
+from tests.many.ranks import run_launched
+from tests.many.runs import STEPS, a_run, run_folder, train
+
+THREADS = ("loader.prefetch_batches=5", "loader.num_workers=1", "datasets[1].in_memory.num_workers=3")
+
+
+def begun(path: Path) -> Path:
+    """The folder of a run of which something came."""
+    with RunFolder(run_folder(path), "run", kept_config(load(path))) as folder:
+        (folder.path / "losses.jsonl").write_text("{}\n")
+    return folder.path
+
+
+@pytest.mark.parametrize("setting", THREADS)
+def test_how_many_work_and_how_far_ahead_is_told_and_makes_no_other_run(tmp_path: Path, setting: str) -> None:
+    path = a_run(tmp_path, "run", 1)
+    before, after = kept_config(load(path)), kept_config(load(path, sets=[setting]))
+    assert after.digest == before.digest
+    with RunFolder(begun(path), "run", after) as folder:
+        assert [change.partition(":")[0] for change in folder.changed] == [setting.partition("=")[0]]
+
+
+def test_a_run_begun_before_there_was_such_a_setting_goes_on(tmp_path: Path) -> None:
+    path = a_run(tmp_path, "run", 1)
+    resolved = begun(path) / RESOLVED
+    kept: dict[str, Any] = json.loads(resolved.read_text())
+    del kept["config"]["loader"]["prefetch_batches"], kept["config"]["datasets"][1]["in_memory"]
+    resolved.write_text(json.dumps(kept))
+    run = resolved.with_name(RUN)
+    run.write_text(json.dumps({**json.loads(run.read_text()), "config_digest": "of what counted then"}))
+    with RunFolder(resolved.parent, "run", kept_config(load(path, sets=THREADS))) as folder:
+        assert sorted(change.partition(":")[0] for change in folder.changed) == sorted(
+            setting.partition("=")[0] for setting in THREADS
+        )
+
+
+def test_what_decides_the_order_of_samples_still_makes_another_run(tmp_path: Path) -> None:
+    path = a_run(tmp_path, "run", 1)
+    folder = begun(path)
+    with pytest.raises(RunFolderError, match=r"loader\.drop_last: false there, true here"):
+        RunFolder(folder, "run", kept_config(load(path, sets=["loader.drop_last=true"])))
+
+
+def test_a_stopped_run_goes_on_with_other_numbers_of_threads_to_the_same_losses(tmp_path: Path) -> None:
+    whole, stopped = a_run(tmp_path, "whole", 1), a_run(tmp_path, "stopped", 1)
+    run_launched(1, train, whole)
+    assert run_launched(1, train, stopped, 0, 3, signal.SIGTERM)[0].step == 3
+    tree = json.loads(stopped.read_text())
+    tree["loader"] = {"prefetch_batches": 5, "num_workers": 1}
+    tree["datasets"][0]["in_memory"] = {"num_workers": 3}
+    stopped.write_text(json.dumps(tree))
+    assert run_launched(1, train, stopped)[0].step == STEPS
+    left, right = ((run_folder(path) / "losses.jsonl").read_bytes() for path in (whole, stopped))
+    assert left == right
