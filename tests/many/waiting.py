@@ -44,12 +44,15 @@ DEEDS: dict[str, Callable[[], None]] = {"hangs": _hang, "works": work}
 def one_waits(place: Launched, logs: Path, how: str, timeout_s: float) -> None:
     """Rank 1 hangs in Python, and rank 0 waits for it."""
     log_to(logs, place)
-    with open_parallel(ParallelSettings(timeout_s=timeout_s, strategy="fsdp"), place, CPU, Pulse()) as parallel:
+    pulse = Pulse()
+    with open_parallel(ParallelSettings(timeout_s=timeout_s, strategy="fsdp"), place, CPU, pulse) as parallel:
         module = nn.Linear(8, 8)
         fully_shard(module)
         loss = module(torch.ones(2, 8)).sum()
         parallel.agree([1])
         if place.rank == 1:
+            time.sleep(timeout_s / 4)
+            pulse.mark()  # later than the other one's last: who gave no sign for longest is not the one
             _hang()
         if how == "in a sum":
             add_up([torch.ones(3)])
