@@ -104,6 +104,7 @@ def test_a_check_runs_the_same_again_from_what_was_kept_and_finds_the_same_losse
     assert document["learns_otherwise"] is False and document["rounds"] == 1
     assert {one["name"] for one in document["figures"]} >= {"step", "time per sample", "peak process.resident"}
     assert json.loads((folder / "baseline/now/check.json").read_text()) == document
+    assert "weather" in " ".join(document["notes"]) and "--against CODE" in " ".join(document["notes"])
     assert "# Baseline now, now" in (folder / "baseline/now/check.md").read_text()
 
 

@@ -35,6 +35,7 @@ from supertuner.tools.baseline.store import Baseline, find, load, require_config
 from supertuner.tools.baseline.turns import Command, ended_by_sigterm, scratch
 
 TIMES: Final = ("step", "time per sample", "start")
+APART: Final = "captured apart, so the machine's weather is in this"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ def check(
 def compare(folder: Path, names: tuple[str, str], asked: Asked) -> tuple[Path, Judged]:
     """Two baselines by what was kept of them."""
     path, (old, new) = find(folder, names[1]), (load(find(folder, name)) for name in names)
-    notes = ("captured apart, so the machine's weather is in this; --again runs both now, in turns",)
+    notes = (f"{APART}; --again runs both now, in turns",)
     judged = judge(
         old.jobs,
         new.jobs,
@@ -166,6 +167,7 @@ def _against_kept(
 ) -> Judged:
     """The code here, measured now, by what was kept then."""
     command = code.here(environ)
+    notes = (*notes, f"{APART}; --against CODE runs old code beside, in turns")
     prepare(command, work, out, progress)
     jobs: list[Job] = []
     while True:

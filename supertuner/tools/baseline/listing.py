@@ -25,8 +25,9 @@ def listed(folder: Path) -> tuple[list[str], list[str]]:
             continue
         try:
             if (path / BASELINE).exists():
-                times.append(load(path))
+                found = load(path)
                 require_config(path)
+                times.append(found)
             if (path / RATIOS).exists():
                 multiples.append((path.name, ratios.load(path / RATIOS)))
             elif not (path / BASELINE).exists():
