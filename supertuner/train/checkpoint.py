@@ -34,7 +34,7 @@ from supertuner.train.checkpoint_format import (
     step_of,
 )
 from supertuner.train.checkpoint_reading import Loaded, find, load, names, read_manifest, verify
-from supertuner.train.checkpoint_together import announce, contribute, gathered
+from supertuner.train.checkpoint_together import announce, contribute, discard, gathered
 from supertuner.train.checkpoint_writing import Plan, Sharers, plan_save, write_file, write_parts
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ def _write(
         sync_folder(new)
         go_on()
     except BaseException:
-        _discard(new)
+        _discard(new, sharers)
         raise
     return new, manifest
 
@@ -211,9 +211,9 @@ def _put_in_place(folder: Path, new: Path, manifest: Manifest) -> Path:
     return made
 
 
-def _discard(new: Path) -> None:
+def _discard(new: Path, sharers: Sharers | None = None) -> None:
     with suppress(OSError):  # then the next save removes it; what matters now is what the caller has to tell
-        shutil.rmtree(new)
+        shutil.rmtree(new) if sharers is None else discard(new, sharers)
 
 
 def _is_the_same(made: Path, manifest: Manifest) -> bool:

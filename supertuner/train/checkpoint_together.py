@@ -6,13 +6,16 @@ They meet in that folder and nowhere else: threads that write need no line to ea
       attempt-<save>             by the first process: the folder is of this save, and not a remainder of another one
       wrote-00001-<save>.json    by each other process, last of all: its files, with their sizes and checksums
 
-The first process takes both away before it writes the manifest. A process that was left behind by a job that is gone
-still holds the folder that it began with: it cannot write into another one that has got the same name.
+The first process takes both away before it writes the manifest, and the first of them when it gives the save up: who
+misses it stops. A process that was left behind by a job that is gone still holds the folder that it began with: it
+cannot write into another one that has got the same name.
 """
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,8 +23,11 @@ from pathlib import Path
 from supertuner.core.events import Silence
 from supertuner.train.checkpoint_format import FileFacts, files_json, json_bytes, parse_files, parse_object
 from supertuner.train.checkpoint_writing import Plan, Sharers, write_file, write_parts
+from supertuner.train.one_save import Abandoned
 
 POLL_S = 0.02
+DISCARD_S = 5.0
+GIVEN_UP = "the checkpoint was given up by the first process"
 
 
 def announce(folder: Path, sharers: Sharers) -> None:
@@ -32,15 +38,36 @@ def announce(folder: Path, sharers: Sharers) -> None:
 def contribute(folder: Path, plan: Plan, sharers: Sharers, go_on: Callable[[], None]) -> None:
     """Another process's side: wait for the folder, write what is here, and say so. `go_on` raises to give up."""
     fd, phase = _opened(folder, sharers, go_on), Silence().phase("writing")
+    here = Path(f"/proc/self/fd/{fd}")  # this folder, whatever its name becomes
+
+    def still_wanted() -> None:
+        go_on()
+        if not (here / _attempt(sharers)).exists():
+            raise Abandoned(GIVEN_UP)
+
     try:
-        here = Path(f"/proc/self/fd/{fd}")  # this folder, whatever its name becomes
-        facts = write_parts(here, plan, phase, go_on)
+        facts = write_parts(here, plan, phase, still_wanted)
         os.fsync(fd)
         mark = _wrote(sharers, sharers.rank)
         write_file(here / f".{mark}", [memoryview(json_bytes(files_json(facts)))], phase)
         os.rename(here / f".{mark}", here / mark)
+    except FileNotFoundError as error:  # the folder, or what was written there, was removed on the way
+        raise Abandoned(GIVEN_UP) from error
     finally:
         os.close(fd)
+
+
+def discard(folder: Path, sharers: Sharers) -> None:
+    """The first process gives the save up. Another one may just be beginning a file: it comes to an end with that."""
+    (folder / _attempt(sharers)).unlink(missing_ok=True)
+    end = time.monotonic() + DISCARD_S
+    while True:
+        try:
+            return shutil.rmtree(folder)
+        except OSError as error:
+            if error.errno != errno.ENOTEMPTY or time.monotonic() > end:
+                raise
+            time.sleep(POLL_S)
 
 
 def gathered(folder: Path, sharers: Sharers, go_on: Callable[[], None]) -> dict[str, FileFacts]:

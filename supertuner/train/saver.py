@@ -12,12 +12,12 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from secrets import token_hex
 from types import TracebackType
 
-from supertuner.core.errors import CheckpointError
+from supertuner.core.errors import CheckpointError, RunFolderError
 from supertuner.core.events import Noted, Warned
 from supertuner.core.types import JSON, bytes_text
 from supertuner.models.spec import Tensors
@@ -166,8 +166,8 @@ class Saver:
                 go_on=self._require_going_on,
                 sharers=sharers,
             )
-        except CheckpointError as error:
-            save.ended(None, str(error))
+        except BaseException as error:  # whatever it is, whoever asked is not left waiting
+            save.ended(None, str(error) or type(error).__name__)
             raise
         save.ended(made, "")
         return made
@@ -213,7 +213,7 @@ class Saver:
             own = "" if error is None or isinstance(error, Abandoned) else str(error)
             said = [one.decode() for one in self._run.parallel.gather(own.encode())]
             text = "; ".join(f"rank {rank}: {one}" for rank, one in enumerate(said) if one)
-            error = error if own else CheckpointError(text)
+            error = error if own else CheckpointError(text or str(error))
         self._give_up = None
         self._tell(written, error)
 
@@ -223,10 +223,11 @@ class Saver:
             wait_for([written], timeout=OTHERS_S if self._shared else None)
         self._give_up = "the run was stopped at once"
         wait_for([written])
-        try:
-            self._tell(written, written.exception())
-        except CheckpointError as failed:
-            self._run.sink.emit(Warned("checkpoint", str(failed)))
+        with suppress(RunFolderError):  # a full disk takes no record either; what ends the run is not hidden by that
+            try:
+                self._tell(written, written.exception())
+            except CheckpointError as failed:
+                self._run.sink.emit(Warned("checkpoint", str(failed)))
 
     def _tell(self, written: Future[Path], error: BaseException | None) -> None:
         assert self._last is not None

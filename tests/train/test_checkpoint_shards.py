@@ -22,6 +22,8 @@ from supertuner.core.types import JSON
 from supertuner.train import tensor_file
 from supertuner.train.checkpoint import Sharers, find, latest, load, save, verify
 from supertuner.train.checkpoint_parts import Rows, Wanted
+from supertuner.train.checkpoint_together import discard
+from supertuner.train.one_save import Abandoned
 from tests.train.checkpoints import bytes_of, forge, state_at, tree
 
 ROWS = {"a.weight": (7, 3), "b.weight": (2, 2, 5), "c.bias": (5,), "d.bias": (1,)}
@@ -200,7 +202,7 @@ def test_a_process_of_a_job_that_is_gone_cannot_write_into_a_later_save(tmp_path
         assert inside.wait(60)
         made = save_all(folder, 2, attempt="new-1")
         go.set()
-        with pytest.raises(CheckpointError, match="No such file"):
+        with pytest.raises(Abandoned, match="given up by the first process"):
             stale.result()
     assert verify(made) == [] and os.listdir(folder) == [made.name]
     for part, expected in whole_parts().items():
@@ -226,6 +228,22 @@ def test_one_that_gives_up_leaves_nothing_and_what_was_there_stays(tmp_path: Pat
     assert tree(folder) == before
     with pytest.raises(CheckpointError, match="given up"):
         save_one(folder, 1, 3, go_on=go_on)
+
+
+@pytest.mark.parametrize("moment", [1, 2, 3, 4])
+def test_whoever_writes_for_a_save_that_the_first_gave_up_has_no_error_of_its_own(tmp_path: Path, moment: int) -> None:
+    """Whenever that happens, in a file or between two: what is told is the first one's error, not a missing folder."""
+    begun, calls = tmp_path / "c" / ".saving-step-00000040", iter(range(1000))
+    begun.mkdir(parents=True)
+    (begun / "attempt-ab-1").touch()
+
+    def go_on() -> None:
+        if next(calls) == moment:
+            discard(begun, Sharers(0, 2, "ab-1", {}))
+
+    with pytest.raises(Abandoned):
+        save_one(tmp_path / "c", 1, 2, go_on=go_on)
+    assert not begun.exists()
 
 
 def test_room_is_asked_for_all_of_them(tmp_path: Path) -> None:
