@@ -53,6 +53,9 @@ def contribute(folder: Path, plan: Plan, sharers: Sharers, go_on: Callable[[], N
         os.rename(here / f".{mark}", here / mark)
     except FileNotFoundError as error:  # the folder, or what was written there, was removed on the way
         raise Abandoned(GIVEN_UP) from error
+    except OSError as error:
+        error.filename = str(folder / Path(error.filename or "").name)  # by the name that people know
+        raise
     finally:
         os.close(fd)
 

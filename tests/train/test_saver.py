@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from supertuner.config.load import load
-from supertuner.core.errors import CheckpointError, NotFinite
+from supertuner.core.errors import CheckpointError, NotFinite, RunFolderError
 from supertuner.core.events import Event, Noted, Silence, Warned
 from supertuner.core.host import Host
 from supertuner.train import checkpoint, loop, one_save, saver
@@ -307,6 +307,30 @@ def test_an_error_in_training_is_told_even_if_the_save_fails_too(run: Run) -> No
         saves.save()
         raise NotFinite("loss")
     assert "are missing" in heard(run).text()
+
+
+def test_an_error_in_training_is_told_even_if_nothing_can_be_recorded_any_more(run: Run) -> None:
+    class Full:
+        def emit(self, event: Event, /) -> None:
+            raise RunFolderError("events.jsonl cannot be written")
+
+    run.host, run.sink = NoDisk(), Full()
+    with pytest.raises(NotFinite), Saver(run) as saves:
+        saves.save()
+        raise NotFinite("loss")
+
+
+def test_whoever_asked_is_answered_whatever_the_save_failed_of(run: Run) -> None:
+    class Broken(Host):
+        def free_bytes(self, folder: Path) -> int:
+            raise RuntimeError("not a refusal of ours")
+
+    answers: list[str] = []
+    run.host = Broken()
+    with pytest.raises(RuntimeError, match="not a refusal of ours"), Saver(run) as saves:
+        saves.ask(lambda made, why: answers.append(why))
+        saves.wait()
+    assert answers == ["not a refusal of ours"]
 
 
 def test_without_room_for_a_copy_training_waits_and_needs_no_memory(run: Run) -> None:
