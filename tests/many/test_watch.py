@@ -161,6 +161,11 @@ def test_one_that_is_ended_by_a_signal_is_named(tmp_path):
     assert "was ended by SIGTERM" in (first.error or "")
 
 
+def test_a_signal_that_comes_after_an_error_does_not_take_its_place(tmp_path):
+    _, (_, guilty) = _ended("terminated late", tmp_path)
+    assert (guilty.error or "").splitlines()[-1].endswith("PeerError: process 0 of this node is gone")
+
+
 def _idle_after(deed: Callable[[], None], *, in_pass: bool = False) -> float:
     pulse = Pulse()
     pulse.mark(in_pass=in_pass)

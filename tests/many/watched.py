@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -14,7 +15,7 @@ import torch
 
 from supertuner.config.launched import Launched
 from supertuner.config.parallel import ParallelSettings
-from supertuner.core.errors import StageError
+from supertuner.core.errors import PeerError, StageError
 from supertuner.train.many.opening import open_parallel
 from supertuner.train.many.pulse import Pulse
 from supertuner.train.many.watch import BEAT_S
@@ -100,6 +101,12 @@ def _terminate(parallel: Parallel) -> None:
     time.sleep(VERY_LONG_S)
 
 
+def _terminate_late(parallel: Parallel) -> None:
+    """The launcher's signal comes while this process asks the others why it has to end."""
+    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    raise PeerError("process 0 of this node is gone")
+
+
 def _nothing(parallel: Parallel) -> None:
     pass
 
@@ -113,5 +120,6 @@ FAULTS: dict[str, Callable[[Parallel], None]] = {
     "leaving": _leave_early,
     "out of step": _out_of_step,
     "terminated": _terminate,
+    "terminated late": _terminate_late,
     "nothing": _nothing,
 }

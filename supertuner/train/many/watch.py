@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from types import FrameType, TracebackType
+from typing import Self
 
 from torch.distributed.distributed_c10d import Store
 
@@ -285,11 +286,12 @@ def watching(store: Store, place: Launched, pulse: Pulse, *, timeout_s: float) -
     """While inside, the others are watched, and this process is watched by them."""
     own = _connected_anew(store, timeout_s)
     watch = Watch(own, place, pulse, timeout_s=timeout_s)
-    with _terminable():
+    with _terminable() as signals:
         watch.start()
         try:
             yield
         except BaseException as error:
+            signals.ignore()  # it ends anyway, and not for a signal that follows
             instead = watch.failed(error)
             if instead is None:
                 raise
@@ -313,12 +315,17 @@ class _terminable:
     """SIGTERM becomes an error of the main thread, where nobody else handles it: a launcher sends it to all processes
     when one has failed, and then that one is to be named."""
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Self:
         self._ours = (
             threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         )
         if self._ours:
             signal.signal(signal.SIGTERM, _raise_terminated)
+        return self
+
+    def ignore(self) -> None:
+        if self._ours:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
