@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 
 import numpy as np
@@ -301,3 +302,22 @@ def test_a_batch_owns_its_latents(tmp_path: Path, wan) -> None:
         first.zero_()
         assert torch.equal(encoded.latents(micro)["latents"], before)
         assert np.unique(micro.draws.sample).size == len(micro)
+
+
+@pytest.mark.parametrize("cache", [{}, {"persistent_cache": True}, {"vae_cache_type": "disk"}])
+def test_a_start_that_fails_at_its_second_cache_gives_back_the_first(tmp_path: Path, wan, cache: dict) -> None:
+    """Looked at while the error is held, and with it every frame that it came through."""
+    family, model = wan
+    config = config_of(tmp_path, {"instance_data_dir": pictures(tmp_path / "images", 3)}, cache=cache)
+
+    class Broken:
+        def __init__(self, *of) -> None:
+            raise ModelError("the text encoder is not there; put it back")
+
+    broken = dataclasses.replace(family, text_encoder=Broken)
+    with pytest.raises(ModelError) as caught, opened(config, encoding_of(broken, model)):
+        pass
+    assert "put it back" in str(caught.value)
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    held = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    assert [one for one in (*maps, *held) if str(tmp_path) in one and "/latents-" in one] == []

@@ -24,7 +24,7 @@ from supertuner.data.ordering.order import Draws
 from supertuner.data.ordering.windows import MicroBatch
 from supertuner.train.caching.encoders import Encoders, Encoding, LazyDecoders, broken_at_caching, original_of
 from supertuner.train.caching.epochs import Epoch
-from supertuner.train.caching.needs import Needs
+from supertuner.train.caching.needs import KINDS, Needs
 from supertuner.train.caching.stores import open_caching
 from supertuner.train.caching.tables import Tables
 from supertuner.train.caching.told import told_of
@@ -205,8 +205,9 @@ def open_encoded(
                 peers=peers,
             )
         )
-        stores = [caching.open("latents"), caching.open("text")]
-        for store in stores:
+        stores = []
+        for what in KINDS:
+            stores.append(store := caching.open(what))
             if store is not None:
                 opened.callback(store.close)
         media, text = (Entries() if store is None else store.entries for store in stores)

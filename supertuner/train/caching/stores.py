@@ -88,7 +88,8 @@ class Caching:
             entries = [Entries() if store is None else store.entries for store in (media, text)]
             return Tables.of(corpus, self._planned, *entries), None
         held = self.together.tables(self._planned, media, text)
-        self._tell_cut(self.together.arrived(self.encoders.cut))
+        with _closed_on_error(held):
+            self._tell_cut(self.together.arrived(self.encoders.cut))
         assert self.plan_held is not None
         self.plan_held.close()  # nobody is still to come for it
         return mapped(corpus, held), held
@@ -166,10 +167,11 @@ class Caching:
                 mend(kept, wanted, host=self.host, progress=self.progress, sink=self.sink)
             kept.fill(wanted, host=self.host, progress=self.progress, peers=self._peers)
             store = self._loaded(kept, where, wanted) if load else kept
-        figures = {"entries": len(wanted.keys), "made": kept.made, "seconds": round(time.monotonic() - began, 3)}
-        self.sink.emit(Measured(f"cache.{space.what}", figures))
-        if self.together is not None:
-            self.together.tell_store(what, store)
+        with _closed_on_error(store):
+            figures = {"entries": len(wanted.keys), "made": kept.made, "seconds": round(time.monotonic() - began, 3)}
+            self.sink.emit(Measured(f"cache.{space.what}", figures))
+            if self.together is not None:
+                self.together.tell_store(what, store)
         return store
 
     def _loaded(self, kept: Store, where: Places, wanted: Wanted) -> Store:
@@ -241,7 +243,7 @@ def _for_epochs(where: Places | None) -> Place | None:
 
 
 @contextmanager
-def _closed_on_error(store: Store) -> Iterator[None]:
+def _closed_on_error(store: Store | Reader) -> Iterator[None]:
     try:
         yield
     except BaseException:

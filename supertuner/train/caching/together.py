@@ -9,6 +9,7 @@ import json
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
@@ -83,7 +84,11 @@ class Together:
         word = f"{self.title}: {what}"
         if self.peers.first:
             reader = make(f"{what}-{uuid.uuid4().hex}")
-            self.peers.tell(word, reader.name.encode())
+            try:
+                self.peers.tell(word, reader.name.encode())
+            except BaseException:
+                reader.close()
+                raise
             return reader
         name = self.peers.heard(word, f"the {what} of caches", self.progress).decode()
         try:
@@ -106,7 +111,8 @@ def helped(
 ) -> Store:
     """The store of a further process, filled together with the first; `wanted` is called if something is to be done."""
     space, peers = needs.space(what), together.peers
-    with Store(where.kept, space, sink, arenas=()) as kept:
+    with ExitStack() as opened:
+        kept = opened.enter_context(Store(where.kept, space, sink, arenas=()))
 
         def copies() -> Wanted:
             kept.refresh()  # what is copied was sealed since
@@ -114,7 +120,7 @@ def helped(
 
         stores = [(kept, wanted)]
         if where.shared is not None:
-            stores.append((Store(where.shared, space, sink, arenas=()), copies))
+            stores.append((opened.enter_context(Store(where.shared, space, sink, arenas=())), copies))
 
         def help_once() -> bool:
             return any(store.help(made, host=host, progress=progress, peers=peers) for store, made in stores)
