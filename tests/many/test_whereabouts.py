@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 import pytest
 
+from supertuner.train.many.whereabouts import COMPILES, HANDED, MAKES, OURS, WAITS
 from tests.cache.encoding import config_of, pictures, tiny
 from tests.many.ranks import launched_ranks, run_launched, said
 from tests.many.waiting import one_compiles, one_waits, one_wants_an_epoch
 
 SHORT_S = 4.0
 """Of which half is patience: less than what works here takes."""
+
+
+def test_what_is_told_by_its_name_has_that_name():
+    """Stacks are read by file and function: one that got another name would be taken for a hang."""
+    for file, name in {*WAITS, MAKES, *HANDED, *HANDED.values()}:
+        tree = ast.parse(Path(OURS, file).read_text())
+        assert any(isinstance(node, ast.FunctionDef) and node.name == name for node in ast.walk(tree)), (file, name)
+    assert all(Path(file).is_file() for file in COMPILES)
 
 
 @pytest.mark.parametrize("how", ["in a sum", "for weights", "for gradients"])

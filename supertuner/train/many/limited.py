@@ -10,6 +10,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import TypeVar
 
+from supertuner.core.errors import SuperTunerError
+
 Value = TypeVar("Value")
 TICK_S = 0.5
 
@@ -29,5 +31,5 @@ def within(seconds: float, call: Callable[[], Value]) -> Value:
 def _answer(answer: Future[Value], call: Callable[[], Value]) -> None:
     try:
         answer.set_result(call())
-    except BaseException as error:  # noqa: BLE001 — whatever it is, whoever waits for the call gets it
+    except (RuntimeError, ValueError, SuperTunerError) as error:  # torch's of a store, and ours: for whoever waits
         answer.set_exception(error)
