@@ -16,6 +16,8 @@ from supertuner.tools.baseline.judging import Judged, Verdict
 from tests.tools.test_baseline_command import write_config
 
 pytestmark = pytest.mark.torture
+ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1"}
+"""With two threads a capture took 208 s beside others on two cores, with one 64 s."""
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         steps=40,
         repeats=1,
         profile=True,
-        environ=dict(os.environ),
+        environ=ENVIRON,
         progress=Silence(),
     )
     return made
@@ -44,9 +46,7 @@ def beside(folder: Path, name: str, file: str, old: str, new: str) -> Judged:
     assert old in text, f"{file} has no {old!r} any more"
     changed.write_text(text.replace(old, new, 1))
     asked = checking.Asked(rounds=3, most=9)
-    return checking.check(
-        folder / "baseline", "now", asked, against=str(copy), environ=dict(os.environ), progress=Silence()
-    )[1]
+    return checking.check(folder / "baseline", "now", asked, against=str(copy), environ=ENVIRON, progress=Silence())[1]
 
 
 STEP = ("train/loop.py", "    run.step += 1\n")
