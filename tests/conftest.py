@@ -1,7 +1,7 @@
 """What holds for the whole suite: Ctrl-C works in tests of it, and garbage is looked for only among what the running
 test made.
 
-A shell starts its background jobs deaf to SIGINT, and children inherit that.
+A shell starts its background jobs deaf to SIGINT, nohup its command to SIGHUP, and children inherit that.
 
 Runs collect garbage whenever they drop a model. With all libraries imported that means to look through millions of
 objects which are none, each time: a third of the suite's time. So what lives when a test begins is set aside.
@@ -14,8 +14,9 @@ import signal
 
 
 def pytest_configure() -> None:
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 def pytest_collection_finish() -> None:

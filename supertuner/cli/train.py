@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from contextlib import suppress
 from typing import Annotated
 
 import typer
@@ -30,8 +31,8 @@ def train(
 ) -> None:
     """Stage, cache and train what CONFIG says; validate, save and export on the way.
 
-    Ctrl-C and SIGTERM save and stop after the current window; the same command then goes on, to the bit as if nothing
-    had happened.
+    Ctrl-C, SIGTERM and a terminal that is closed save and stop after the current window; the same command then goes on,
+    to the bit as if nothing had happened.
     """
     from supertuner.config.environment import current
     from supertuner.config.launched import launched
@@ -41,6 +42,7 @@ def train(
 
     done = run_training(load_narrowed(config, sets or [], limit=limit), resume=resume, anyway=anyway)
     if launched(current()).first:  # of many processes one speaks for all
-        typer.echo(summary(done))
+        with suppress(OSError):  # whoever started it may be gone; how it ended is said by the exit code too
+            typer.echo(summary(done))
     if done.stopped_by is not None:
         raise typer.Exit(128 + signal.Signals[done.stopped_by])

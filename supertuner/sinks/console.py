@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
+from typing import IO, cast
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, ProgressColumn, Task, TextColumn
@@ -22,6 +23,7 @@ from supertuner.core.events import Decided, Event, Measured, Noted, SetAside, Wa
 from supertuner.core.types import JSON, on_screen
 from supertuner.sinks.figures import Tally
 from supertuner.sinks.live import Counters, LiveTraining, Row
+from supertuner.sinks.screen import Screen
 
 SET_ASIDE_SHOWN = 5
 PLAIN_SECONDS = 5.0
@@ -44,7 +46,7 @@ class Console:
         clock: Callable[[], float] = time.monotonic,
         rest: str = "the run's set_aside.jsonl has them all",
     ) -> None:
-        self._console = console or RichConsole(stderr=True, highlight=False)
+        self._console = console or RichConsole(file=cast("IO[str]", Screen()), highlight=False)
         self._clock = clock
         self._rest = rest
         self._decisions: list[Decided] = []

@@ -1,7 +1,8 @@
 """Signals to a training process become flags that the loop looks at between windows.
 
-SIGINT and SIGTERM: save and stop after this window. SIGUSR1: validate after this window. A second SIGINT stops at once,
-as Ctrl-C does elsewhere: the last checkpoint stays whole, what came after it is computed again.
+SIGINT, SIGTERM and SIGHUP, of a terminal that is closed: save and stop after this window. SIGUSR1: validate after this
+window. A second SIGINT stops at once, as Ctrl-C does elsewhere: the last checkpoint stays whole, what came after it is
+computed again.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 STOPPING = b"\nsaving and stopping after this window; once more Ctrl-C stops at once, without saving\n"
 STANDARD_ERROR = 2
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Signals:
@@ -47,7 +49,7 @@ class Signals:
 
     def __enter__(self) -> Signals:
         assert threading.current_thread() is threading.main_thread(), "only the main thread may handle signals"
-        handlers = {signal.SIGINT: self._on_stop, signal.SIGTERM: self._on_stop, signal.SIGUSR1: self._on_validate}
+        handlers = {**dict.fromkeys(STOPS, self._on_stop), signal.SIGUSR1: self._on_validate}
         for number, handler in handlers.items():
             before = signal.getsignal(number)
             # What whoever started us chose to ignore stays ignored: a job in the background of a script, say.

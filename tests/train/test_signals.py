@@ -10,14 +10,14 @@ import pytest
 
 from supertuner.train.signals import Signals
 
-OURS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+OURS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 def send(number: signal.Signals) -> None:
     signal.raise_signal(number)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_the_first_signal_asks_to_save_and_stop_and_says_so(
     number: signal.Signals, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -20,8 +20,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from types import FrameType, TracebackType
-from typing import Self
 
 from torch.distributed.distributed_c10d import Store
 
@@ -33,6 +31,7 @@ from supertuner.train.many.life import Life
 from supertuner.train.many.limited import within
 from supertuner.train.many.others import Others
 from supertuner.train.many.pulse import Pulse
+from supertuner.train.many.terminable import signal_of, terminable
 from supertuner.train.many.verdict import (
     Report,
     Seen,
@@ -53,7 +52,6 @@ FIND_S = 5.0
 SILENT_S = 3.0
 """And then, who has not been heard for so long is."""
 GOES_ON = "the next start goes on from the last checkpoint"
-TERMINATED = 128 + signal.SIGTERM
 STANDARD_ERROR = 2
 VERDICT = "watch/verdict"
 NOBODY = -1
@@ -100,7 +98,7 @@ class Watch:
     def failed(self, error: BaseException) -> BaseException | None:
         """The main thread ends with an error: tell the others, or learn from them why. What to raise instead, if it is
         another process's fault. Whatever happens from here on, this process ends soon."""
-        terminated = isinstance(error, SystemExit) and error.code == TERMINATED
+        terminated = signal_of(error)
         instead: BaseException | None = None
         if terminated or isinstance(error, PeerError) or is_broken_connection(error):
             self._broken.set()
@@ -115,12 +113,12 @@ class Watch:
             self._end_soon(_first_lines(error))
         return instead
 
-    def _blamed(self, error: BaseException, terminated: bool) -> BaseException | None:
+    def _blamed(self, error: BaseException, terminated: str | None) -> BaseException | None:
         verdict = self._verdict
         if verdict is not None and verdict.rank != self._place.rank:
             return self._blaming(verdict)
         if terminated:
-            self._tell(of(self._report(), "was ended by SIGTERM"))
+            self._tell(of(self._report(), f"was ended by {terminated}"))
             return None
         if isinstance(error, PeerError):
             self._tell(of(self._report(), f"failed: {_first_lines(error)}"))
@@ -286,7 +284,7 @@ def watching(store: Store, place: Launched, pulse: Pulse, *, timeout_s: float) -
     """While inside, the others are watched, and this process is watched by them."""
     own = _connected_anew(store, timeout_s)
     watch = Watch(own, place, pulse, timeout_s=timeout_s)
-    with _terminable() as signals:
+    with terminable() as signals:
         watch.start()
         try:
             yield
@@ -309,33 +307,6 @@ def _connected_anew(store: Store, timeout_s: float) -> Store:
         ) from error
     own.set_timeout(timedelta(seconds=timeout_s))  # less would end a job whose launcher is slow once
     return own
-
-
-class _terminable:
-    """SIGTERM becomes an error of the main thread, where nobody else handles it: a launcher sends it to all processes
-    when one has failed, and then that one is to be named."""
-
-    def __enter__(self) -> Self:
-        self._ours = (
-            threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-        )
-        if self._ours:
-            signal.signal(signal.SIGTERM, _raise_terminated)
-        return self
-
-    def ignore(self) -> None:
-        if self._ours:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._ours:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _raise_terminated(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(TERMINATED)
 
 
 def _first_lines(error: BaseException) -> str:

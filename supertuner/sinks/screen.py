@@ -1,0 +1,41 @@
+"""Standard error for displays: once nobody can see it, what is shown goes nowhere and the work goes on.
+
+A terminal is closed, a pipe's reader ends, a log's disk is full: hours of training do not end for that. What happened
+is in the run's own files.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from contextlib import suppress
+from typing import IO
+
+
+class Screen(io.TextIOBase):
+    """Whatever standard error is at the moment."""
+
+    def write(self, text: str, /) -> int:
+        with suppress(OSError):
+            _standard_error().write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            _standard_error().flush()
+
+    def isatty(self) -> bool:
+        return _standard_error().isatty()
+
+    def fileno(self) -> int:
+        return _standard_error().fileno()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]  # a plain attribute there
+        return sys.stderr.encoding or "utf-8"
+
+
+def _standard_error() -> IO[str]:
+    """Not what rich puts in its place while a display is live: that writes to the display, and it to us."""
+    found: IO[str] = getattr(sys.stderr, "rich_proxied_file", sys.stderr)
+    return found
