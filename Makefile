@@ -16,8 +16,8 @@ setup:  ## Make .venv with everything in it; instant when nothing changed (PYTHO
 quickstart: setup  ## Train both experts of a tiny Wan2.2 on drawn shapes, and show what it learnt (minutes)
 	@$(BIN)/supertuner quickstart
 
-test: setup  ## Run the test suite
-	@$(BIN)/python -m pytest
+test: setup  ## Run the test suite, in two processes (WORKERS=0: in one)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(or $(WORKERS),2) --dist loadfile
 
 phantom: setup  ## Make .venv-phantom: torch's CUDA build on fake libraries, for a machine without a GPU (docs/phantom.md)
 	@scripts/setup_phantom.sh $(VENV) .venv-phantom

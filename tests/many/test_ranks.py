@@ -80,5 +80,5 @@ def test_launched_ranks_have_a_launchers_variables() -> None:
 
 
 def test_commands_run_in_ranks(tmp_path: Path) -> None:
-    assert run_launched(2, command, tmp_path, "config", "schema") == [0, 0]
+    assert run_launched(2, command, tmp_path, "--version") == [0, 0]
     assert said(tmp_path, 0) == said(tmp_path, 1) != ""

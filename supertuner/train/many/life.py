@@ -33,9 +33,11 @@ class Life:
     def beat(self) -> None:
         now = time.monotonic()
         self.elapsed_s, self._beaten = min(now - self._beaten, LONGEST_BEAT_S), now
-        self.at = whereabouts()
+        before, self.at = self.at, whereabouts()
         self._chunk += self.elapsed_s
         self.idle_s += self.elapsed_s
+        if before.waits and not self.at.waits:  # what it waited for has come, however long that took
+            self.idle_s = 0.0
         if self._pulse.marks != self._marks:
             self._marks, self.idle_s = self._pulse.marks, 0.0
         if self._chunk >= self._chunk_s:
