@@ -16,12 +16,12 @@ class Screen(io.TextIOBase):
     """Whatever standard error is at the moment."""
 
     def write(self, text: str, /) -> int:
-        with suppress(OSError):
+        with suppress(OSError):  # nobody is there to see it
             _standard_error().write(text)
         return len(text)
 
     def flush(self) -> None:
-        with suppress(OSError):
+        with suppress(OSError):  # likewise
             _standard_error().flush()
 
     def isatty(self) -> bool:

@@ -10,21 +10,24 @@ from supertuner.core.types import bytes_text
 from supertuner.memory.cuda import open_cuda
 from supertuner.memory.machines import MACHINES, Figure, Machine
 from supertuner.memory.nvml import open_nvml
-from supertuner.memory.probe import Facts, free_gpu_bytes, host_available_bytes, probe
+from supertuner.memory.probe import Facts, GpuFacts, free_gpu_bytes, host_available_bytes, probe
 from supertuner.plan.forecast import Room
 
 THIS = "this"
 DEFAULT = "gh200-96"
 
 
-def room_of(name: str | None, host: Host) -> Room:
-    """The machine of that name; without one, this machine if it has a GPU, else a GH200."""
+def room_of(name: str | None, host: Host, device: int = 0) -> Room:
+    """The machine of that name; without one, this machine if it has a GPU, else a GH200. `device` is which of this
+    machine's GPUs."""
     if name is not None and name != THIS:
         return known(name)
     driver = open_cuda()
     facts = probe(host, driver, open_nvml())
     if facts.gpus:
-        return _this_gpu(facts, free_gpu_bytes(facts, driver, host), host_available_bytes(facts, host))
+        gpu = next((one for one in facts.gpus if one.device.number == device), facts.gpus[0])
+        free = free_gpu_bytes(facts, driver, host, gpu.device.number)
+        return _this_gpu(facts, gpu, free, host_available_bytes(facts, host))
     if name is None:
         room = known(DEFAULT)
         return replace(room, source=f"no GPU here, so a {room.title} is taken; --machine names another, or this")
@@ -44,8 +47,7 @@ def known(name: str) -> Room:
     )
 
 
-def _this_gpu(facts: Facts, free: int | None, host_free: int | None) -> Room:
-    gpu = facts.gpus[0]
+def _this_gpu(facts: Facts, gpu: GpuFacts, free: int | None, host_free: int | None) -> Room:
     total = gpu.device.total_bytes
     machine = facts.machine or _unknown(gpu.device.name, total, bool(facts.one_pool))
     usable = total if free is None else free

@@ -84,7 +84,7 @@ def refusal(found: Forecast) -> str:
 def _room(device: torch.device, host: Host) -> Room:
     """Of the device that the run computes on."""
     if device.type == "cuda":
-        return room_of(THIS, host)
+        return room_of(THIS, host, device.index or 0)
     available = host.memory_available()
     return Room(
         replace(MACHINES["cpu"], title=f"this machine ({device})"), "this machine", None, available, "available"

@@ -7,12 +7,14 @@ would train something that nobody asked for, without a word. (`many/alike.py` co
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 
 import torch
 import xxhash
 
 from supertuner.core.errors import TrainError
 from supertuner.models.adapters import Trained
+from supertuner.train.parallel import Parallel
 from supertuner.train.run import Run
 
 LOOKED_AT = 1024
@@ -26,7 +28,16 @@ def require_same_weights(run: Run) -> None:
     facts = {"step": str(run.step)}
     for expert, trained in run.trained.items():
         facts[f"weights of {expert}"] = _digest(trained)
-    first, *others = [json.loads(one) for one in run.parallel.gather(json.dumps(facts).encode())]
+    _require(run.parallel, facts)
+
+
+def require_same_whole(parallel: Parallel, trained: Trained) -> None:
+    """The same of an expert that is still whole in each process: once it is shared out, each has other rows."""
+    _require(parallel, {f"weights of {trained.name}": _digest(trained)})
+
+
+def _require(parallel: Parallel, facts: Mapping[str, str]) -> None:
+    first, *others = [json.loads(one) for one in parallel.gather(json.dumps(facts).encode())]
     for rank, other in enumerate(others, start=1):
         differs = [name for name in first if first[name] != other.get(name)]
         if differs:

@@ -130,18 +130,20 @@ class Saver:
             self._run.sink.emit(Warned("checkpoint", text))
 
     def _has_room(self, nbytes: int) -> bool:
-        """Whether a copy leaves at least half of the memory that is free: the next window wants some of it, too."""
+        """Whether a copy leaves at least half of the memory that is free: the next window wants some of it, too. Where
+        processes share out what is saved, all those of the node take theirs at the same moment."""
         if not self._run.config.checkpoints.in_background:
             return False
-        needed, free = nbytes - self._copies.nbytes, self._run.host.memory_available()
+        sharers = self._run.parallel.local_ranks if self._shared else 1
+        needed, free = sharers * (nbytes - self._copies.nbytes), self._run.host.memory_available()
         short = free is not None and needed > free // 2
         if self._shared:
             short = bool(self._run.parallel.agree([int(short)])[0])
         if short and not self._told_room:
             self._told_room = True
             text = (
-                f"training waits while checkpoints are written: a copy of {bytes_text(nbytes)} would take more than "
-                f"half of the host memory that is free ({bytes_text(free or 0)})"
+                f"training waits while checkpoints are written: a copy of {bytes_text(sharers * nbytes)} would take "
+                f"more than half of the host memory that is free ({bytes_text(free or 0)})"
             )
             self._run.sink.emit(Noted("checkpoint", text))
         return not short

@@ -50,9 +50,9 @@ from supertuner.train.many.shareable import require_shareable
 from supertuner.train.memory import MemoryEngine, open_memory
 from supertuner.train.model_source import opened_model
 from supertuner.train.node import open_peers, require_same_data
-from supertuner.train.parallel import Alone, Parallel, Sharing, in_turn
+from supertuner.train.parallel import Alone, Parallel, in_turn
 from supertuner.train.run import HELD_OUT, Run
-from supertuner.train.same_weights import require_same_weights
+from supertuner.train.same_weights import require_same_weights, require_same_whole
 from supertuner.train.saving import processes_of, restore, revision_of
 from supertuner.train.validate import plan
 
@@ -113,7 +113,7 @@ def open_run(
         # Held-out batches get their noise later, by the CPU: they are only put where the GPU can fetch them.
         held_out = None if other is None else maker_of(StepBatch.pinned, other, 0, _measured(config, other))
         trained, trainees, acts = _under_plans(
-            config, family, model, experts, precision, memory, sink, planning, parallel.sharing
+            config, family, model, experts, precision, memory, sink, planning, parallel
         )
         run = Run(
             name=name,
@@ -372,20 +372,26 @@ def _under_plans(
     memory: MemoryEngine,
     sink: Sink,
     planning: Planning | None,
-    sharing: Sharing | None,
+    parallel: Parallel,
 ) -> tuple[dict[str, adapters.Trained], tuple[Trainee, ...], Acts | None]:
     """The experts in training, each loaded to where its plan has it, and the plans at work. Weights that are shared
-    out over processes are under no plan."""
+    out over processes are under no plan; where each process has all of them, a plan stays as it is made at the start:
+    made anew by one alone, it would have its gradients elsewhere than the others."""
+    sharing = parallel.sharing
     planned = {} if sharing is not None else plans_of(config, model, experts, planning)
     trained = {}
     for expert in experts:
         home = HOST if sharing is not None else waits_at_home(config, planned.get(expert.name), precision.device)
         whole = _trained(config, family, model, expert, precision, memory, sink, home)
-        trained[expert.name] = whole if sharing is None else sharing.share_out(whole)
+        if sharing is not None:
+            require_same_whole(parallel, whole)
+            whole = sharing.share_out(whole)
+        trained[expert.name] = whole
     trainees = tuple(trainee_of(config, expert, trained[expert.name], precision) for expert in experts)
     if sharing is not None and config.plan.act != "never" and config.plan.idle_experts != "gpu":
         sharing.take_turns(trainees)
-    return trained, trainees, acts_of(config, trainees, planned, planning, precision, memory, sink)
+    again = planning if parallel.ranks == 1 else None
+    return trained, trainees, acts_of(config, trainees, planned, again, precision, memory, sink)
 
 
 def _trained(

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from supertuner.config.tree import RunConfig
-from supertuner.core.errors import ModelError, OutOfStep, TrainError
+from supertuner.core.errors import ModelError, OutOfStep, PeerError, SuperTunerError, TrainError
 from supertuner.core.events import Sink
 from supertuner.data.batching.batches import Decoders
 from supertuner.data.batching.render import caption_of
@@ -63,7 +63,9 @@ def _together(run: Run) -> Iterator[None]:
     the model itself refuses, it refuses in all of them, before the first.)"""
     try:
         yield
-    except TrainError as error:
+    except (ModelError, PeerError):
+        raise
+    except SuperTunerError as error:
         raise OutOfStep(
             f"validation of step {run.step}: {error}. All processes make it together, so none can leave it out"
         ) from error

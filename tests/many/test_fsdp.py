@@ -14,12 +14,14 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from supertuner.config.parallel import ParallelSettings
+from supertuner.core.errors import TrainError
 from supertuner.models.adapters import applied, load_state, state
 from supertuner.models.spec import Source
 from supertuner.step.window import held_out_loss
 from supertuner.train.many.group import Group
 from supertuner.train.many.shards import rows_of
 from supertuner.train.many.turns import Turns
+from supertuner.train.same_weights import require_same_whole
 from tests.many.ranks import run_launched, run_ranks
 from tests.many.sharing import (
     Array,
@@ -119,6 +121,21 @@ def _lent(group: Group, source: Source, held: bool) -> tuple[bool, bool, float]:
 @pytest.mark.parametrize("held", [False, True])
 def test_an_average_is_lent_to_parts_and_the_weights_return_to_the_bit(tiny_wan: Source, held: bool) -> None:
     assert run_ranks(3, _lent, tiny_wan, held) == [(True, True, 0.0)] * 3
+
+
+def _alike(group: Group, source: Source, seeds: list[int]) -> str:
+    try:
+        require_same_whole(group, a_trained(source, Case("full"), seeds[group.rank]))
+    except TrainError as error:
+        return str(error)
+    return "alike"
+
+
+def test_weights_are_compared_while_each_process_still_has_all_of_them(tiny_wan: Source) -> None:
+    """Shared out, rows of two models would make one that nobody asked for."""
+    assert run_ranks(2, _alike, tiny_wan, [1, 1]) == ["alike"] * 2
+    for said in run_ranks(2, _alike, tiny_wan, [1, 2]):
+        assert said.startswith("rank 1 begins otherwise than rank 0: weights of low_noise (")
 
 
 def _looked_between(group: Group, source: Source, kind: str) -> list[tuple[bool, bool]]:

@@ -19,6 +19,7 @@ from supertuner.core.errors import CheckpointError, NotFinite, RunFolderError
 from supertuner.core.events import Event, Noted, Silence, Warned
 from supertuner.core.host import Host
 from supertuner.train import checkpoint, loop, one_save, saver
+from supertuner.train.parallel import Alone
 from supertuner.train.run import Run
 from supertuner.train.saver import Saver
 from supertuner.train.saving import contents
@@ -342,6 +343,18 @@ def test_without_room_for_a_copy_training_waits_and_needs_no_memory(run: Run) ->
             run.step += 1
         assert saves._copies.nbytes == 0
     assert heard(run).text().count("training waits while checkpoints are written") == 1
+
+
+def test_processes_of_a_node_that_copy_together_need_room_for_all_copies(run: Run) -> None:
+    class Little(Small):
+        memory = 10_000
+
+    run.host, run.parallel = Little(), Alone(local_ranks=4)
+    with Saver(run) as saves:
+        assert saves._has_room(4_000)
+        saves._shared = True
+        assert saves._has_room(1_000) and not saves._has_room(4_000)
+        saves._shared = False
 
 
 def test_a_save_in_the_foreground_is_the_same_bytes(run: Run) -> None:

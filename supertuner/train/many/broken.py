@@ -15,9 +15,13 @@ def is_broken_connection(error: BaseException) -> bool:
     """Whether a collective failed: the error, or what it came from, was raised inside torch.distributed. What fails
     there for want of memory is this process's own."""
     return any(
-        isinstance(one, RuntimeError) and not isinstance(one, torch.OutOfMemoryError) and _from_collective(one)
-        for one in _chain(error)
+        isinstance(one, RuntimeError) and not _wants_memory(one) and _from_collective(one) for one in _chain(error)
     )
+
+
+def _wants_memory(error: RuntimeError) -> bool:
+    """Of host memory torch says so in words only."""
+    return isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)
 
 
 def _from_collective(error: BaseException) -> bool:

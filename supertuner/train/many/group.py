@@ -69,7 +69,8 @@ class Group:
 def joined(
     place: Launched, device: torch.device, *, timeout_s: float, in_step: bool = False, store: Store | None = None
 ) -> Iterator[Group]:
-    """Join the other processes, by the `store` that they have in common; leave them at the end."""
+    """Join the other processes, by the `store` that they have in common; leave them at the end. With an error nobody
+    takes leave: NCCL's would wait for the others, who are to hear of the error first, and the process ends anyway."""
     store = store or meet(place, timeout_s=timeout_s)
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     if device.type == "cuda":
@@ -77,10 +78,8 @@ def joined(
     dist.init_process_group(
         backend, store=PrefixStore("group", store), rank=place.rank, world_size=place.ranks, timeout=COLLECTIVES_WAIT
     )
-    try:
-        yield Group(place, in_step, Replicated())
-    finally:
-        dist.destroy_process_group()
+    yield Group(place, in_step, Replicated())
+    dist.destroy_process_group()
 
 
 def _unframed(content: torch.Tensor) -> bytes:

@@ -73,8 +73,8 @@ def _home(parameter: nn.Parameter) -> int:
 
 
 def _gradient(parameter: nn.Parameter, home: torch.device) -> torch.Tensor:
-    """Of a parameter that this process had no use for in the window, zeros."""
-    return torch.zeros_like(parameter, device=home) if parameter.grad is None else parameter.grad
+    """Of a parameter that this process had no use for in the window, zeros; all from the same memory."""
+    return torch.zeros_like(parameter, device=home) if parameter.grad is None else parameter.grad.to(home)
 
 
 def add_up(tensors: Iterable[torch.Tensor]) -> None:
