@@ -172,10 +172,10 @@ def sample_uniform(seed: int, position: int) -> float:
     return (_hashed(b"level", seed, position) >> 11) * 2.0**-53
 
 
-def sample_noise(seed: int, position: int, shape: Sequence[int]) -> torch.Tensor:
-    """Standard normal noise in fp32 on the CPU, a function of seed, position and shape only."""
+def sample_noise(seed: int, position: int, shape: Sequence[int], *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Standard normal noise in fp32 on the CPU, a function of seed, position and shape only; in `out`, where given."""
     generator = torch.Generator().manual_seed(noise_seed(seed, position))
-    return torch.randn(tuple(shape), generator=generator, dtype=torch.float32)
+    return torch.randn(tuple(shape), generator=generator, dtype=torch.float32, out=out)
 
 
 def noise_seed(seed: int, position: int) -> int:

@@ -83,10 +83,13 @@ class Maker:
         shape = tuple(latents.shape[1:])
         positions = micro.draws.position.tolist()
         law = self.law_of(shape)
+        noise = torch.empty((len(positions), *shape))
+        for row, position in zip(noise, positions, strict=True):
+            sample_noise(self.seed, position, shape, out=row)
         levels = [level_at(sample_uniform(self.seed, p), law, expert.low, expert.high) for p in positions]
         batch = StepBatch(
             latents=latents,
-            noise=torch.stack([sample_noise(self.seed, p, shape) for p in positions]),
+            noise=noise,
             levels=torch.tensor(levels, dtype=torch.float32),
             text=self.family.pad_text(self.model, self.encoded.texts(micro)),
             conditions=fields,

@@ -105,6 +105,8 @@ class Encoded:
         return self._needs.treatments[self._corpus.order.groups[group].dataset].media
 
     def _refs(self, draws: Draws) -> Refs:
+        if (draws.group == draws.group[0]).all():  # as nearly always: one dataset's samples of one bucket
+            return self._table.find(int(draws.group[0]), draws.sample, draws.cycle)
         refs = np.full(len(draws), MISSING, np.int64)
         for group in np.unique(draws.group).tolist():
             rows = draws.group == group
