@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import os
-import subprocess
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-
-import pytest
 
 from supertuner.arena.home import MARK, Home
 from supertuner.arena.peers import meet
@@ -18,21 +14,9 @@ from tests.cache.together import until_all
 from tests.many.ranks import command as command_of
 from tests.many.ranks import launched_ranks, run_launched, said
 from tests.many.runs import a_run
+from tests.small_disk import small
 
-
-@pytest.fixture
-def small(tmp_path: Path) -> Iterator[Path]:
-    """A tmpfs of one megabyte."""
-    place = tmp_path / "small"
-    place.mkdir(mode=0o700)
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m,mode=700", "tmpfs", str(place)]
-    mounted = subprocess.run(mount, capture_output=True, text=True)
-    if mounted.returncode:
-        pytest.skip(f"cannot mount a small tmpfs here: {mounted.stderr.strip()}")
-    try:
-        yield place
-    finally:
-        subprocess.run(["umount", "-l", place], check=True)
+__all__ = ["small"]
 
 
 def fill(place: Path) -> None:

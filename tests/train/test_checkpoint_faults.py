@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +13,11 @@ import torch
 from supertuner.core.errors import CheckpointError
 from supertuner.core.host import Host
 from supertuner.train.checkpoint import latest, save
+from tests.small_disk import small
 from tests.train.checkpoints import tree
 from tests.train.run_faults import run_saving_faults
+
+__all__ = ["small"]
 
 SCENARIOS = 7
 
@@ -71,21 +72,6 @@ def _by_name(calls: list[list[str]]) -> list[list[str]]:
     """The second of two processes writes into a folder by its number: by the folder's name instead."""
     (new,) = {where for what, where, _ in calls if what == "mkdir" and "/.saving-" in where}
     return [[re.sub(r"^/proc/self/fd/\d+(?=/|$)", new, word) for word in call] for call in calls]
-
-
-@pytest.fixture
-def small(tmp_path: Path) -> Iterator[Path]:
-    """A file system of one megabyte."""
-    place = tmp_path / "small"
-    place.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=1m,mode=700", "tmpfs", str(place)]
-    mounted = subprocess.run(command, capture_output=True, text=True)
-    if mounted.returncode:
-        pytest.skip(f"cannot mount a small tmpfs here: {mounted.stderr.strip()}")
-    try:
-        yield place
-    finally:
-        subprocess.run(["umount", "-l", place], check=True)
 
 
 def test_a_disk_that_is_really_full_is_told_before_anything_is_written(small: Path) -> None:
