@@ -6,19 +6,19 @@ from setuptools import Extension, setup
 
 setup(
     ext_modules=[
-        Extension("supertuner.core._many", ["supertuner/core/_many.c"], optional=True),
+        Extension("supertuner.core._bulk_io", ["supertuner/core/_bulk_io.c"], optional=True),
         Extension(
-            "supertuner.optim._automagic",
-            ["supertuner/optim/_automagic.c"],
+            "supertuner.optim.automagic._automagic",
+            ["supertuner.optim.automagic._automagic.c"],
             # No multiply-add: the result is the same on every CPU.
             extra_compile_args=["-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wextra"],
             extra_link_args=["-lm"],
             optional=True,
         ),
         Extension(
-            "supertuner.memory._overflow",
-            ["supertuner/memory/_overflow.c"],
-            depends=[str(path) for path in Path("supertuner/memory").glob("_overflow*.h")],
+            "supertuner.memory.overflow._overflow",
+            ["supertuner.memory.overflow._overflow.c"],
+            depends=[str(path) for path in Path("supertuner/memory/overflow").glob("_overflow*.h")],
             extra_compile_args=["-std=c11", "-O2", "-Wall", "-Wextra", "-fvisibility=hidden", "-pthread"],
             extra_link_args=["-pthread", "-ldl"],
             optional=True,

@@ -14,16 +14,16 @@ import torch
 from torch import nn
 
 from benchmarks.harness import Row, Spread, at_most, interleave, paired, report, say
-from supertuner.config.optim import OptimizerSettings
-from supertuner.models.objective import Objective
+from supertuner.config.settings.optim import OptimizerSettings
+from supertuner.models.objective.diffusion import Objective
 from supertuner.models.spec import Expert, Tensors
 from supertuner.optim.table import build
-from supertuner.plan.decision import BlockPlan, Fate, Plan, Residence, Stepping
+from supertuner.plan.placement.plan import BlockPlan, Fate, Plan, Residence, Stepping
 from supertuner.step.batch import StepBatch
 from supertuner.step.precision import Precision
 from supertuner.step.window import Rules, Trainee, train_window
-from supertuner.train.acting.apply import act
-from supertuner.train.acting.carrier import InPlace
+from supertuner.train.offload.apply import act
+from supertuner.train.offload.transfer import InPlace
 
 CPU = torch.device("cpu")
 BLOCKS, WIDTH, WINDOWS = 40, 16, 10

@@ -7,7 +7,7 @@
 #include <stdlib.h>
 #include <time.h>
 
-#include "../supertuner/memory/_overflow.c"
+#include "../supertuner/memory/overflow/_overflow.c"
 
 enum { BYTES = 2 << 20 };
 

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from benchmarks.harness import Row, at_least, at_most, interleave, noted, paired, report, say
-from supertuner.optim.automagic import Automagic
-from supertuner.optim.rates import Limits
+from supertuner.optim.automagic.optimizer import Automagic
+from supertuner.optim.automagic.packed_rates import Limits
 
 BLOCKS, WIDTH, HIDDEN, RANK = 40, 5120, 13824, 16
 LIMITS = Limits(start=1e-6, bump=1e-6, lowest=1e-7, highest=1e-3)

@@ -24,10 +24,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness import Row, at_least, in_memory_folder, interleave, paired, report, say
 from supertuner.arena.home import Home
+from supertuner.cache.capacity import Place
 from supertuner.cache.entries import Tensors
-from supertuner.cache.filling import Places, Wanted
+from supertuner.cache.fill import Places, Wanted
 from supertuner.cache.keys import Space
-from supertuner.cache.room import Place
 from supertuner.cache.store import Store
 from supertuner.core.events import Silence
 from supertuner.core.host import Host

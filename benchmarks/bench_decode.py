@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.harness import Row, at_least, interleave, paired, report, say
 from supertuner.arena.home import Home, default_home
-from supertuner.config import data as settings
+from supertuner.config.settings import data as settings
 from supertuner.core.events import Silence
 from supertuner.core.host import Host
 from supertuner.data.batching.batches import Decoders

@@ -16,9 +16,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness import Row, Timing, at_most, interleave, noted, paired, report
-from supertuner.memory.hints import Hints
+from supertuner.memory.emulator.superchip import Superchip
+from supertuner.memory.hints.api import Hints
 from supertuner.memory.machines import MACHINES
-from supertuner.memory.model import Superchip
 
 LIMIT_US = 50.0
 REPEATS = 20

@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness import Row, at_most, interleave, noted, paired, report
-from supertuner.models.keys import Name, read, write
-from supertuner.models.keys_schemes import SCHEMES, Scheme
-from supertuner.train.adapter_files import convert, open_adapter
+from supertuner.models.adapters.keys import Name, read, write
+from supertuner.models.adapters.keys_schemes import SCHEMES, Scheme
+from supertuner.train.export.adapter_files import convert, open_adapter
 
 RANK, WIDTH, HIDDEN, BLOCKS = 16, 5120, 13824, 40
 LIMIT_S = 1.0

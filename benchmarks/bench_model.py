@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness import Row, Spread, Timing, at_least, at_most, interleave, noted, paired, report, say
 from supertuner.memory.driver import HOST, Gpu, Kind, Span
+from supertuner.memory.emulator.superchip import Superchip
 from supertuner.memory.machines import MACHINES
-from supertuner.memory.model import Superchip
 
 PAGE = 65536
 GPU = Gpu(0)

@@ -23,8 +23,8 @@ from supertuner.core.events import Silence
 from supertuner.core.host import Host
 from supertuner.data.opened import open_corpus
 from supertuner.data.ordering.windows import single
-from supertuner.data.staging.follow import follow, staged_told
-from supertuner.train.caching.encoded import open_encoded
+from supertuner.data.staging.follower import follow, staged_told
+from supertuner.train.encoding.encoded import open_encoded
 
 MILLION = 1_000_000
 CACHED = 100_000

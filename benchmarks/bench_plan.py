@@ -17,18 +17,18 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness import Row, at_least, at_most, noted, report, say
+from benchmarks.paging_model import Paged
+from benchmarks.plan_baselines import Baselines, baselines
 from benchmarks.workloads import WORKLOADS, table
 from supertuner.core.types import GIB
 from supertuner.memory.machines import MACHINES
-from supertuner.plan.baselines import Baselines, baselines
-from supertuner.plan.choice import Choice, Step
-from supertuner.plan.decision import Fate, Plan, Residence
-from supertuner.plan.paging import Paged
-from supertuner.plan.placement import place
-from supertuner.plan.rates import Limits, Rates
-from supertuner.plan.replay import replay
-from supertuner.plan.search import link_seconds
-from supertuner.plan.table import StepTable
+from supertuner.plan.placement.choice import Choice, Step
+from supertuner.plan.placement.plan import Fate, Plan, Residence
+from supertuner.plan.placement.plan_step import place
+from supertuner.plan.placement.replay import replay
+from supertuner.plan.placement.search import link_seconds
+from supertuner.plan.placement.step_table import StepTable
+from supertuner.plan.placement.throughput import Limits, Rates
 
 CARDS_HOST_BYTES = 512 * GIB
 """Assumed: the table of machines does not know what a card is put into."""

@@ -25,8 +25,8 @@ from supertuner.models.spec import Tensors
 from supertuner.optim.table import build
 from supertuner.step.window import Trainee
 from supertuner.train import loop
+from supertuner.train.checkpoint.async_saver import Saver
 from supertuner.train.run import Run
-from supertuner.train.saver import Saver
 
 STEP_S = 0.5
 STATE_BYTES = 16 << 20

@@ -56,7 +56,7 @@ def run_rank(folder: str, answer: Path) -> None:
 
 def _lighten(run: Run) -> None:
     """Let the run train another module; data, caches, logs and reports stay as they are."""
-    from supertuner.models.adapters import Trained
+    from supertuner.models.adapters.attach import Trained
     from supertuner.optim.table import build
     from supertuner.step.window import Trainee
 

@@ -26,7 +26,7 @@ import numpy as np
 
 from benchmarks.harness import Row, Spread, at_least, at_most, report, say
 from supertuner.arena.home import Home, default_home
-from supertuner.config.data import Dataset
+from supertuner.config.settings.data import Dataset
 from supertuner.core.events import Silence
 from supertuner.core.host import Host
 from supertuner.core.types import bytes_text

@@ -15,7 +15,7 @@ from supertuner.core.events import Event, Silence, Together
 from supertuner.core.host import Host
 from supertuner.memory.driver import Missing
 from supertuner.memory.probe import probe
-from supertuner.memory.telemetry import Sampler
+from supertuner.memory.telemetry.sampler import Sampler
 from supertuner.sinks.jsonlines import JsonLines
 from supertuner.sinks.tensorboard import TensorBoard
 

@@ -20,13 +20,13 @@ PHASE_S, RSS_GB, AGAIN_S = 60.0, 1.5, 0.5
 
 def measured() -> dict[str, float]:
     """Phase → seconds of CPU of this process; `rss_gb` at the end; `again_s`, the longest second look."""
-    from supertuner.config.tree import RunConfig
+    from supertuner.config.settings.tree import RunConfig
     from supertuner.core.events import Silence
     from supertuner.models.published import described
-    from supertuner.plan import remembered
-    from supertuner.plan.kept import Kept, versions
-    from supertuner.plan.kernels import Cuda
-    from supertuner.plan.shapes import Shaper
+    from supertuner.plan.trace import cached_traces as remembered
+    from supertuner.plan.trace.cuda_kernels import Cuda
+    from supertuner.plan.trace.shapes import Shaper
+    from supertuner.plan.trace.trace_store import Kept, versions
 
     config = RunConfig.model_validate({"model": {"family": "wan2.2", "path": NAME}})
     family, model, _ = described(config.model)

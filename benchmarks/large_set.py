@@ -17,10 +17,10 @@ import torch
 
 from supertuner.arena.home import Home
 from supertuner.cache.entries import Tensors
-from supertuner.cache.filling import Places, Wanted
+from supertuner.cache.fill import Places, Wanted
 from supertuner.cache.store import Store
-from supertuner.config.data import Dataset
-from supertuner.config.tree import RunConfig
+from supertuner.config.settings.data import Dataset
+from supertuner.config.settings.tree import RunConfig
 from supertuner.core.events import Silence
 from supertuner.core.host import Host
 from supertuner.core.types import JSON
@@ -29,9 +29,9 @@ from supertuner.data.staged import SET_ASIDE
 from supertuner.data.staging.columns import CAPTION_BYTES, CAPTION_INDEX, CAPTION_OFFSETS, COLUMNS
 from supertuner.data.staging.fingerprint import STAGED_VERSION, origin
 from supertuner.models.spec import Family, Model
-from supertuner.train.caching.encoders import Encoding, Identities
-from supertuner.train.caching.needs import KINDS, needs_of, plan_of
-from supertuner.train.caching.places import places
+from supertuner.train.encoding.cache_dirs import places
+from supertuner.train.encoding.cache_plan import KINDS, needs_of, plan_of
+from supertuner.train.encoding.encoders import Encoding, Identities
 
 SIDES = (512, 640, 768)
 LATENTS = (4, 8, 8)

@@ -17,14 +17,14 @@ from benchmarks import large_set
 from supertuner.arena.home import Home
 from supertuner.arena.peers import Peers, meet
 from supertuner.cache.entries import Tensors
-from supertuner.cache.filling import Places, Wanted
+from supertuner.cache.fill import Places, Wanted
 from supertuner.cache.keys import Space
 from supertuner.cache.store import Store
 from supertuner.core.errors import PeerError
 from supertuner.core.events import Silence
 from supertuner.core.host import Host
-from supertuner.data.staging.follow import follow
-from supertuner.train.caching.places import places
+from supertuner.data.staging.follower import follow
+from supertuner.train.encoding.cache_dirs import places
 
 RANKS = 3
 KINDS = ("stager", "encoder")

@@ -24,7 +24,7 @@ from torch import nn
 
 from benchmarks.harness import Row, Spread, Timing, report
 from benchmarks.runs import write_config
-from supertuner.config.launched import Launched
+from supertuner.config.sources.launcher import Launched
 from supertuner.core.events import Event, Measured
 from supertuner.sinks.training import STEP
 from supertuner.train.run import Run
@@ -149,11 +149,11 @@ def samples(run: Run) -> Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Te
 @contextmanager
 def opened_run(name: str, folder: Path, place: Launched, micro: int, **settings: Any) -> Iterator[Run]:
     """The run of one of several processes, with every report that a user gets by default."""
-    from supertuner.config.load import load
+    from supertuner.config.sources.load import load
+    from supertuner.distributed.setup import open_parallel
+    from supertuner.distributed.watchdog.heartbeat import MarkedProgress, MarkedSink, Pulse
     from supertuner.tools.session import session
     from supertuner.tools.training import with_reports
-    from supertuner.train.many.opening import open_parallel
-    from supertuner.train.many.pulse import MarkedProgress, MarkedSink, Pulse
     from supertuner.train.setup import Outside, open_run
 
     torch.set_num_threads(1)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from supertuner.config.load import load
+from supertuner.config.sources.load import load
 from supertuner.models.spec import Tensors
 from supertuner.optim.table import build
 from supertuner.step.window import Trainee

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from supertuner.plan.table import Block, StepTable, Work
+from supertuner.plan.placement.step_table import Block, StepTable, Work
 
 TABLES = Path(__file__).resolve().parent / "plan_tables"
 
@@ -89,12 +89,12 @@ def _kept(made: StepTable, how: str) -> dict[str, Any]:
 
 def trace(name: str) -> StepTable:
     """The step as it is today."""
-    from supertuner.config.tree import RunConfig
+    from supertuner.config.settings.tree import RunConfig
     from supertuner.models.published import described
-    from supertuner.plan.kernels import Cuda
-    from supertuner.plan.shapes import Shaper
-    from supertuner.plan.summary import table_of
-    from supertuner.plan.trace import trace_training
+    from supertuner.plan.trace.cuda_kernels import Cuda
+    from supertuner.plan.trace.shapes import Shaper
+    from supertuner.plan.trace.summary import table_of
+    from supertuner.plan.trace.training import trace_training
     from supertuner.step.trainee import experts_of
 
     one = WORKLOADS[name]

@@ -13,7 +13,7 @@ stamp=$venv/.supertuner-setup
 
 fail() { echo "setup: $*" >&2; exit 1; }
 
-digest=$( { cat pyproject.toml setup.py constraints.txt scripts/setup.sh supertuner/core/*.c supertuner/memory/*.[ch]; pwd; } | sha256sum | cut -d ' ' -f 1)
+digest=$( { cat pyproject.toml setup.py constraints.txt scripts/setup.sh supertuner/core/*.c supertuner/memory/overflow/*.[ch] supertuner/optim/automagic/*.c; pwd; } | sha256sum | cut -d ' ' -f 1)
 version_of() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])'; }
 
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$digest" ] && [ -x "$venv/bin/supertuner" ]; then

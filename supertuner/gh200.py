@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass
 
-from supertuner.memory.hints import (
+from supertuner.memory.hints.api import (
     Counted,
     Outcome,
     Status,

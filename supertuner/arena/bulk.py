@@ -13,7 +13,7 @@ from supertuner.arena.files import naming
 from supertuner.arena.format import Kind, end_of, place
 from supertuner.arena.journal import one_field_packer
 from supertuner.arena.writer import Writer, encoded_key
-from supertuner.core.many import Together
+from supertuner.core.bulk_io import Together
 
 
 class Bulk:

@@ -32,8 +32,8 @@ from supertuner.arena.reader import Reader, Verify
 from supertuner.arena.sealed import open_sealed, read_head
 from supertuner.arena.segments import restore
 from supertuner.arena.states import ArenaInfo, describe, has_ended, head_or_none, is_building
+from supertuner.core.bulk_io import write_all
 from supertuner.core.errors import ArenaBusy, ArenaDamaged, ArenaError, ArenaExists, ArenaMissing
-from supertuner.core.many import write_all
 
 MARK = ".supertuner-arenas"
 """An empty file that tells a home from any other folder."""

@@ -29,8 +29,8 @@ from supertuner.arena.format import (
     round_up,
     unpack_header,
 )
+from supertuner.core.bulk_io import write_all
 from supertuner.core.errors import ArenaDamaged, ArenaError
-from supertuner.core.many import write_all
 from supertuner.core.types import JSON
 
 _ALIGN = 64

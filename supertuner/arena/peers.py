@@ -18,9 +18,9 @@ from pathlib import Path
 from supertuner.arena import locks
 from supertuner.arena.files import naming
 from supertuner.arena.home import Home
+from supertuner.core.bulk_io import write_all
 from supertuner.core.errors import ArenaError, PeerError
 from supertuner.core.events import Progress
-from supertuner.core.many import write_all
 
 POLL_S = 0.1
 """Between two looks of a process that waits for another."""

@@ -27,8 +27,8 @@ from supertuner.arena.format import (
 )
 from supertuner.arena.journal import Placed, pack_entry
 from supertuner.arena.payload import Payload, as_bytes, compressed
+from supertuner.core.bulk_io import read_all, write_all
 from supertuner.core.errors import ArenaBusy, ArenaError, BrokenMedia
-from supertuner.core.many import read_all, write_all
 
 _CHUNK = 256 << 10
 """Read, checksummed and written in such pieces, each is in the cache all three times."""

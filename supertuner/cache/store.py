@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 from supertuner.arena.build import Build, Joined
 from supertuner.arena.peers import ALONE, Peers
 from supertuner.arena.reader import Reader
+from supertuner.cache.capacity import Place
 from supertuner.cache.entries import MISSING, Entries, Refs
-from supertuner.cache.filling import Filling, Places, Stopped, Wanted, never
+from supertuner.cache.fill import Filling, Places, Stopped, Wanted, never
 from supertuner.cache.keys import FORMAT, Keys, Space, text, unique
-from supertuner.cache.room import Place
-from supertuner.cache.taking import Queue, work
+from supertuner.cache.work_queue import Queue, work
 from supertuner.core.errors import ArenaBusy, ArenaDamaged, ArenaExists, ArenaMissing
 from supertuner.core.events import Progress, Sink, Warned
 from supertuner.core.host import Host

@@ -64,8 +64,8 @@ def options(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and stop.")
     ] = False,
 ) -> None:
-    from supertuner.config.environment import current
-    from supertuner.config.launched import require_one_process
+    from supertuner.config.sources.environment import current
+    from supertuner.config.sources.launcher import require_one_process
 
     if context.invoked_subcommand not in (None, "train"):
         require_one_process(current(), context.invoked_subcommand)
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _said_by_another(error: SuperTunerError) -> bool:
     """A configuration that is wrong is so for all processes of a node: the first of them says it."""
-    from supertuner.config.environment import current
-    from supertuner.config.launched import LOCAL_RANK
+    from supertuner.config.sources.environment import current
+    from supertuner.config.sources.launcher import LOCAL_RANK
 
     return isinstance(error, ConfigError) and current().get(LOCAL_RANK, "0") not in ("", "0")

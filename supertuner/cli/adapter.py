@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from supertuner.train.adapter_files import AdapterFile
+    from supertuner.train.export.adapter_files import AdapterFile
 
 app = typer.Typer(help="Inspect, convert and merge files of adapters.", no_args_is_help=True)
 
@@ -34,7 +34,7 @@ def inspect(
     """Scheme, experts, ranks, norms and origin of an adapter. Exit code 1 if some of its values are not numbers."""
     from supertuner.tools.adapter_inspect import inspect as inspected
     from supertuner.tools.adapter_inspect import record
-    from supertuner.train.adapter_files import open_adapter
+    from supertuner.train.export.adapter_files import open_adapter
 
     opened = open_adapter(file, family)
     found = record(opened, inspected(opened))
@@ -59,8 +59,8 @@ def convert(
 ) -> None:
     """Write an adapter's file in another program's names."""
     from supertuner.core.errors import ModelError
-    from supertuner.models.keys_schemes import SCHEMES
-    from supertuner.train.adapter_files import convert as converted
+    from supertuner.models.adapters.keys_schemes import SCHEMES
+    from supertuner.train.export.adapter_files import convert as converted
 
     if to not in SCHEMES:
         raise ModelError(f"--to is {to!r}; there are {', '.join(SCHEMES)}")
@@ -110,7 +110,7 @@ def merge(
 @app.command()
 def schemes() -> None:
     """List the schemes, each with a key of it."""
-    from supertuner.models.keys_schemes import SCHEMES
+    from supertuner.models.adapters.keys_schemes import SCHEMES
     from supertuner.tools.adapter_export import example
 
     for name, scheme in SCHEMES.items():
@@ -119,7 +119,7 @@ def schemes() -> None:
 
 def _opened(file: Path, family: str | None, expert: str | None, partial: bool) -> AdapterFile:
     from supertuner.core.errors import ModelError
-    from supertuner.train.adapter_files import ENDINGS, open_adapter, require_scaled, with_expert
+    from supertuner.train.export.adapter_files import ENDINGS, open_adapter, require_scaled, with_expert
 
     if expert is not None and expert not in ENDINGS.values():
         raise ModelError(f"--expert is {expert!r}; there are {', '.join(ENDINGS.values())}")

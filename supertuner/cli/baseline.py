@@ -72,7 +72,7 @@ def capture(
 
     Nothing of it touches the runs of CONFIG: those of a capture have names of their own, and are removed.
     """
-    from supertuner.config import environment
+    from supertuner.config.sources import environment
     from supertuner.sinks.console import Console
     from supertuner.tools.baseline.capturing import capture as run_capture
     from supertuner.tools.baseline.report import baseline_summary
@@ -156,7 +156,7 @@ def check(
     Exit code 0: nothing did; 1: something did; 2: it could not be done; 3: the noise, or another machine, does not let
     tell. The report is kept in the baseline's folder, as check.md and check.json.
     """
-    from supertuner.config import environment
+    from supertuner.config.sources import environment
     from supertuner.sinks.console import Console
     from supertuner.tools.baseline import checking
 
@@ -207,7 +207,7 @@ def compare(
 
     Exit codes as those of `check`. The report is kept in B's folder, as against-A.md and against-A.json.
     """
-    from supertuner.config import environment
+    from supertuner.config.sources import environment
     from supertuner.sinks.console import Console
     from supertuner.tools.baseline import checking
     from supertuner.tools.baseline.capturing import REPEATS

@@ -12,7 +12,7 @@ import typer
 from supertuner.cli.validate import NoWait, Run, Timeout, ask_and_tell
 
 if TYPE_CHECKING:
-    from supertuner.train.checkpoint_reading import Found
+    from supertuner.train.checkpoint.load import Found
 
 app = typer.Typer(help="See and check checkpoints, and ask a running job for one.", no_args_is_help=True)
 
@@ -25,8 +25,8 @@ def verify(
     from supertuner.core.types import bytes_text
     from supertuner.sinks.console import Console
     from supertuner.tools.checkpoint_adapters import look
-    from supertuner.train.checkpoint_reading import read_manifest
-    from supertuner.train.checkpoint_reading import verify as problems_of
+    from supertuner.train.checkpoint.load import read_manifest
+    from supertuner.train.checkpoint.load import verify as problems_of
 
     damaged = 0
     with Console() as console:
@@ -82,7 +82,7 @@ def _folders(path: Path) -> list[Path]:
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a folder; name a checkpoint's folder or a run's")
     if not (path / RUN).is_file():
-        from supertuner.train.checkpoint import find
+        from supertuner.train.checkpoint.save import find
 
         return [one.path for one in find(path)] or [path]
     folders = [one.path for one in _found(path)]
@@ -94,8 +94,8 @@ def _folders(path: Path) -> list[Path]:
 def _found(run: Path) -> list[Found]:
     from supertuner.core.errors import RunFolderError
     from supertuner.sinks.run_folder import RUN
-    from supertuner.train.checkpoint_format import FOLDER
-    from supertuner.train.checkpoint_reading import find
+    from supertuner.train.checkpoint.load import find
+    from supertuner.train.checkpoint.manifest import FOLDER
 
     if not (run / RUN).is_file():
         raise RunFolderError(f"{run} is not a run's folder: it has no {RUN}")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from supertuner.config.load import Loaded
+    from supertuner.config.sources.load import Loaded
     from supertuner.core.events import Warned
 
 app = typer.Typer(help="Check, show and convert configurations.", no_args_is_help=True)
@@ -123,7 +123,7 @@ def schema() -> None:
 
 
 def _load(path: Path | None, sets: list[str] | None, no_paths: bool) -> Loaded:
-    from supertuner.config.load import load
+    from supertuner.config.sources.load import load
 
     return load(path, sets=sets or (), check_paths=not no_paths)
 

@@ -49,7 +49,7 @@ def doctor(
 
     Exit code 0 also without a GPU; 1 if a requirement is not met or memory did not keep its values.
     """
-    from supertuner.config import environment
+    from supertuner.config.sources import environment
     from supertuner.core.events import Silence
     from supertuner.core.host import Host
     from supertuner.sinks.console import Console

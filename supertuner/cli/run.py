@@ -21,7 +21,7 @@ def show(
     json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
     """Show what a run was given, what was decided and why, and which files were set aside."""
-    from supertuner.tools import run_show
+    from supertuner.runs import show as run_show
 
     view = run_show.read_run(run)
     if json:

@@ -34,8 +34,8 @@ def train(
     Ctrl-C, SIGTERM and a terminal that is closed save and stop after the current window; the same command then goes on,
     to the bit as if nothing had happened.
     """
-    from supertuner.config.environment import current
-    from supertuner.config.launched import launched
+    from supertuner.config.sources.environment import current
+    from supertuner.config.sources.launcher import launched
     from supertuner.tools.session import load_narrowed
     from supertuner.tools.training import summary
     from supertuner.tools.training import train as run_training

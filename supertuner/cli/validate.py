@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from supertuner.train.requests import Kind
+    from supertuner.runs.requests import Kind
 
 Run = Annotated[Path, typer.Argument(help="The run's folder.", metavar="RUN", show_default=False)]
 NoWait = Annotated[bool, typer.Option("--no-wait", help="Leave the request there, and do not wait for the answer.")]
@@ -29,7 +29,7 @@ def validate(run: Run, no_wait: NoWait = False, timeout: Timeout = None) -> None
 
 def ask_and_tell(run: Path, kind: Kind, no_wait: bool, timeout_s: float | None) -> None:
     """Ask, wait, print. Exit code 1 if it was not done."""
-    from supertuner.tools.requesting import ask
+    from supertuner.runs.request_client import ask
 
     answer = ask(run, kind, wait=not no_wait, timeout_s=timeout_s, tell=lambda line: typer.echo(line, err=True))
     if answer is None:

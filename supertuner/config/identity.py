@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any, Final
 
-from supertuner.config import place as places
+from supertuner.config.sources import key_path as places
 
 FREE: Final = (
     "checkpoints.in_background",

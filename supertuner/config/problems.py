@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from pydantic import ValidationError
 
-from supertuner.config import place as places
-from supertuner.config.block import CONTRADICTION
-from supertuner.config.dialects import dataset_rows, inherited, run_rows
-from supertuner.config.place import Place
-from supertuner.config.values import allowed, choices, shown
+from supertuner.config.dialects.table import dataset_rows, inherited, run_rows
+from supertuner.config.settings.block import CONTRADICTION
+from supertuner.config.sources import key_path as places
+from supertuner.config.sources.key_path import Place
+from supertuner.config.sources.values import allowed, choices, shown
 from supertuner.core.errors import Problem
 from supertuner.core.types import JSON
 

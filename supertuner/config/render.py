@@ -12,9 +12,9 @@ from typing import Any, ClassVar, Literal, TypeAlias, TypeGuard
 
 import yaml
 
-from supertuner.config import place as places
-from supertuner.config.given import Given, assemble
-from supertuner.config.place import Place
+from supertuner.config.sources import key_path as places
+from supertuner.config.sources.key_path import Place
+from supertuner.config.sources.provenance import Given, assemble
 from supertuner.core.types import JSON
 
 Language: TypeAlias = Literal["json", "yaml", "toml"]

@@ -10,13 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from supertuner.config import place as places
-from supertuner.config.block import Block
-from supertuner.config.data import Dataset
-from supertuner.config.given import Given
-from supertuner.config.place import Place
-from supertuner.config.tree import RunConfig
-from supertuner.config.values import shown
+from supertuner.config.settings.block import Block
+from supertuner.config.settings.data import Dataset
+from supertuner.config.settings.tree import RunConfig
+from supertuner.config.sources import key_path as places
+from supertuner.config.sources.key_path import Place
+from supertuner.config.sources.provenance import Given
+from supertuner.config.sources.values import shown
 from supertuner.core.errors import Problem
 from supertuner.core.events import Warned
 from supertuner.core.host import Host

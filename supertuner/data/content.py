@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import astuple
 
-from supertuner.config.data import Dataset
+from supertuner.config.settings.data import Dataset
 from supertuner.core.types import MediaKind
 from supertuner.data.batching.augment import Change
 from supertuner.data.ordering.buckets import Bucket

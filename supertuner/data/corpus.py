@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from supertuner.config.data import Dataset
+from supertuner.config.settings.data import Dataset
 from supertuner.core.events import SetAside
 from supertuner.data.ordering.assign import block_of, why_none
 from supertuner.data.ordering.members import Members, members_of

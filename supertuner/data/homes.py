@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from supertuner.arena.home import Home, default_home
-from supertuner.config.data import Dataset
-from supertuner.config.tree import RunConfig
+from supertuner.config.settings.data import Dataset
+from supertuner.config.settings.tree import RunConfig
 
 
 def home_path(dataset: Dataset, config: RunConfig) -> Path:

@@ -8,8 +8,8 @@ from contextlib import ExitStack, contextmanager
 from supertuner.arena.format import Life
 from supertuner.arena.home import Home
 from supertuner.arena.peers import ALONE, Peers
-from supertuner.config.data import Dataset
-from supertuner.config.tree import RunConfig
+from supertuner.config.settings.data import Dataset
+from supertuner.config.settings.tree import RunConfig
 from supertuner.core.errors import SourceError
 from supertuner.core.events import Progress, Sink, Warned
 from supertuner.core.host import Host
@@ -17,7 +17,7 @@ from supertuner.data.corpus import Corpus, corpus_of
 from supertuner.data.homes import home_of
 from supertuner.data.ordering.members import Members, shared_members
 from supertuner.data.samples import Samples
-from supertuner.data.staging.follow import follow
+from supertuner.data.staging.follower import follow
 from supertuner.data.staging.stage import Stager
 
 

@@ -16,14 +16,14 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from supertuner.config.data import Dataset
+from supertuner.config.settings.data import Dataset
 from supertuner.core.errors import BrokenMedia, SourceError
 from supertuner.data.batching.resize import Filter, crop_box, resized
-from supertuner.data.beside import pictures_in, size_of
 from supertuner.data.decode import broken_means
 from supertuner.data.ordering.buckets import Bucket
 from supertuner.data.ordering.members import Members
 from supertuner.data.samples import Samples
+from supertuner.data.sidecar_images import pictures_in, size_of
 from supertuner.data.sources.listing import first_names
 
 if TYPE_CHECKING:

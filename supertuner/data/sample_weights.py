@@ -8,7 +8,7 @@ import os
 import numpy as np
 from numpy.typing import NDArray
 
-from supertuner.config.data import Captions
+from supertuner.config.settings.data import Captions
 from supertuner.core.errors import SourceError
 from supertuner.data.corpus import Part
 from supertuner.data.sources import metadata

@@ -3,6 +3,6 @@
 `memory.stats()` is torch's statistics with those of the overflow allocator; see stats.py. Only the call imports torch.
 """
 
-from supertuner.memory.stats import stats
+from supertuner.memory.overflow.stats import stats
 
 __all__ = ["stats"]

@@ -18,7 +18,7 @@ from supertuner.core.host import Host
 from supertuner.core.types import KIB
 from supertuner.memory.driver import Device, Driver, Missing
 from supertuner.memory.machines import MACHINES, Machine, machine_of, machine_of_cpu
-from supertuner.memory.nvml import Nvml, NvmlGpu
+from supertuner.memory.telemetry.nvml import Nvml, NvmlGpu
 
 AT_PAGESZ: Final = 6
 """The key of the page size in the auxiliary vector that the kernel hands every process."""

@@ -16,11 +16,11 @@ from typing import Final, TypeAlias
 import torch
 
 from supertuner.core.types import GIB, MIB
-from supertuner.memory.asking import Ask, Desk, Verb
 from supertuner.memory.dlpack import Header, Wrapped
 from supertuner.memory.driver import Driver, Gpu, Kind, Refused, Span
-from supertuner.memory.outcomes import Outcome, Status
-from supertuner.memory.residency import inward
+from supertuner.memory.hints.outcomes import Outcome, Status
+from supertuner.memory.hints.page_ranges import inward
+from supertuner.memory.hints.request import Ask, Desk, Verb
 
 BLOCK_BYTES: Final = 2 * MIB
 """What the driver works in: blocks are multiples of it."""

@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-from supertuner.config.model import ModelSettings
+from supertuner.config.settings.model import ModelSettings
 from supertuner.core.errors import ModelError
 from supertuner.models.reading import CONFIGS, INDEX
 from supertuner.models.spec import Family, Model, Source

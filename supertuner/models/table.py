@@ -11,12 +11,12 @@ from supertuner.core.errors import ModelError
 from supertuner.models.spec import Family
 
 MODELS: Final[Mapping[str, str]] = {
-    "flux": "supertuner.models.flux:FAMILY",
-    "qwen-image": "supertuner.models.qwen_image:FAMILY",
-    "qwen-image-edit": "supertuner.models.qwen_image_edit:FAMILY",
-    "sd3.5": "supertuner.models.sd35:FAMILY",
-    "sdxl": "supertuner.models.sdxl:FAMILY",
-    "wan2.2": "supertuner.models.wan22:FAMILY",
+    "flux": "supertuner.models.families.flux.family:FAMILY",
+    "qwen-image": "supertuner.models.families.qwen_image.family:FAMILY",
+    "qwen-image-edit": "supertuner.models.families.qwen_image_edit.family:FAMILY",
+    "sd3.5": "supertuner.models.families.sd35.family:FAMILY",
+    "sdxl": "supertuner.models.families.sdxl.family:FAMILY",
+    "wan2.2": "supertuner.models.families.wan22.family:FAMILY",
 }
 
 PIPELINES: Final[Mapping[str, str]] = {

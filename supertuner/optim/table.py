@@ -14,11 +14,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from supertuner.config.optim import USUAL_MAX_LR, USUAL_MIN_LR, OptimizerSettings
+from supertuner.config.settings.optim import USUAL_MAX_LR, USUAL_MIN_LR, OptimizerSettings
 from supertuner.core.errors import TrainError
-from supertuner.optim.automagic import Automagic
-from supertuner.optim.automagic_batch import state_shapes
-from supertuner.optim.rates import Limits, PackedRates, Spread
+from supertuner.optim.automagic.batched import state_shapes
+from supertuner.optim.automagic.optimizer import Automagic
+from supertuner.optim.automagic.packed_rates import Limits, PackedRates, Spread
 
 Shape: TypeAlias = tuple[int, ...]
 Made: TypeAlias = "torch.optim.Optimizer"

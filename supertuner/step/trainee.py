@@ -13,13 +13,14 @@ from functools import partial
 import torch
 from torch import nn
 
-from supertuner.config.tree import RunConfig
+from supertuner.config.settings.tree import RunConfig
 from supertuner.core.errors import TrainError
 from supertuner.core.events import Decided, Noted, Sink
-from supertuner.models import adapters, weighting
+from supertuner.models.adapters import attach as adapters
 from supertuner.models.attention import use_backend
 from supertuner.models.compiled import compile_blocks
-from supertuner.models.objective import Objective
+from supertuner.models.objective import loss_weighting as weighting
+from supertuner.models.objective.diffusion import Objective
 from supertuner.models.quantise import quantise
 from supertuner.models.spec import Expert, Family, Model
 from supertuner.optim import table as optimizers

@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from supertuner.core.errors import TrainError
-from supertuner.models.objective import Objective, add_noise, target
+from supertuner.models.objective.diffusion import Objective, add_noise, target
+from supertuner.models.objective.loss_weighting import per_sample_loss, weight
 from supertuner.models.spec import Expert, Tensors
-from supertuner.models.weighting import per_sample_loss, weight
 from supertuner.optim.ema import Ema
 from supertuner.optim.table import Optimizer
 from supertuner.step.batch import StepBatch

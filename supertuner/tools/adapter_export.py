@@ -10,12 +10,12 @@ from typing import Final
 
 from supertuner.core.durable import sync_folder
 from supertuner.core.errors import ModelError
-from supertuner.models.keys import Name, write
-from supertuner.models.keys_convert import layers_of
-from supertuner.models.keys_modules import LAYOUTS, family_of_layers
-from supertuner.models.keys_schemes import COMFYUI, SCHEMES, STYLES, Scheme
+from supertuner.models.adapters.keys import Name, write
+from supertuner.models.adapters.keys_convert import layers_of
+from supertuner.models.adapters.keys_modules import LAYOUTS, family_of_layers
+from supertuner.models.adapters.keys_schemes import COMFYUI, SCHEMES, STYLES, Scheme
 from supertuner.tools.adapter_inspect import has_dora, kind_of
-from supertuner.train.adapter_files import ENDINGS, AdapterFile, convert, of_expert, put
+from supertuner.train.export.adapter_files import ENDINGS, AdapterFile, convert, of_expert, put
 
 PROGRAMS: Final = ("diffusers", "comfyui")
 

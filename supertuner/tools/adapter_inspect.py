@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from supertuner.models.keys import Reading
-from supertuner.models.keys_convert import Layer, Shape, layers_of, scale_of
-from supertuner.models.keys_schemes import ALPHA, DORA, LORA_A, LORA_B, comfyui_reads
-from supertuner.train.adapter_files import AdapterFile, alpha_values, tensors
+from supertuner.models.adapters.keys import Reading
+from supertuner.models.adapters.keys_convert import Layer, Shape, layers_of, scale_of
+from supertuner.models.adapters.keys_schemes import ALPHA, DORA, LORA_A, LORA_B, comfyui_reads
+from supertuner.train.export.adapter_files import AdapterFile, alpha_values, tensors
 
 if TYPE_CHECKING:
     from torch import Tensor

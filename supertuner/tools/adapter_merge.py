@@ -14,17 +14,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Final
 
 from supertuner.core.errors import ModelError
-from supertuner.models.keys_convert import layers_of
-from supertuner.models.keys_modules import LAYOUTS
-from supertuner.models.keys_schemes import HIGH, LOW, Scheme, spelled
-from supertuner.train.adapter_files import AdapterFile, convert, of_expert, open_adapter, tensors
+from supertuner.models.adapters.keys_convert import layers_of
+from supertuner.models.adapters.keys_modules import LAYOUTS
+from supertuner.models.adapters.keys_schemes import HIGH, LOW, Scheme, spelled
+from supertuner.train.export.adapter_files import AdapterFile, convert, of_expert, open_adapter, tensors
 
 if TYPE_CHECKING:
     from io import BufferedReader
 
     from torch import Tensor, dtype
 
-    from supertuner.train.tensor_file import Entry
+    from supertuner.train.checkpoint.tensor_file import Entry
 
 CHUNK: Final = 8 << 20
 INDEX: Final = "model_index.json"
@@ -37,7 +37,7 @@ FIRST_AND_SECOND: Final = ("transformer", SECOND)
 def merge(files: Sequence[AdapterFile], base: Path, out: Path, strength: float = 1.0) -> dict[str, int]:
     """Write `base` with the adapters in it to `out`, which must not exist; part → layers that were changed. An expert
     for which there is no file stays as it is, and is told with 0."""
-    from supertuner.train.new_folder import new_folder
+    from supertuner.train.checkpoint.atomic_dir import new_folder
 
     if not (base / INDEX).is_file():
         raise ModelError(
@@ -82,7 +82,7 @@ def _by_part(files: Sequence[AdapterFile], base: Path) -> dict[str, AdapterFile]
 
 
 def _merged_part(file: AdapterFile, part: Path, making: Path, strength: float) -> int:
-    from supertuner.models.merging import changes_bias
+    from supertuner.models.adapters.merge import changes_bias
 
     target = making / part.name
     target.mkdir()
@@ -121,7 +121,7 @@ def _merged_file(
     adapter: AdapterFile, wanted: Mapping[str, Mapping[str, str]], source: Path, target: Path, strength: float
 ) -> set[str]:
     """A file of weights anew, in the same order and with the same header; the names of those that were changed."""
-    from supertuner.train.tensor_file import Malformed, read_header
+    from supertuner.train.checkpoint.tensor_file import Malformed, read_header
 
     changed: set[str] = set()
     with open(source, "rb") as given, open(target, "wb") as made:
@@ -148,8 +148,8 @@ def _merged_file(
 def _changed(content: bytearray, entry: Entry, tensors_of_layer: Mapping[str, Tensor], strength: float) -> memoryview:
     import torch
 
-    from supertuner.models.merging import merged_bias, merged_weight
-    from supertuner.train.tensor_file import CODES
+    from supertuner.models.adapters.merge import merged_bias, merged_weight
+    from supertuner.train.checkpoint.tensor_file import CODES
 
     given = _as_tensor(content, getattr(torch, CODES[entry.code][0])).reshape(entry.shape)
     module, _, which = entry.name.rpartition(".")

@@ -13,8 +13,8 @@ import numpy as np
 from supertuner.arena.format import Life
 from supertuner.cache.inspect import Held, Needed, holdings, verify_held
 from supertuner.cache.keys import unique
-from supertuner.config.load import Loaded
-from supertuner.config.tree import RunConfig
+from supertuner.config.settings.tree import RunConfig
+from supertuner.config.sources.load import Loaded
 from supertuner.core.errors import ArenaBusy, ArenaError, CacheError
 from supertuner.core.events import Progress, Silence, Sink
 from supertuner.core.host import Host
@@ -24,7 +24,7 @@ from supertuner.tools.session import kept_config, life_of, run_name, session
 
 if TYPE_CHECKING:
     from supertuner.arena.home import Home
-    from supertuner.train.caching.stores import Caching
+    from supertuner.train.encoding.stores import Caching
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ def cachings(
     with progress.phase("loading libraries"):
         from supertuner.data.opened import open_corpus, portion
         from supertuner.step.precision import Precision
-        from supertuner.train.caching.stores import open_caching
+        from supertuner.train.encoding.stores import open_caching
         from supertuner.train.memory import open_memory
         from supertuner.train.model_source import opened_model
         from supertuner.train.setup import device_of, encoding_of
@@ -141,7 +141,7 @@ def cachings(
 
 
 def _built(data: str, caching: Caching, check: bool) -> Iterator[Built]:
-    from supertuner.train.caching.needs import KINDS
+    from supertuner.train.encoding.cache_plan import KINDS
 
     for what in KINDS:
         store = caching.open(what, check=check, load=False)
@@ -166,7 +166,7 @@ def _looking(loaded: Loaded) -> Iterator[tuple[Console, State]]:
 
 def _state(cachings: Sequence[Caching]) -> State:
     from supertuner.cache.store import Store
-    from supertuner.train.caching.needs import KINDS
+    from supertuner.train.encoding.cache_plan import KINDS
 
     homes: list[Home] = []
     needed: list[Needed] = []

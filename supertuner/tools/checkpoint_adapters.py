@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from supertuner.core.errors import ModelError
-from supertuner.models.keys import read
-from supertuner.models.keys_convert import layers_of
+from supertuner.models.adapters.keys import read
+from supertuner.models.adapters.keys_convert import layers_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,7 +26,7 @@ class Looked:
 
 def look(checkpoint: Path) -> list[Looked]:
     """Every trained part of a checkpoint that is known to be whole."""
-    from supertuner.train.checkpoint_reading import Parts, read_manifest
+    from supertuner.train.checkpoint.load import Parts, read_manifest
 
     folder = checkpoint.resolve()
     parts = Parts(folder, read_manifest(folder))

@@ -10,22 +10,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from supertuner.config.load import Loaded, load
+from supertuner.config.sources.load import Loaded, load
 from supertuner.core.durable import write_bytes
 from supertuner.core.errors import OptionError
 from supertuner.core.host import Host
 from supertuner.core.types import JSON, bytes_text
-from supertuner.plan.forecast import Fit, Forecast, Room
-from supertuner.plan.report import as_json, columns, duration, page
+from supertuner.plan.forecast.model import Fit, Forecast, Room
+from supertuner.plan.forecast.report import as_json, columns, duration, page
+from supertuner.plan.forecast.survey import survey
+from supertuner.plan.forecast.target_machine import room_of
 from supertuner.sinks.console import Console
 from supertuner.tools.estimate_picture import Bar
-from supertuner.tools.machine_room import room_of
-from supertuner.tools.survey import survey
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from supertuner.tools.forecasting import Estimated
+    from supertuner.plan.forecast.forecast import Estimated
 
 WHAT_IF = re.compile(r"\s*(?P<key>[^=]+?)\s*=\s*(?P<values>.+)")
 
@@ -81,7 +81,7 @@ def answer(question: Question, console: Console) -> Answer:
     for note in loaded.notes:
         console.emit(note)
     with console.phase("loading libraries"):
-        import supertuner.tools.tracing  # noqa: F401  (what it imports takes seconds)
+        pass
 
     def tried(value: str, other: Loaded) -> Tried:
         return Tried(value, _estimated(other, room, question, console, advise=False), other.config == loaded.config)
@@ -102,8 +102,8 @@ def _loaded(text: str, question: Question) -> tuple[str, dict[str, Loaded]]:
 
 
 def _estimated(loaded: Loaded, room: Room, question: Question, console: Console, *, advise: bool) -> Estimated:
-    from supertuner.tools.forecasting import forecast_run
-    from supertuner.tools.tracing import Traces
+    from supertuner.plan.forecast.forecast import forecast_run
+    from supertuner.plan.forecast.traces import Traces
 
     config = loaded.config
     held = survey(config, question.samples)
@@ -193,8 +193,8 @@ def plot(found: Answer, path: Path) -> None:
 
 def picture(found: Answer) -> Image:
     """The fullest step as it goes, and a chart for every what-if."""
-    from supertuner.plan.rates import Rates
-    from supertuner.plan.timeline import timeline
+    from supertuner.plan.placement.throughput import Rates
+    from supertuner.plan.placement.timeline import timeline
     from supertuner.tools import estimate_picture as drawn
 
     forecast, expertise = found.forecast, found.estimated.fullest()

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from supertuner.core.types import GIB, KIB, MIB, bytes_text
-from supertuner.plan.report import duration
+from supertuner.plan.forecast.report import duration
 from supertuner.sinks.drawing import CARD, INK, QUIET, RULE, drawable, font, sheet_of, shortened, text_width
 from supertuner.tools.axes import Axis, linear
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from supertuner.config.load import Loaded
+from supertuner.config.sources.load import Loaded
 from supertuner.core.durable import write_bytes
 from supertuner.core.errors import SuperTunerError
 from supertuner.core.host import Host

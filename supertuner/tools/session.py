@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from supertuner.arena.format import Life
-from supertuner.config.environment import keep_from_torch
 from supertuner.config.identity import FREE, defaults
-from supertuner.config.launched import ALONE, Launched
-from supertuner.config.load import Loaded, load
-from supertuner.config.tree import RunConfig
+from supertuner.config.settings.tree import RunConfig
+from supertuner.config.sources.environment import keep_from_torch
+from supertuner.config.sources.launcher import ALONE, Launched
+from supertuner.config.sources.load import Loaded, load
 from supertuner.core.errors import ConfigError, SourceError
 from supertuner.core.events import Decided, Noted, Silence, Sink, Together
 from supertuner.core.host import Host
 from supertuner.data.homes import home_path
-from supertuner.data.staging.earlier import staged_earlier
+from supertuner.data.staging.reuse import staged_earlier
 from supertuner.sinks.console import Console
 from supertuner.sinks.kept_config import KeptConfig
 from supertuner.sinks.run_folder import RunFolder

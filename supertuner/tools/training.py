@@ -7,9 +7,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from supertuner.config.environment import current
-from supertuner.config.launched import launched
-from supertuner.config.load import Loaded
+from supertuner.config.sources.environment import current
+from supertuner.config.sources.launcher import launched
+from supertuner.config.sources.load import Loaded
 from supertuner.core.durable import write_json
 from supertuner.core.events import Noted, Sink, Together
 from supertuner.core.types import JSON
@@ -48,16 +48,16 @@ def train(loaded: Loaded, *, resume: str | None = None, anyway: bool = False) ->
 def train_in(work: Session, *, resume: str | None = None, anyway: bool = False, also: Sink | None = None) -> Trained:
     """The same within a session that is open already. `also` gets everything that is reported, each step included."""
     with work.console.phase("loading libraries"):
-        from supertuner.plan.report import as_json
+        from supertuner.distributed.process_group import in_turn
+        from supertuner.distributed.same_config import require_alike, words_of
+        from supertuner.distributed.setup import open_parallel
+        from supertuner.distributed.watchdog.heartbeat import MarkedProgress, MarkedSink, Pulse
+        from supertuner.plan.forecast.preflight import before_training
+        from supertuner.plan.forecast.report import as_json
         from supertuner.tools.curve import draw_curve
-        from supertuner.tools.verdict import before_training
-        from supertuner.train.export import export
+        from supertuner.train.export.export import export
         from supertuner.train.loop import train as run_loop
         from supertuner.train.loss_log import LOSSES
-        from supertuner.train.many.alike import require_alike, words_of
-        from supertuner.train.many.opening import open_parallel
-        from supertuner.train.many.pulse import MarkedProgress, MarkedSink, Pulse
-        from supertuner.train.parallel import in_turn
         from supertuner.train.setup import Outside, device_of, open_run
     config, folder = work.config, work.path
     device = device_of(config.train.device, work.launched)

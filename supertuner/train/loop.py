@@ -13,20 +13,20 @@ from pathlib import Path
 
 from supertuner.core.errors import ModelError, NotFinite, OutOfStep, SuperTunerError, TrainError
 from supertuner.core.events import Noted, Warned
-from supertuner.models.objective import noise_seed
+from supertuner.models.objective.diffusion import noise_seed
 from supertuner.optim.schedule import change_text, window_samples
+from supertuner.runs.requests import Request, Requests
 from supertuner.sinks import training
 from supertuner.step.batch import StepBatch
 from supertuner.step.window import WindowResult, train_window
-from supertuner.train.feed import Window
-from supertuner.train.full import fitting, release
+from supertuner.train.checkpoint.async_saver import Saver
+from supertuner.train.checkpoint.save_job import Answer
+from supertuner.train.dataloader import Window
 from supertuner.train.loss_log import LossRecord
-from supertuner.train.one_save import Answer
-from supertuner.train.requests import Request, Requests
+from supertuner.train.out_of_memory import fitting, release
 from supertuner.train.run import Run
-from supertuner.train.saver import Saver
 from supertuner.train.signals import Signals
-from supertuner.train.validate import validate
+from supertuner.train.validation.validate import validate
 
 RATES_EVERY_STEPS = 10
 """How often the rates of single weights are counted, where they have their own: it reads them all."""

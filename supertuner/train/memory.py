@@ -14,14 +14,13 @@ from typing import Literal
 
 import torch
 
-from supertuner.config.tree import RunConfig
+from supertuner.config.settings.tree import RunConfig
 from supertuner.core.events import Decided, Sink, Warned
 from supertuner.core.host import Host
 from supertuner.core.types import bytes_text
 from supertuner.memory.cuda import open_cuda
-from supertuner.memory.cupti import open_cupti
 from supertuner.memory.driver import Driver, Missing
-from supertuner.memory.hints import (
+from supertuner.memory.hints.api import (
     Enabled,
     Hints,
     Status,
@@ -33,12 +32,13 @@ from supertuner.memory.hints import (
     use_hints,
     uvm_hint_override,
 )
-from supertuner.memory.nvml import open_nvml
-from supertuner.memory.overflow import OverflowStats
-from supertuner.memory.pools import Pools, open_pools
+from supertuner.memory.overflow.plugin import OverflowStats
+from supertuner.memory.overflow.pools import Pools, open_pools
+from supertuner.memory.overflow.stats import named
 from supertuner.memory.probe import Facts, free_gpu_bytes, probe
-from supertuner.memory.stats import named
-from supertuner.memory.telemetry import NO_CUPTI, Sampler
+from supertuner.memory.telemetry.cupti import open_cupti
+from supertuner.memory.telemetry.nvml import open_nvml
+from supertuner.memory.telemetry.sampler import NO_CUPTI, Sampler
 from supertuner.memory.unified import UnifiedBuffers
 from supertuner.step.batch import StepBatch
 

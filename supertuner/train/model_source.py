@@ -8,7 +8,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from supertuner.config.tree import RunConfig
+from supertuner.config.settings.tree import RunConfig
 from supertuner.core.durable import sync_folder
 from supertuner.core.errors import ModelError
 from supertuner.models.spec import Family, Model, Source

@@ -8,19 +8,19 @@ from pathlib import Path
 
 import torch
 
-from supertuner.config.tree import RunConfig
+from supertuner.config.settings.tree import RunConfig
 from supertuner.core.events import Progress, Sink
 from supertuner.core.host import Host
-from supertuner.models.adapters import Trained
+from supertuner.distributed.process_group import Parallel
+from supertuner.models.adapters.attach import Trained
 from supertuner.models.spec import Expert, Family, Model
 from supertuner.optim.schedule import Course, rate_factor
+from supertuner.plan.sample_requests import SamplePlan
 from supertuner.step.window import Rules, Trainee
-from supertuner.train.acting.run import Acts
-from supertuner.train.feed import Feed, Maker, batches_ahead
+from supertuner.train.dataloader import Feed, Maker, batches_ahead
 from supertuner.train.loss_log import LossLog
 from supertuner.train.memory import MemoryEngine
-from supertuner.train.parallel import Parallel
-from supertuner.train.sample_plan import SamplePlan
+from supertuner.train.offload.manager import Acts
 
 HELD_OUT = "validation.jsonl"
 SAMPLES = "samples"

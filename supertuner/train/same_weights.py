@@ -13,8 +13,8 @@ import torch
 import xxhash
 
 from supertuner.core.errors import TrainError
-from supertuner.models.adapters import Trained
-from supertuner.train.parallel import Parallel
+from supertuner.distributed.process_group import Parallel
+from supertuner.models.adapters.attach import Trained
 from supertuner.train.run import Run
 
 LOOKED_AT = 1024

@@ -13,48 +13,51 @@ import torch
 import xxhash
 
 from supertuner.arena.peers import Peers
-from supertuner.config import alloc_conf
-from supertuner.config.launched import ALONE, Launched
-from supertuner.config.tree import RunConfig
+from supertuner.config.settings.tree import RunConfig
+from supertuner.config.sources import alloc_conf
+from supertuner.config.sources.launcher import ALONE, Launched
 from supertuner.core.errors import CheckpointError, TrainError
 from supertuner.core.events import Decided, Noted, Progress, Sink, Warned
 from supertuner.core.host import Host
 from supertuner.data.corpus import Corpus
 from supertuner.data.opened import open_corpus, portion
-from supertuner.models import adapter_given, adapters, loading
+from supertuner.distributed.fsdp_checks import require_shareable
+from supertuner.distributed.node import open_peers, require_same_data
+from supertuner.distributed.process_group import Alone, Parallel, in_turn
+from supertuner.models import loading
+from supertuner.models.adapters import attach as adapters
+from supertuner.models.adapters import initial_weights as adapter_given
 from supertuner.models.attention import require_backend, require_choice
 from supertuner.models.compiled import try_compiler
 from supertuner.models.fingerprint import fingerprint
-from supertuner.models.objective import Law, auto_shift
+from supertuner.models.objective.diffusion import Law, auto_shift
 from supertuner.models.quantise import probe
 from supertuner.models.spec import Expert, Family, Model
 from supertuner.optim import table as optimizers
 from supertuner.optim.schedule import Course, course_of, ramp_text
+from supertuner.plan.placement.planner import Planning
 from supertuner.step.batch import StepBatch
 from supertuner.step.precision import Precision
 from supertuner.step.trainee import experts_of, rules_of, store_base, trained_of, trainee_of, weight_format
 from supertuner.step.window import Trainee
-from supertuner.train import adapter_start, checkpoint
-from supertuner.train.acting.opening import acts_of, plans_of, waits_at_home
-from supertuner.train.acting.planning import Planning
-from supertuner.train.acting.run import Acts
-from supertuner.train.acting.state import HOST
-from supertuner.train.caching.encoded import open_encoded
-from supertuner.train.caching.encoders import Encoding, Identities
-from supertuner.train.checkpoint_reading import Loaded, load
-from supertuner.train.counting import counting_of
-from supertuner.train.feed import Maker, batches_ahead
-from supertuner.train.full import fitting
+from supertuner.train.checkpoint import save as checkpoint
+from supertuner.train.checkpoint.load import Loaded, load
+from supertuner.train.checkpoint.state import processes_of, restore, revision_of
+from supertuner.train.dataloader import Maker, batches_ahead
+from supertuner.train.encoding.encoded import open_encoded
+from supertuner.train.encoding.encoders import Encoding, Identities
+from supertuner.train.export import adapter_init as adapter_start
 from supertuner.train.loss_log import LOSSES, Elsewhere, LossLog
-from supertuner.train.many.shareable import require_shareable
+from supertuner.train.loss_weights import counting_of
 from supertuner.train.memory import MemoryEngine, open_memory
 from supertuner.train.model_source import opened_model
-from supertuner.train.node import open_peers, require_same_data
-from supertuner.train.parallel import Alone, Parallel, in_turn
+from supertuner.train.offload.manager import Acts
+from supertuner.train.offload.optimizer_state import HOST
+from supertuner.train.offload.setup import acts_of, plans_of, waits_at_home
+from supertuner.train.out_of_memory import fitting
 from supertuner.train.run import HELD_OUT, Run
 from supertuner.train.same_weights import require_same_weights, require_same_whole
-from supertuner.train.saving import processes_of, restore, revision_of
-from supertuner.train.validate import plan
+from supertuner.train.validation.validate import plan
 
 FINGERPRINTS = ".fingerprints.json"
 """Below `run.output_dir`: fingerprints of models by their files' names, sizes and dates."""

@@ -9,8 +9,8 @@ import pytest
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from supertuner.config.load import load
-from supertuner.config.tree import RunConfig
+from supertuner.config.settings.tree import RunConfig
+from supertuner.config.sources.load import load
 from tests.architecture.code_rules import attribute_names
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,7 +7,7 @@ from supertuner.arena.bulk import Bulk
 from supertuner.arena.format import Kind, pack_kind
 from supertuner.arena.home import Home
 from supertuner.arena.journal import Placed, one_field_packer, pack_entry
-from supertuner.core.many import Together, built
+from supertuner.core.bulk_io import Together, built
 
 
 @given(st.binary(min_size=1, max_size=300), *[st.integers(0, 2**63) for _ in range(4)])

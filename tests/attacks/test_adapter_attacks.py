@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from supertuner.core.errors import ModelError
-from supertuner.models.keys import split_tensor
-from supertuner.models.keys_schemes import SCHEMES, TENSORS, spelled
-from supertuner.models.merging import merged_weight
+from supertuner.models.adapters.keys import split_tensor
+from supertuner.models.adapters.keys_schemes import SCHEMES, TENSORS, spelled
+from supertuner.models.adapters.merge import merged_weight
 from supertuner.tools.adapter_inspect import inspect, record
-from supertuner.train.adapter_files import convert, load_as, open_adapter
+from supertuner.train.export.adapter_files import convert, load_as, open_adapter
 
 SIZES = st.lists(st.integers(0, 4), max_size=5).map(tuple)
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.int32, torch.float8_e4m3fn])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from supertuner.config.tree import RunConfig
+from supertuner.config.settings.tree import RunConfig
 from supertuner.core.events import Silence
 from supertuner.core.host import Host
 from supertuner.data.corpus import Corpus
@@ -18,8 +18,8 @@ from supertuner.data.ordering.windows import MicroBatch, single
 from supertuner.models.fingerprint import fingerprint
 from supertuner.models.spec import Family, Model, Source
 from supertuner.models.table import family as family_of
-from supertuner.train.caching.encoded import Encoded, open_encoded
-from supertuner.train.caching.encoders import Encoding, Identities
+from supertuner.train.encoding.encoded import Encoded, open_encoded
+from supertuner.train.encoding.encoders import Encoding, Identities
 from tests.data.media_files import picture, sound, video, write
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from supertuner.cache.filling import Wanted
+from supertuner.cache.fill import Wanted
 from supertuner.core.events import Silence
 from supertuner.core.host import Host
 from tests.arena.making import fork, wait

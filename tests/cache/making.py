@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from supertuner.arena.home import Home
-from supertuner.cache.filling import Wanted
+from supertuner.cache.capacity import Place
+from supertuner.cache.fill import Wanted
 from supertuner.cache.keys import Space
-from supertuner.cache.room import Place
 from supertuner.cache.store import Store
 from supertuner.core.events import Silence
 

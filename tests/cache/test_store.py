@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from supertuner.cache.entries import MISSING
-from supertuner.cache.filling import Stopped, Wanted
+from supertuner.cache.fill import Stopped, Wanted
 from supertuner.cache.keys import Space
-from supertuner.cache.mending import loaded, mend
+from supertuner.cache.repair import loaded, mend
 from supertuner.core.errors import CacheError
 from supertuner.core.events import Silence, Warned
 from supertuner.core.host import Host

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from supertuner.cache.taking import at_once
+from supertuner.cache.work_queue import at_once
 from supertuner.core.events import Silence
 from supertuner.core.host import Host
 from tests.cache.making import Encoder, contents, store
 from tests.cache.together import fill, kill_ranks
-from tests.many.ranks import launched_ranks, run_launched
+from tests.distributed.ranks import launched_ranks, run_launched
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

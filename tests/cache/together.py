@@ -15,13 +15,13 @@ from pathlib import Path
 
 from supertuner.arena.home import Home
 from supertuner.arena.peers import Peers, meet
-from supertuner.cache.filling import Stopped, Wanted
-from supertuner.config.launched import Launched
+from supertuner.cache.fill import Stopped, Wanted
+from supertuner.config.sources.launcher import Launched
 from supertuner.core.errors import CacheError
 from supertuner.core.events import Phase, Silence
 from supertuner.core.host import Host
 from tests.cache.making import Encoder, contents, same, store
-from tests.many.ranks import Ranks, launched_ranks
+from tests.distributed.ranks import Ranks, launched_ranks
 
 
 def until_all(folder: Path, name: str, number: int, count: int) -> None:

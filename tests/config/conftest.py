@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from supertuner.config.load import Loaded, load
+from supertuner.config.sources.load import Loaded, load
 from supertuner.core.errors import ConfigError
 
 Load = Callable[..., Loaded]

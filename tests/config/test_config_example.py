@@ -7,10 +7,10 @@ from pathlib import Path
 
 from safetensors import safe_open
 
-from supertuner.config.load import load
+from supertuner.config.sources.load import load
 from supertuner.tools.training import train
 
-SHIPPED = Path(__file__).parents[2] / "config/gh200_in_memory_example.json"
+SHIPPED = Path(__file__).parents[2] / "examples/gh200_in_memory_example.json"
 
 
 def test_the_shipped_example_trains_both_experts_through_the_ramp_and_exports_them(tmp_path):

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from supertuner.config import place as places
-from supertuner.config.dialects import DATASET, RUN, inherited
-from supertuner.config.environment import VARIABLES, settable, variable_of
-from supertuner.config.load import load
+from supertuner.config.dialects.table import DATASET, RUN, inherited
+from supertuner.config.sources import key_path as places
+from supertuner.config.sources.environment import VARIABLES, settable, variable_of
+from supertuner.config.sources.load import load
 from supertuner.core.errors import ConfigError
 
 ROOT = [

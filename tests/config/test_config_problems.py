@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from supertuner.config import place as places
-from supertuner.config.dialects import dataset_rows, inherited, run_rows
-from supertuner.config.load import load
+from supertuner.config.dialects.table import dataset_rows, inherited, run_rows
 from supertuner.config.problems import edits, edits_at_least, nearest
+from supertuner.config.sources import key_path as places
+from supertuner.config.sources.load import load
 from supertuner.core.errors import ConfigError
 
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from supertuner.config import place as places
-from supertuner.config.data import Dataset
-from supertuner.config.dialects import DATASET, RUN, inherited
-from supertuner.config.environment import VARIABLES
+from supertuner.config.dialects.table import DATASET, RUN, inherited
 from supertuner.config.schema import json_schema
-from supertuner.config.tree import RunConfig
-from supertuner.config.values import shown
+from supertuner.config.settings.data import Dataset
+from supertuner.config.settings.tree import RunConfig
+from supertuner.config.sources import key_path as places
+from supertuner.config.sources.environment import VARIABLES
+from supertuner.config.sources.values import shown
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs/configuration.md"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from supertuner.arena.home import MARK, Home
-from supertuner.config.data import Dataset
+from supertuner.config.settings.data import Dataset
 from supertuner.core.events import Decided, Event, Phase, SetAside, Silence, Warned
 from supertuner.core.host import Host
 from supertuner.data.staged import StagedDataset

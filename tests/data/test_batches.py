@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from supertuner.arena.home import Home
-from supertuner.config.data import AudioSettings, Augment, Captions, Dataset, LoaderSettings
+from supertuner.config.settings.data import AudioSettings, Augment, Captions, Dataset, LoaderSettings
 from supertuner.core.errors import ArenaDamaged, BrokenMedia
 from supertuner.core.events import Decided, Silence
 from supertuner.core.host import Host

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from supertuner.config.data import AudioSettings, Dataset
+from supertuner.config.settings.data import AudioSettings, Dataset
 from supertuner.core.types import MediaKind
 from supertuner.data.ordering.assign import Block, bucket_numbers, bucket_table, why_none
 from supertuner.data.ordering.buckets import NO_BUCKET, audio_steps, frame_bucket, frames_available, nearest_size, sizes

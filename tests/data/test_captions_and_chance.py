@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from supertuner.config.data import Augment, Captions
+from supertuner.config.settings.data import Augment, Captions
 from supertuner.data.batching.augment import change_for
 from supertuner.data.batching.captions import caption_for, triggered
-from supertuner.data.batching.chance import Chance
+from supertuner.data.batching.sample_rng import Chance
 
 
 def chance(turn: int = 0, key: str = "a", seed: int = 1, dataset: str = "cats") -> Chance:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from supertuner.core.errors import DoesNotFit
 from supertuner.core.types import GIB, MIB
-from supertuner.data.staging.fit import (
+from supertuner.data.staging.budget import (
     Budget,
     Room,
     budget,

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from supertuner.config.data import Captions, Dataset
+from supertuner.config.settings.data import Captions, Dataset
 from supertuner.core.errors import BrokenMedia, SourceError
 from supertuner.core.types import MediaKind
 from supertuner.data.sources import format_of, open_source

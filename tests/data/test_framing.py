@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from supertuner.arena.home import Home
-from supertuner.config.data import Augment, Dataset
+from supertuner.config.settings.data import Augment, Dataset
 from supertuner.core.events import Silence
 from supertuner.core.host import Host
 from supertuner.data.batching.framing import framing_of

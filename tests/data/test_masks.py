@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from supertuner.arena.home import Home
-from supertuner.config.data import Augment, Dataset
+from supertuner.config.settings.data import Augment, Dataset
 from supertuner.core.errors import BrokenMedia, SourceError
 from supertuner.core.events import Event, Silence, Warned
 from supertuner.core.host import Host

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from supertuner.config.data import Dataset
+from supertuner.config.settings.data import Dataset
 from supertuner.core.errors import BrokenMedia, SourceError
 from supertuner.core.types import MediaKind
 from supertuner.data.ordering.buckets import Bucket

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from supertuner.config.data import Captions
+from supertuner.config.settings.data import Captions
 from supertuner.core.types import MediaKind
 from supertuner.data.sources.listing import Span
 from supertuner.data.sources.tar_index import members

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from supertuner.memory.driver import Missing
-from supertuner.memory.overflow import FREE, Limits, Overflow, OverflowStats, Pattern, alloc_name, built
+from supertuner.memory.overflow.plugin import FREE, Limits, Overflow, OverflowStats, Pattern, alloc_name, built
 
 PLENTY_KIB = 1 << 40
 

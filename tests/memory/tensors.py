@@ -11,9 +11,9 @@ import torch
 
 from supertuner.memory.dlpack import Header
 from supertuner.memory.driver import Driver, Kind, Span
+from supertuner.memory.emulator.figures import Figures
+from supertuner.memory.emulator.superchip import Superchip
 from supertuner.memory.machines import MACHINES
-from supertuner.memory.model import Superchip
-from supertuner.memory.model_figures import Figures
 
 PAGE = 65536
 HBM = 64 << 20

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from supertuner.memory import unified
 from supertuner.memory.driver import Gpu, Kind, Span
-from supertuner.memory.model_figures import Fault
-from supertuner.memory.outcomes import Outcome, Status
+from supertuner.memory.emulator.figures import Fault
+from supertuner.memory.hints.outcomes import Outcome, Status
 from supertuner.memory.unified import BLOCK_BYTES, Block, Blocks, UnifiedBuffers, size_class
 from tests.memory.on_fake import FakeBench, on_fake
 from tests.memory.tensors import superchip

@@ -9,12 +9,12 @@ import diffusers
 import pytest
 import torch
 
-from supertuner.config.model import ObjectiveSettings
+from supertuner.config.settings.model import ObjectiveSettings
 from supertuner.core.errors import ModelError
-from supertuner.models.sdxl_tiny import TinySdxl, write
+from supertuner.models.families.sdxl.tiny import TinySdxl, write
+from supertuner.models.objective.loss_weighting import counted, weight
 from supertuner.models.spec import Source
 from supertuner.models.table import family
-from supertuner.models.weighting import counted, weight
 
 SCHEDULERS = sorted(name for name in dir(diffusers) if name.endswith("Scheduler") and not name.startswith("Flax"))
 TRAINED = {"DDPMScheduler", "DDIMScheduler", "EulerDiscreteScheduler", "UniPCMultistepScheduler", "LCMScheduler"}

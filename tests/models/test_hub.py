@@ -16,7 +16,7 @@ from supertuner.core.errors import ModelError
 from supertuner.models.spec import Expert, Source
 from supertuner.models.table import family
 from tests.models.hub_server import COMMIT, GATED, Hub, serving
-from tests.models.pipelines import CASES, Written
+from tests.models.families.pipelines import CASES, Written
 
 WAN = "wan2.2"
 SECRET = "hf_thisIsASecretThatNobodyMaySee"

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from supertuner.config.optim import OptimizerSettings
+from supertuner.config.settings.optim import OptimizerSettings
 from supertuner.core.errors import TrainError
-from supertuner.optim.rates import Limits
+from supertuner.optim.automagic.packed_rates import Limits
 from supertuner.optim.table import OPTIMIZERS, build, limits_of, rate_of
 from tests.optim.training import NAMES, optimizer, same_bits, train, weights
 

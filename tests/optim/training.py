@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from supertuner.config.optim import OptimizerSettings
+from supertuner.config.settings.optim import OptimizerSettings
 from supertuner.optim.table import OPTIMIZERS, Optimizer, build
 
 NAMES = tuple(OPTIMIZERS)

@@ -15,22 +15,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from supertuner.config.model import AdapterSettings
-from supertuner.config.optim import OptimizerSettings
+from supertuner.config.settings.model import AdapterSettings
+from supertuner.config.settings.optim import OptimizerSettings
 from supertuner.core.events import Silence
-from supertuner.models import adapters
+from supertuner.models.adapters import attach as adapters
 from supertuner.models.blocks import blocks_of
-from supertuner.models.objective import Objective
+from supertuner.models.objective.diffusion import Objective
 from supertuner.models.spec import Expert, Tensors
 from supertuner.optim.table import build
-from supertuner.plan.decision import BlockPlan, Fate, Plan, Residence, Stepping
+from supertuner.plan.placement.plan import BlockPlan, Fate, Plan, Residence, Stepping
+from supertuner.plan.placement.planner import Planned
+from supertuner.plan.placement.replan import Basis
 from supertuner.step.batch import StepBatch
 from supertuner.step.precision import Precision
 from supertuner.step.window import Rules, Trainee, prepare, train_window
-from supertuner.train.acting.adapting import Basis
-from supertuner.train.acting.carrier import SideStreams
-from supertuner.train.acting.planning import Planned
-from supertuner.train.acting.run import Acts
+from supertuner.train.offload.manager import Acts
+from supertuner.train.offload.transfer import SideStreams
 
 GPU = torch.device("cuda", 0)
 TARGETS = ("to_q", "to_k", "to_v", "to_out.0")

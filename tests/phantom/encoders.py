@@ -15,14 +15,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from supertuner.config.model import ModelSettings
-from supertuner.config.tree import RunConfig
+from supertuner.config.settings.model import ModelSettings
+from supertuner.config.settings.tree import RunConfig
 from supertuner.models import hollow
 from supertuner.models.published import described
-from supertuner.plan.caching import reserved
-from supertuner.plan.kernels import Cuda
-from supertuner.plan.phases import trace_media, trace_text
-from supertuner.plan.shapes import hollowed
+from supertuner.plan.trace.caching_allocator import reserved
+from supertuner.plan.trace.cuda_kernels import Cuda
+from supertuner.plan.trace.phases import trace_media, trace_text
+from supertuner.plan.trace.shapes import hollowed
 from tests.phantom.full_size import FLUX, GIB, QWEN, SD35, SDXL, WAN, WAN_5B, Bytes, placed
 
 CUDA = torch.device("cuda")

@@ -19,15 +19,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from supertuner.config.model import ModelSettings
-from supertuner.config.tree import RunConfig
+from supertuner.config.settings.model import ModelSettings
+from supertuner.config.settings.tree import RunConfig
 from supertuner.models.published import described
 from supertuner.models.spec import Expert, Family, Model
-from supertuner.plan.caching import reserved
-from supertuner.plan.kernels import Cuda
-from supertuner.plan.reducing import Chip
-from supertuner.plan.shapes import BatchShape, Shaper
-from supertuner.plan.trace import trace_training
+from supertuner.plan.trace.caching_allocator import reserved
+from supertuner.plan.trace.cuda_kernels import Cuda
+from supertuner.plan.trace.reductions import Chip
+from supertuner.plan.trace.shapes import BatchShape, Shaper
+from supertuner.plan.trace.training import trace_training
 from supertuner.step.batch import StepBatch
 from supertuner.step.precision import Precision
 from supertuner.step.trainee import rules_of, store_base, trained_of, trainee_of, weight_format

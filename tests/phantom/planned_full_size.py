@@ -14,18 +14,18 @@ from dataclasses import dataclass, replace
 import torch
 
 from supertuner.memory.machines import MACHINES
-from supertuner.plan.decision import Plan
-from supertuner.plan.kernels import Cuda
-from supertuner.plan.placement import place
-from supertuner.plan.rates import Limits, Rates
-from supertuner.plan.summary import table_of
-from supertuner.plan.trace import trace_training
+from supertuner.plan.placement.plan import Plan
+from supertuner.plan.placement.plan_step import place
+from supertuner.plan.placement.throughput import Limits, Rates
+from supertuner.plan.trace.cuda_kernels import Cuda
+from supertuner.plan.trace.summary import table_of
+from supertuner.plan.trace.training import trace_training
 from supertuner.step.precision import Precision
 from supertuner.step.trainee import rules_of, trained_of, trainee_of, weight_format
 from supertuner.step.window import train_window
-from supertuner.train.acting.apply import act
-from supertuner.train.acting.carrier import SideStreams
-from supertuner.train.acting.run import told
+from supertuner.train.offload.apply import act
+from supertuner.train.offload.manager import told
+from supertuner.train.offload.transfer import SideStreams
 from tests.phantom.full_size import GIB, KEEP, WAN, Case, _batches, _known, _Unheard, placed
 
 CASES = (

@@ -11,21 +11,21 @@ import torch
 from torch import nn
 
 from supertuner.core.events import Silence
-from supertuner.models.adapters import Trained, applied
-from supertuner.models.objective import Objective
+from supertuner.models.adapters.attach import Trained, applied
+from supertuner.models.objective.diffusion import Objective
 from supertuner.models.spec import Tensors
 from supertuner.optim import state as optimizer_state
-from supertuner.plan.decision import Fate, Residence, Stepping
+from supertuner.plan.placement.plan import Fate, Residence, Stepping
+from supertuner.plan.placement.planner import Planned
+from supertuner.plan.placement.replan import Basis
 from supertuner.step.precision import Precision
 from supertuner.step.window import Rules, Trainee, WindowResult, evaluation_weights, held_out_loss, train_window
-from supertuner.train.acting.adapting import Basis
-from supertuner.train.acting.apply import Acting, act
-from supertuner.train.acting.carrier import SideStreams
-from supertuner.train.acting.experts import Guest, Turns
-from supertuner.train.acting.planning import Planned
-from supertuner.train.acting.run import Acts
-from supertuner.train.acting.state import HOST, TrainedState
-from tests.train.acting.making import Case, a_plan, batch
+from supertuner.train.offload.apply import Acting, act
+from supertuner.train.offload.expert_swap import Guest, Turns
+from supertuner.train.offload.manager import Acts
+from supertuner.train.offload.optimizer_state import HOST, TrainedState
+from supertuner.train.offload.transfer import SideStreams
+from tests.train.offload.making import Case, a_plan, batch
 
 GPU = torch.device("cuda", 0)
 

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from supertuner.plan.caching import Block, CachingAllocator
+from supertuner.plan.trace.caching_allocator import Block, CachingAllocator
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from supertuner.core.types import MIB
-from supertuner.memory import hints as process
 from supertuner.memory.cuda import CudaDriver, open_cuda
 from supertuner.memory.driver import Kind
-from supertuner.memory.hints import Hints, Status
+from supertuner.memory.hints import api as process
+from supertuner.memory.hints.api import Hints, Status
 from supertuner.memory.unified import UnifiedBuffers
 from supertuner.step.batch import StepBatch
 

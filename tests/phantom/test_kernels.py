@@ -1,4 +1,4 @@
-"""The rules of plan/kernels.py against torch's own CUDA code: which kernel is chosen, and what it takes meanwhile.
+"""The rules of plan/trace/cuda_kernels.py against torch's own CUDA code: which kernel is chosen, and what it takes meanwhile.
 
 What an operator takes is the peak of what is asked of the allocator while it runs, less what is there before or after.
 """
@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from supertuner.plan.attention import Heads, Kernel, backward_bytes, kernel
-from supertuner.plan.kernels import Cuda
-from supertuner.plan.reducing import GH200, reduction_bytes
+from supertuner.plan.trace.attention import Heads, Kernel, backward_bytes, kernel
+from supertuner.plan.trace.cuda_kernels import Cuda
+from supertuner.plan.trace.reductions import GH200, reduction_bytes
 
 BACKENDS = {
     Kernel.CUDNN: SDPBackend.CUDNN_ATTENTION,

@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from supertuner.models import flux_tiny, wan22_tiny
-from supertuner.models.flux_tiny import TinyFlux
-from supertuner.models.wan22_tiny import TinyWan
+from supertuner.models.families.flux import tiny as flux_tiny
+from supertuner.models.families.flux.tiny import TinyFlux
+from supertuner.models.families.wan22 import tiny as wan22_tiny
+from supertuner.models.families.wan22.tiny import TinyWan
 
 GIB = 1 << 30
 TARGETS = ["to_q", "to_k", "to_v", "to_out.0"]

@@ -15,15 +15,15 @@ import pytest
 import torch
 
 from supertuner import memory
-from supertuner.config.memory import Overflow as Settings
+from supertuner.config.settings.memory import Overflow as Settings
 from supertuner.core.errors import MemoryEngineError
 from supertuner.core.events import Decided, Event, Measured, Noted, Warned
 from supertuner.core.host import Host
-from supertuner.memory import routing
 from supertuner.memory.cuda import CudaDriver, open_cuda
 from supertuner.memory.driver import HOST, Gpu, Kind, Missing, Span
-from supertuner.memory.overflow import Overflow, built
-from supertuner.memory.pools import Pools, open_pools
+from supertuner.memory.overflow import routing
+from supertuner.memory.overflow.plugin import Overflow, built
+from supertuner.memory.overflow.pools import Pools, open_pools
 from supertuner.memory.probe import Facts, probe
 from tests.memory.machine_files import folder_host, meminfo
 

@@ -8,16 +8,16 @@ from torch import nn
 from torch._guards import detect_fake_mode
 from torch.overrides import _get_current_function_mode_stack
 
-from supertuner.config.tree import RunConfig
+from supertuner.config.settings.tree import RunConfig
 from supertuner.core.events import Silence
 from supertuner.models import loading
 from supertuner.models.published import described
 from supertuner.models.spec import Family, Model
-from supertuner.plan.caching import reserved
-from supertuner.plan.kernels import Cuda
-from supertuner.plan.phases import trace_media, trace_sampling, trace_text
-from supertuner.plan.record import Trace
-from supertuner.plan.shapes import Shaper, hollowed
+from supertuner.plan.trace.caching_allocator import reserved
+from supertuner.plan.trace.cuda_kernels import Cuda
+from supertuner.plan.trace.phases import trace_media, trace_sampling, trace_text
+from supertuner.plan.trace.record import Trace
+from supertuner.plan.trace.shapes import Shaper, hollowed
 from supertuner.step.precision import Precision
 from supertuner.step.trainee import experts_of, rules_of, trained_of, trainee_of, weight_format
 

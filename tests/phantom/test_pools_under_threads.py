@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from supertuner.core.events import Warned
-from supertuner.memory import routing
 from supertuner.memory.cuda import CudaDriver
 from supertuner.memory.driver import Refused, Span
-from supertuner.memory.overflow import Overflow, built
+from supertuner.memory.overflow import routing
+from supertuner.memory.overflow.plugin import Overflow, built
 from tests.phantom.test_overflow_on_torch import (  # noqa: F401 - `bench` is a fixture
     GIB,
     MIB,

@@ -9,7 +9,7 @@ from supertuner.core.types import MIB
 from supertuner.memory.cuda import open_cuda
 from supertuner.memory.driver import Missing
 from supertuner.memory.probe import probe
-from supertuner.memory.telemetry import Sampler
+from supertuner.memory.telemetry.sampler import Sampler
 
 NO_NVML = Missing("none on the phantom")
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from supertuner.config.load import load
+from supertuner.config.sources.load import load
 from supertuner.core.types import MIB
 from supertuner.tools.training import summary, train
 from tests.fakes.building import Fake
@@ -133,7 +133,7 @@ def test_sound_that_is_staged_in_memory_is_hinted_like_everything_else(tmp_path:
     from supertuner.data.ordering.windows import micro_batches
     from supertuner.memory.cuda import open_cuda
     from supertuner.memory.driver import Missing
-    from supertuner.memory.hints import Hints
+    from supertuner.memory.hints.api import Hints
     from supertuner.memory.unified import UnifiedBuffers
     from supertuner.tools.sample_data import make_sample_data
 

@@ -1,5 +1,5 @@
 """The fixtures of this room."""
 
-from tests.models.pipelines import tiny_wan, written
+from tests.models.families.pipelines import tiny_wan, written
 
 __all__ = ["tiny_wan", "written"]

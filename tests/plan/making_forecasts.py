@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from supertuner.config.tree import RunConfig
+from supertuner.config.settings.tree import RunConfig
 from supertuner.core.types import GIB
 from supertuner.memory.machines import MACHINES
-from supertuner.plan.choice import Step
-from supertuner.plan.forecast import Forecast, Pace, Phase, Room, Timing
-from supertuner.plan.needs import needs
-from supertuner.plan.rates import Rates
-from supertuner.plan.situation import Situation, as_configured
-from supertuner.plan.storage import Stored
-from supertuner.plan.table import Block, StepTable, Work
+from supertuner.plan.forecast.context import Situation, as_configured
+from supertuner.plan.forecast.model import Forecast, Pace, Phase, Room, Timing
+from supertuner.plan.forecast.storage import Stored
+from supertuner.plan.placement.choice import Step
+from supertuner.plan.placement.memory_needs import needs
+from supertuner.plan.placement.step_table import Block, StepTable, Work
+from supertuner.plan.placement.throughput import Rates
 
 
 def a_table(

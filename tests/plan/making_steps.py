@@ -7,10 +7,10 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from supertuner.plan.choice import Choice
-from supertuner.plan.decision import Fate, Stepping
-from supertuner.plan.rates import Limits, Rates
-from supertuner.plan.table import Block, StepTable, Work
+from supertuner.plan.placement.choice import Choice
+from supertuner.plan.placement.plan import Fate, Stepping
+from supertuner.plan.placement.step_table import Block, StepTable, Work
+from supertuner.plan.placement.throughput import Limits, Rates
 
 ROUND = Rates(
     matmul_flops=1.0, other_flops=None, gpu_bytes_s=1e9, host_bytes_s=1000.0, to_device_bytes_s=100.0,

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import random
 
-from supertuner.memory.model_clock import Clock
-from supertuner.memory.model_figures import Parameters
-from supertuner.plan.choice import Step
-from supertuner.plan.rates import Limits, figures_of
+from supertuner.memory.emulator.clock import Clock
+from supertuner.memory.emulator.figures import Parameters
+from supertuner.plan.placement.choice import Step
+from supertuner.plan.placement.throughput import Limits, figures_of
 
 
 class Stuck(Exception):

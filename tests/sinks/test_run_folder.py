@@ -20,7 +20,7 @@ from supertuner.core.types import JSON
 from supertuner.sinks.jsonlines import read_lines
 from supertuner.sinks.kept_config import KeptConfig
 from supertuner.sinks.run_folder import RunFolder, holder_of
-from tests.many.shared_saves import small_files
+from tests.distributed.shared_saves import small_files
 
 GIVEN = b"run: {name: cats}   # a comment that a parser would lose\n"
 

@@ -1,5 +1,5 @@
 """The fixtures of this room."""
 
-from tests.models.pipelines import tiny_wan
+from tests.models.families.pipelines import tiny_wan
 
 __all__ = ["tiny_wan"]

@@ -12,15 +12,15 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from supertuner.config.model import AdapterSettings
-from supertuner.config.optim import OptimizerSettings
+from supertuner.config.settings.model import AdapterSettings
+from supertuner.config.settings.optim import OptimizerSettings
 from supertuner.core.types import MediaKind
 from supertuner.data.ordering.buckets import Bucket
 from supertuner.data.ordering.order import Group, Order
 from supertuner.data.ordering.windows import micro_batches
-from supertuner.models import wan22
-from supertuner.models.adapters import attach
-from supertuner.models.objective import Objective, sample_noise, sample_uniform
+from supertuner.models.adapters.attach import attach
+from supertuner.models.families.wan22 import family as wan22
+from supertuner.models.objective.diffusion import Objective, sample_noise, sample_uniform
 from supertuner.models.spec import Expert, Model, Source
 from supertuner.optim.ema import Ema
 from supertuner.optim.table import build

@@ -10,13 +10,13 @@ from functools import partial
 import pytest
 import torch
 
-from supertuner.config.model import AdapterSettings
-from supertuner.models.adapters import applied, attach
-from supertuner.models.objective import sample_noise
+from supertuner.config.settings.model import AdapterSettings
+from supertuner.models.adapters.attach import applied, attach
+from supertuner.models.objective.diffusion import sample_noise
 from supertuner.models.spec import Source
 from supertuner.step.batch import StepBatch
 from supertuner.step.window import Trainee, sample_losses
-from tests.models.pipelines import tiny_wan
+from tests.models.families.pipelines import tiny_wan
 from tests.step.making import EXPERT, batch_of, little, little_rules, trainee, wan22, wan_batch, wan_rules
 
 __all__ = ["tiny_wan"]

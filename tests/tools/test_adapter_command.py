@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from supertuner.cli import app, main
-from supertuner.models.keys_schemes import SCHEMES
+from supertuner.models.adapters.keys_schemes import SCHEMES
 from supertuner.tools.adapter_inspect import inspect
-from supertuner.train.adapter_files import open_adapter
-from tests.models_parts.modules import drawn
-from tests.train.test_adapter_files import wan_lora
+from supertuner.train.export.adapter_files import open_adapter
+from tests.models.adapters.modules import drawn
+from tests.train.export.test_adapter_files import wan_lora
 
 
 def run(*arguments: object) -> str:
@@ -63,7 +63,7 @@ def test_inspect_tells_scheme_expert_ranks_norms_and_origin(file: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["lokr", "lokr of whole matrices", "loha", "diff"])
 def test_norms_of_lycoris_are_those_of_the_change_it_makes(kind: str, tmp_path: Path) -> None:
-    from supertuner.models.merging import merged_weight
+    from supertuner.models.adapters.merge import merged_weight
 
     tensors = {
         "lokr": {

@@ -9,14 +9,14 @@ import torch
 from diffusers import WanPipeline
 from safetensors.torch import load_file, save_file
 
-from supertuner.config.model import AdapterSettings
+from supertuner.config.settings.model import AdapterSettings
 from supertuner.core.errors import ModelError
-from supertuner.models.adapters import attach, exported, load_state, state
-from supertuner.models.merging import _by_lycoris, merged_weight
-from supertuner.models.wan22_tiny import TinyWan, build
+from supertuner.models.adapters.attach import attach, exported, load_state, state
+from supertuner.models.adapters.merge import _by_lycoris, merged_weight
+from supertuner.models.families.wan22.tiny import TinyWan, build
 from supertuner.tools.adapter_merge import merge
-from supertuner.train.adapter_files import open_adapter, with_expert
-from tests.models_parts.modules import drawn, wan_output
+from supertuner.train.export.adapter_files import open_adapter, with_expert
+from tests.models.adapters.modules import drawn, wan_output
 
 TARGETS = ("to_q", "ffn.net.2", "patch_embedding")
 

@@ -9,11 +9,11 @@ import torch
 from typer.testing import CliRunner
 
 from supertuner.cli import app
-from supertuner.config.model import AdapterSettings
+from supertuner.config.settings.model import AdapterSettings
 from supertuner.core.host import Host
-from supertuner.models.adapters import attach, state
-from supertuner.train import checkpoint
-from tests.models_parts.modules import drawn, wan
+from supertuner.models.adapters.attach import attach, state
+from supertuner.train.checkpoint import save as checkpoint
+from tests.models.adapters.modules import drawn, wan
 
 
 def saved(folder: Path, **parts: dict[str, torch.Tensor]) -> Path:

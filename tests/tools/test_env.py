@@ -13,9 +13,9 @@ import pytest
 from typer.testing import CliRunner
 
 from supertuner.cli import app
-from supertuner.config import exports
-from supertuner.config.environment import VARIABLES
-from supertuner.config.load import load
+from supertuner.config.settings import exports
+from supertuner.config.sources.environment import VARIABLES
+from supertuner.config.sources.load import load
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "setup_gh200_env.sh"

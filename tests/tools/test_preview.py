@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from supertuner.config.load import load
+from supertuner.config.sources.load import load
 from supertuner.core.errors import SuperTunerError
 from supertuner.core.events import Silence
 from supertuner.core.host import Host

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from supertuner.config.load import load
+from supertuner.config.sources.load import load
 from supertuner.core.errors import RunFolderError
 from supertuner.sinks.run_folder import RESOLVED, RUN, RunFolder
 from supertuner.tools.session import kept_config
-from tests.many.ranks import run_launched
-from tests.many.runs import STEPS, a_run, run_folder, train
+from tests.distributed.ranks import run_launched
+from tests.distributed.runs import STEPS, a_run, run_folder, train
 
 THREADS = ("loader.prefetch_batches=5", "loader.num_workers=1", "datasets[1].in_memory.num_workers=3")
 

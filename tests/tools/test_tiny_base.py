@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from safetensors import safe_open
 
+from supertuner.models.families.wan22.family import FAMILY
 from supertuner.models.spec import Model, SampleRequest, Source
-from supertuner.models.wan22 import FAMILY
 from supertuner.tools import shapes
 from tests.tools.shape_classifier import classify
 

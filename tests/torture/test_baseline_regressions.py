@@ -13,7 +13,7 @@ import pytest
 from supertuner.core.events import Silence
 from supertuner.tools.baseline import capturing, checking, code
 from supertuner.tools.baseline.judging import Judged, Verdict
-from tests.tools.test_baseline_command import write_config
+from tests.tools.baseline.test_baseline_command import write_config
 
 pytestmark = pytest.mark.torture
 ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from tests.many.faults import LASTING, killed_run
-from tests.many.ranks import run_launched
-from tests.many.runs import STEPS, a_run, train
+from tests.distributed.faults import LASTING, killed_run
+from tests.distributed.ranks import run_launched
+from tests.distributed.runs import STEPS, a_run, train
 
 KILLS = 200
 

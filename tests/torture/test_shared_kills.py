@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.many.faults import LASTING, check_same, killed_after
-from tests.many.ranks import run_launched
-from tests.many.runs import STEPS, a_run, train
+from tests.distributed.faults import LASTING, check_same, killed_after
+from tests.distributed.ranks import run_launched
+from tests.distributed.runs import STEPS, a_run, train
 
 KILLS = 60
 BLOCKS: dict[str, Any] = {

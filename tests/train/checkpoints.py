@@ -10,8 +10,8 @@ import xxhash
 
 from supertuner.core.events import Event, Warned
 from supertuner.core.types import JSON
-from supertuner.train import tensor_file
-from supertuner.train.checkpoint_format import json_bytes
+from supertuner.train.checkpoint import tensor_file
+from supertuner.train.checkpoint.manifest import json_bytes
 
 LAYER = "blocks.0.attn1.to_q"
 

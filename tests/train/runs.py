@@ -28,7 +28,7 @@ LATE = (
     "diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3",
     "diffusers.pipelines.stable_diffusion_xl.pipeline_stable_diffusion_xl",
     "diffusers.pipelines.wan.pipeline_wan",
-    "supertuner.config.load",
+    "supertuner.config.sources.load",
     "supertuner.sinks.live",
     "supertuner.sinks.run_folder",
     "supertuner.tools.training",
@@ -167,7 +167,7 @@ def _serve() -> None:
     import transformers  # noqa: F401
 
     import supertuner.tools.curve
-    import supertuner.train.export
+    import supertuner.train.export.export
     import supertuner.train.loop
     import supertuner.train.setup  # noqa: F401
     from supertuner.models.table import MODELS, family

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from supertuner.core.errors import CheckpointError
 from supertuner.core.host import Host
-from supertuner.train.checkpoint import Sharers, find, latest, save
+from supertuner.train.checkpoint.save import Sharers, find, latest, save
 from tests.arena.making import fork, wait
 from tests.train.checkpoints import bytes_of, parts_at, state_at, tree
 

@@ -69,7 +69,7 @@ def same(one: Path, other: Path) -> bool:
 
 
 def test_a_run_that_was_stopped_and_went_on_ends_like_one_that_was_not(parent: Parent, folder: Path) -> None:
-    again = parent.begin("train", "config/wan22_automagic.yaml", "--set", "run.output_dir=twin", cwd=folder)
+    again = parent.begin("train", "examples/wan22_automagic.yaml", "--set", "run.output_dir=twin", cwd=folder)
     assert parent.wait(again) == 0, parent.said()
     whole, resumed = artefacts(folder / "twin/first"), artefacts(folder / "runs/first")
     kept = {name for name in resumed if name in whole}
@@ -110,7 +110,7 @@ def test_an_earlier_checkpoint_is_exported_and_its_parts_are_not_taken_for_files
     sets = ("--set", "run.name=from-part", "--set", f"adapter.low_noise.start_from={checkpoint / part}")
     for words in (
         ("adapter", "export", str(checkpoint / part), "--for", "comfyui"),
-        ("train", "config/wan22_automagic.yaml", *sets),
+        ("train", "examples/wan22_automagic.yaml", *sets),
     ):
         assert parent.wait(parent.begin(*words, cwd=folder)) == 1
         assert f"{part} is a part of a checkpoint and does not say its alpha" in parent.said()
@@ -126,7 +126,7 @@ def test_both_experts_of_the_merged_model_differ_from_the_base_and_it_trains(par
         changed = {name for name in base if not torch.equal(base[name], merged[name])}
         assert changed and all(".attn" in name for name in changed)
     sets = ("--set", "run.name=on-merged", "--set", "model.path=runs/merged", "--set", "train.max_steps=1")
-    pid = parent.begin("train", "config/wan22_automagic.yaml", *sets, cwd=folder)
+    pid = parent.begin("train", "examples/wan22_automagic.yaml", *sets, cwd=folder)
     assert parent.wait(pid) == 0, parent.said()
 
 
@@ -146,7 +146,7 @@ def test_runs_on_files_say_so(folder: Path) -> None:
 REAL = ("captioned_images", "qwen_image_pictures", "sd35_pictures", "sdxl_pictures")
 SMALL = (
     *("model.path=tiny", "model.variant=null", "model.base_weights=as_computed", "train.max_steps=1"),
-    *("datasets[0].instance_data_dir=config/example_images", "datasets[0].resolution=64", "datasets[0].bucket_step=16"),
+    *("datasets[0].instance_data_dir=examples/example_images", "datasets[0].resolution=64", "datasets[0].bucket_step=16"),
     *("cache_config.cache_dir=cache", "validation.width=64", "validation.height=64", "validation.inference_steps=2"),
 )
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from supertuner.config.load import load
+from supertuner.config.sources.load import load
 from supertuner.core.events import Silence
 from supertuner.core.host import Host
 from supertuner.data.batching.framing import framing_of

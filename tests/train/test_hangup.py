@@ -16,7 +16,7 @@ import pytest
 
 from supertuner.core.events import Warned
 from supertuner.sinks.console import Console
-from supertuner.train import checkpoint
+from supertuner.train.checkpoint import save as checkpoint
 from tests.train.runs import ROOT, config
 
 EXIT = 128 + signal.SIGHUP

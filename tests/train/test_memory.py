@@ -10,14 +10,14 @@ from typing import cast
 import pytest
 import torch
 
-from supertuner.config.load import load
+from supertuner.config.sources.load import load
 from supertuner.core.errors import MemoryEngineError
 from supertuner.core.events import Decided, Event, Measured, Warned
 from supertuner.core.host import Host
-from supertuner.memory.hints import gh200_uvm_enabled, set_uvm_hint_override
-from supertuner.memory.outcomes import Outcome, Status
-from supertuner.memory.overflow import OverflowStats
-from supertuner.memory.pools import Pools
+from supertuner.memory.hints.api import gh200_uvm_enabled, set_uvm_hint_override
+from supertuner.memory.hints.outcomes import Outcome, Status
+from supertuner.memory.overflow.plugin import OverflowStats
+from supertuner.memory.overflow.pools import Pools
 from supertuner.step.batch import StepBatch
 from supertuner.train.memory import MemoryEngine, open_memory, overflow_line
 from tests.train.runs import Parent, config

@@ -9,7 +9,7 @@ import pytest
 from supertuner.core.errors import CheckpointError
 from supertuner.core.events import Decided, Event, Silence
 from supertuner.core.host import Host
-from supertuner.train.checkpoint import FOLDER, save
+from supertuner.train.checkpoint.save import FOLDER, save
 from supertuner.train.setup import Outside, _checkpoint
 from tests.train.checkpoints import parts_at, state_at
 

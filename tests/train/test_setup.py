@@ -9,21 +9,21 @@ from typing import Any
 import pytest
 import torch
 
-from supertuner.config.load import load
-from supertuner.config.tree import RunConfig
+from supertuner.config.settings.tree import RunConfig
+from supertuner.config.sources.load import load
 from supertuner.core.errors import ModelError, TrainError
 from supertuner.core.events import Event, Silence, Warned
 from supertuner.core.host import Host
 from supertuner.data.opened import open_corpus
-from supertuner.models import wan22_tiny
+from supertuner.models.families.wan22 import tiny as wan22_tiny
 from supertuner.models.fingerprint import fingerprint
 from supertuner.models.spec import Model, Source
 from supertuner.models.table import family
 from supertuner.step.precision import Precision
 from supertuner.train.model_source import opened_model
 from supertuner.train.setup import encoding_of, require_stages
-from supertuner.train.validate import _captioned
-from tests.models.pipelines import tiny_wan, tiny_wan_image_to_video
+from supertuner.train.validation.validate import _captioned
+from tests.models.families.pipelines import tiny_wan, tiny_wan_image_to_video
 from tests.train.runs import Parent, config
 
 __all__ = ["tiny_wan", "tiny_wan_image_to_video"]

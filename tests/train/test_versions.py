@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from supertuner.core.events import Warned
-from supertuner.train.saving import _tell_versions, versions
+from supertuner.train.checkpoint.state import _tell_versions, versions
 from tests.train.validation.making import Kept
 
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from supertuner.config.data import Augment
-from supertuner.data.batching.chance import Chance
+from supertuner.config.settings.data import Augment
+from supertuner.data.batching.sample_rng import Chance
 
 if TYPE_CHECKING:
     import torch

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from supertuner.config.data import Captions
-from supertuner.data.batching.chance import Chance
+from supertuner.config.settings.data import Captions
+from supertuner.data.batching.sample_rng import Chance
 
 TRIGGER_MARK = "[trigger]"
 

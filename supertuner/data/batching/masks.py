@@ -19,10 +19,10 @@ from supertuner.core.errors import BrokenMedia, SourceError
 from supertuner.core.events import Sink, Warned
 from supertuner.data.batching.render import change_of
 from supertuner.data.batching.resize import crop_box, resized
-from supertuner.data.beside import pictures_in, size_of
 from supertuner.data.corpus import Part
 from supertuner.data.decode import broken_means
 from supertuner.data.ordering.buckets import Bucket
+from supertuner.data.sidecar_images import pictures_in, size_of
 from supertuner.data.sources.listing import first_names
 
 if TYPE_CHECKING:

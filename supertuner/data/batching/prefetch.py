@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
-from supertuner.config.data import LoaderSettings
+from supertuner.config.settings.data import LoaderSettings
 from supertuner.core.events import Decided, Sink
 from supertuner.core.host import Host
 from supertuner.data.batching.batches import Batch, Decoders, Pending

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from supertuner.core.types import MediaKind
 from supertuner.data.batching.augment import Change, apply_colour, change_for, colour_map
 from supertuner.data.batching.captions import caption_for
-from supertuner.data.batching.chance import Chance
 from supertuner.data.batching.resize import crop_box, resized
+from supertuner.data.batching.sample_rng import Chance
 from supertuner.data.corpus import Part
 from supertuner.data.decode import broken_means
 from supertuner.data.decode.image import RGB

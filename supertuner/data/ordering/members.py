@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from supertuner.arena.format import Life
 from supertuner.arena.home import Home
 from supertuner.arena.reader import Reader
-from supertuner.config.data import Dataset
+from supertuner.config.settings.data import Dataset
 from supertuner.data.ordering.assign import block_of, bucket_numbers, bucket_table
 from supertuner.data.ordering.buckets import NO_BUCKET, Bucket, Ints
 from supertuner.data.samples import Samples

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
 
-from supertuner.config.data import Captions, Dataset
+from supertuner.config.settings.data import Captions, Dataset
 from supertuner.core.errors import SourceError
 from supertuner.core.types import MediaKind
 from supertuner.data.probe.sniff import EXTENSIONS

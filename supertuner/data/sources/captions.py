@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Literal
 
-from supertuner.config.data import Captions
+from supertuner.config.settings.data import Captions
 from supertuner.core.errors import BrokenMedia
 from supertuner.core.types import KIB
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 
-from supertuner.config.data import Captions
+from supertuner.config.settings.data import Captions
 from supertuner.core.errors import BrokenMedia, SourceError
 from supertuner.core.types import MediaKind
 from supertuner.data.sources import captions as caption_rules

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from supertuner.config.data import Captions
+from supertuner.config.settings.data import Captions
 from supertuner.core.durable import inside
 from supertuner.core.errors import BrokenMedia, SourceError
 from supertuner.core.types import MediaKind

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from supertuner.config.data import Captions
+from supertuner.config.settings.data import Captions
 from supertuner.core.errors import SourceError
 from supertuner.core.types import MediaKind
 from supertuner.data.probe.sniff import EXTENSIONS

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterable
 
-from supertuner.config.data import Dataset
+from supertuner.config.settings.data import Dataset
 
 STAGED_VERSION = 1
 """Raise it when the fields or columns of a staged dataset change, so that old arenas are not taken for new ones."""

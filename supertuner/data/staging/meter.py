@@ -7,7 +7,7 @@ import threading
 from supertuner.core.errors import DoesNotFit
 from supertuner.core.host import Host
 from supertuner.core.types import MIB, bytes_text
-from supertuner.data.staging.fit import Budget, message, reserve
+from supertuner.data.staging.budget import Budget, message, reserve
 
 _LOOK_EVERY = 64 * MIB
 """Bytes between two looks at the machine's available memory: other programs take some, too."""

@@ -7,8 +7,8 @@ import os
 import stat
 from collections.abc import Callable, Sequence
 
+from supertuner.core.bulk_io import READ_FLAGS, Found, Together
 from supertuner.core.errors import BrokenMedia
-from supertuner.core.many import READ_FLAGS, Found, Together
 from supertuner.data.sources.captions import MAX_CAPTION_BYTES, from_bytes, from_json
 from supertuner.data.sources.listing import Item, Span
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from supertuner.config.data import Dataset
+from supertuner.config.settings.data import Dataset
 from supertuner.core.errors import StageError, TooManyBroken
 from supertuner.core.events import SetAside
 from supertuner.core.types import JSON, MediaKind, on_screen

@@ -18,8 +18,8 @@ from supertuner.arena.format import Life
 from supertuner.arena.home import Home, default_home
 from supertuner.arena.peers import ALONE, Peers
 from supertuner.arena.reader import Reader, Verify
-from supertuner.config.data import Dataset
-from supertuner.core import many
+from supertuner.config.settings.data import Dataset
+from supertuner.core import bulk_io as many
 from supertuner.core.errors import ArenaFull, DoesNotFit, SourceError
 from supertuner.core.events import Decided, Measured, Progress, SetAside, Sink, Warned
 from supertuner.core.host import Host
@@ -27,17 +27,18 @@ from supertuner.core.types import GIB, JSON, MIB, bytes_text
 from supertuner.data.sources import open_source
 from supertuner.data.sources.listing import Left, Listing, Source
 from supertuner.data.staged import SET_ASIDE, StagedDataset
-from supertuner.data.staging import fit, trial
-from supertuner.data.staging.claim import claim, older_versions
+from supertuner.data.staging import budget as fit
+from supertuner.data.staging import codec_trial as trial
+from supertuner.data.staging.acquire import claim, older_versions
+from supertuner.data.staging.capacity import room_of
 from supertuner.data.staging.columns import CAPTION_INDEX, tables
 from supertuner.data.staging.compress import RAW, Choice
-from supertuner.data.staging.crew import Crew, chunked
-from supertuner.data.staging.earlier import staged_earlier
 from supertuner.data.staging.fingerprint import STAGED_VERSION, arena_name, fingerprint, origin
-from supertuner.data.staging.follow import name_told, staged_told
+from supertuner.data.staging.follower import name_told, staged_told
 from supertuner.data.staging.meter import Meter
 from supertuner.data.staging.result import FormatFigures, StageResult, judge
-from supertuner.data.staging.room import room_of
+from supertuner.data.staging.reuse import staged_earlier
+from supertuner.data.staging.thread_pool import Crew, chunked
 from supertuner.data.staging.worker import Job, StageWorker
 
 MOST_THREADS = 72

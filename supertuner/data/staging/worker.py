@@ -10,20 +10,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from supertuner.arena.bulk import Bulk
-from supertuner.config.data import Dataset
+from supertuner.config.settings.data import Dataset
+from supertuner.core.bulk_io import Together
 from supertuner.core.errors import BrokenMedia
 from supertuner.core.events import Phase
-from supertuner.core.many import Together
 from supertuner.core.types import MIB, MediaKind
 from supertuner.data.probe import probe
 from supertuner.data.probe.facts import Facts
 from supertuner.data.sources.captions import MAX_CAPTION_BYTES
 from supertuner.data.sources.listing import Left, Listing, Source, Span
 from supertuner.data.staged import MEDIA
+from supertuner.data.staging.budget import stored_bytes
 from supertuner.data.staging.columns import Columns
 from supertuner.data.staging.compress import RAW, Choice, compress
 from supertuner.data.staging.decodes import require_decodes
-from supertuner.data.staging.fit import stored_bytes
 from supertuner.data.staging.meter import Meter
 from supertuner.data.staging.reading import Shelf, open_span, read_captions, read_span, require_unchanged, room_of
 from supertuner.data.staging.result import FormatFigures

@@ -14,9 +14,9 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any, Final
 
-from supertuner.config.launched import launched
-from supertuner.config.load import load as load_config
-from supertuner.config.tree import RunConfig
+from supertuner.config.settings.tree import RunConfig
+from supertuner.config.sources.launcher import launched
+from supertuner.config.sources.load import load as load_config
 from supertuner.core.durable import write_json
 from supertuner.core.errors import OptionError
 from supertuner.core.events import Progress

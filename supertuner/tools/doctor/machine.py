@@ -11,8 +11,8 @@ from supertuner.core.events import Progress
 from supertuner.core.host import Host
 from supertuner.memory.cuda import open_cuda
 from supertuner.memory.driver import Driver, Missing, Refused
-from supertuner.memory.nvml import open_nvml
 from supertuner.memory.probe import Facts, free_gpu_bytes, host_available_bytes
+from supertuner.memory.telemetry.nvml import open_nvml
 from supertuner.tools.doctor.allocation import Bench, Clock, Trial
 from supertuner.tools.doctor.allocation_checks import allocation_checks
 from supertuner.tools.doctor.allocation_plan import Declined, Room, plan

@@ -11,15 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
-from supertuner.config import environment, exports
-from supertuner.config.load import load
+from supertuner.config.settings import exports
+from supertuner.config.sources import environment
+from supertuner.config.sources.load import load
 from supertuner.core.errors import ConfigError, Problem
 from supertuner.core.host import Host
 from supertuner.core.types import JSON
 from supertuner.memory.driver import Driver, Missing
-from supertuner.memory.enabled import Enabled, decide, supported
-from supertuner.memory.nvml import Nvml
+from supertuner.memory.hints.enabled import Enabled, decide, supported
 from supertuner.memory.probe import Facts, host_available_bytes, kernel_fields, probe
+from supertuner.memory.telemetry.nvml import Nvml
 from supertuner.tools.doctor.torch_probe import ALLOCATOR_VARIABLES, TorchFacts, probe_torch
 
 Body: TypeAlias = Literal["cuda", "model", "none"]
@@ -100,7 +101,7 @@ def look(
     torch: Callable[[Mapping[str, str]], TorchFacts] = probe_torch,
 ) -> Situation:
     """Ask everybody. Torch is asked in a child while the rest is gathered: importing it takes seconds."""
-    from supertuner.memory.overflow import built
+    from supertuner.memory.overflow.plugin import built
 
     with ThreadPoolExecutor(1) as threads:
         answer = threads.submit(torch, environ)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Final
 
-from supertuner.config import alloc_conf
+from supertuner.config.sources import alloc_conf
 from supertuner.memory.driver import Missing
 from supertuner.tools.doctor.check import Check, Mark, absent, bad, good, warning
 from supertuner.tools.doctor.situation import Situation, Variable

@@ -7,18 +7,18 @@ from functools import partial
 
 import torch
 
-from supertuner.config.model import AdapterSettings
-from supertuner.config.optim import OptimizerSettings
+from supertuner.config.settings.model import AdapterSettings
+from supertuner.config.settings.optim import OptimizerSettings
 from supertuner.core.events import Event
-from supertuner.models.adapters import Trained, attach
-from supertuner.models.objective import Objective
+from supertuner.models.adapters.attach import Trained, attach
+from supertuner.models.objective.diffusion import Objective
 from supertuner.models.spec import Model, Sampler, Source
 from supertuner.models.table import family
 from supertuner.optim.ema import Ema
 from supertuner.optim.table import build
+from supertuner.plan.sample_requests import SamplePlan, Size
 from supertuner.step.precision import Precision
 from supertuner.step.window import Rules, Trainee, prepare, train_window
-from supertuner.train.sample_plan import SamplePlan, Size
 from tests.step.making import wan_batch
 
 CPU = torch.device("cpu")

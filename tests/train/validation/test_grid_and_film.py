@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from supertuner.data.decode.video import decode_video
 from supertuner.sinks.drawing import drawable, font, png_bytes, wrapped
-from supertuner.train.film import encoder, first_middle_last, mp4_bytes
-from supertuner.train.grid import FILM, MARGIN, PICTURE, Bounds, FilmGrid, Grid, Labels, lay_out, strip
+from supertuner.train.validation.grid import FILM, MARGIN, PICTURE, Bounds, FilmGrid, Grid, Labels, lay_out, strip
+from supertuner.train.validation.video import encoder, first_middle_last, mp4_bytes
 
 
 def flat(colour: tuple[int, int, int], height: int = 32, width: int = 48) -> NDArray[np.uint8]:

@@ -10,11 +10,19 @@ from dataclasses import replace
 import torch
 
 from supertuner.core.events import Decided
-from supertuner.models.objective import sample_noise
+from supertuner.models.objective.diffusion import sample_noise
 from supertuner.models.spec import Expert, Source
 from supertuner.sinks.training import HeldOut
 from supertuner.step.batch import StepBatch
-from supertuner.train.held_out import Probe, at_level, level_seed, line_of, measure, plan_levels, with_means
+from supertuner.train.validation.held_out_loss import (
+    Probe,
+    at_level,
+    level_seed,
+    line_of,
+    measure,
+    plan_levels,
+    with_means,
+)
 from tests.step.making import wan_batch
 from tests.train.validation.making import Kept, training
 

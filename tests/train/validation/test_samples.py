@@ -21,8 +21,8 @@ from supertuner.core.events import Measured, Silence
 from supertuner.data.decode.video import decode_video
 from supertuner.models.spec import SampleRequest, Source
 from supertuner.models.table import family
-from supertuner.train.sample_plan import SamplePlan
-from supertuner.train.samples import Weights, evaluated, make_samples, undisturbed
+from supertuner.plan.sample_requests import SamplePlan
+from supertuner.train.validation.sample_images import Weights, evaluated, make_samples, undisturbed
 from tests.train.validation.making import CPU, Training, a_plan, training
 
 

@@ -1,0 +1,26 @@
+"""Settings of the caches of encoded latents and text; the names are those of the seeds' `cache_config`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from supertuner.config.settings.block import Block, Remark
+
+
+class CacheConfig(Block):
+    vae_cache_type: Literal["unified_memory", "disk", "none"] = "unified_memory"
+    """Where encoded images, videos and sounds live: one shared copy in RAM, a mapped file, or nowhere."""
+    text_cache_type: Literal["unified_memory", "disk", "none"] = "unified_memory"
+    """Where encoded captions live: one shared copy in RAM, a mapped file, or nowhere."""
+    cache_dir: Path | None = None
+    """Folder of persistent caches; unset: `cache` below `run.output_dir`."""
+    persistent_cache: bool = False
+    """Keep what was encoded in `cache_dir`, so that the next run need not encode it again."""
+
+    def doubts(self) -> Iterator[Remark]:
+        if self.persistent_cache and self.vae_cache_type == self.text_cache_type == "none":
+            yield Remark("persistent_cache", "has no effect: there is no cache to keep")
+        elif self.cache_dir is not None and not self.persistent_cache:
+            yield Remark("cache_dir", "has no effect while persistent_cache is false")

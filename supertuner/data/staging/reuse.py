@@ -1,0 +1,29 @@
+"""What was staged from a source that is gone now: moved away, unmounted, removed. The arena holds all of it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from supertuner.arena.home import Home
+from supertuner.arena.states import ArenaInfo
+from supertuner.config.settings.data import Dataset
+from supertuner.data.staging.fingerprint import STAGED_VERSION, origin
+
+
+def is_gone(source: Path) -> bool:
+    """Nothing there, or an empty folder: that is what a mount point is while nothing is mounted."""
+    if not os.path.isdir(source):
+        return not os.path.exists(source)
+    with os.scandir(source) as entries:
+        return next(entries, None) is None
+
+
+def staged_earlier(home: Path, dataset: Dataset) -> ArenaInfo | None:
+    """The newest arena in `home` that was staged from this dataset's source with these settings, if that is gone."""
+    source = dataset.instance_data_dir
+    if source is None or not is_gone(source) or not home.is_dir():
+        return None
+    wanted = {"holds": "staged dataset", "version": STAGED_VERSION, "dataset": dataset.id, "origin": origin(dataset)}
+    found = [one for one in Home(home).ls() if one.state == "sealed" and wanted.items() <= dict(one.meta or {}).items()]
+    return max(found, key=lambda one: one.created or 0.0, default=None)

@@ -1,0 +1,62 @@
+"""Torch's statistics of a GPU's memory with those of the overflow allocator beside them, under the seeds' names."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from supertuner.memory.driver import Missing
+from supertuner.memory.overflow.plugin import Overflow, OverflowStats, built
+
+if TYPE_CHECKING:
+    import torch
+
+NAMES = {
+    "stage": "stage",
+    "entered": "transitions_in",
+    "left": "transitions_out",
+    "device_bytes": "device_bytes.current",
+    "device_peak_bytes": "device_bytes.peak",
+    "managed_bytes": "managed_bytes.current",
+    "managed_peak_bytes": "managed_bytes.peak",
+    "device_segments": "device_segments.current",
+    "device_allocations": "device_segments.allocated",
+    "managed_segments": "managed_segments.current",
+    "managed_allocations": "managed_segments.allocated",
+    "limit_bytes": "limit_bytes",
+    "light_reclamations": "light_reclamations",
+    "hard_reclamations": "hard_reclamations",
+    "refused_ratio": "refusals.ratio",
+    "refused_host": "refusals.host_floor",
+    "refused_driver": "refusals.driver",
+    "device_failures": "device_failures",
+    "advice_failures": "advice_failures",
+    "free_failures": "free_failures",
+    "foreign_frees": "foreign_frees",
+    "last_error": "last_error.code",
+    "last_call": "last_error.call",
+}
+"""A field of the plugin's account → its key after `uvm.`."""
+
+
+def stats(device: int | str | torch.device = 0) -> dict[str, int | float | str]:
+    """`torch.cuda.memory_stats(device)` and the `uvm.*` keys; stage 0 means that overflow was not used.
+
+    A device is named as torch's own function takes it; "cuda" is the current one. A torch that has such keys itself
+    keeps them. Where the plugin was not built, there are none.
+    """
+    import torch
+
+    from supertuner.memory.overflow.admission import numbered
+
+    where = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    number = numbered(where).index
+    own: dict[str, int | float | str] = dict(torch.cuda.memory_stats(number)) if torch.cuda.is_available() else {}
+    library = built()
+    if isinstance(library, Missing):
+        return own
+    return {**named(Overflow(library).stats(number)), **own}
+
+
+def named(account: OverflowStats) -> dict[str, int | float | str]:
+    """The plugin's account under the keys that `stats()` has."""
+    return {f"uvm.{key}": getattr(account, field) for field, key in NAMES.items()}

@@ -1,0 +1,28 @@
+"""A tiny Qwen-Image-Edit pipeline: the tiny Qwen-Image with what its text encoder needs to see pictures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from transformers import Qwen2VLImageProcessorPil
+
+from supertuner.models.families.qwen_image.tiny import TinyQwen, build
+from supertuner.models.quiet import quietly
+from supertuner.models.reading import INDEX
+
+
+def write(folder: Path, sizes: TinyQwen, seed: int) -> None:
+    """A folder like those on the hub. Its index is written by hand: the processor's class wants torchvision."""
+    pipeline = build(sizes, seed)
+    with quietly():
+        pipeline.save_pretrained(folder)
+        pipeline.tokenizer.save_pretrained(folder / "processor")
+        Qwen2VLImageProcessorPil(min_pixels=56 * 56, max_pixels=28 * 28 * 1280).save_pretrained(folder / "processor")
+    index = json.loads((folder / INDEX).read_bytes())
+    index |= {"_class_name": "QwenImageEditPipeline", "processor": ["transformers", "Qwen2VLProcessor"]}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def tiny(folder: Path, seed: int) -> None:
+    write(folder, TinyQwen(), seed)

@@ -1,0 +1,69 @@
+"""Samples of Wan2.2 through its own diffusers pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import diffusers
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import nn
+
+from supertuner.core.errors import ModelError
+from supertuner.models.families import sampling_common as sampling
+from supertuner.models.families.wan22.shapes import why_not
+from supertuner.models.spec import Model, SampleRequest
+
+
+class WanSampler:
+    def __init__(self, model: Model, pipeline: Any, device: torch.device, dtype: torch.dtype) -> None:
+        self._model = model
+        self._pipeline = pipeline
+        self._denoisers = [getattr(pipeline, expert.part) for expert in model.experts]
+        self._device = device
+        self._dtype = dtype
+
+    @torch.no_grad()
+    def sample(self, request: SampleRequest) -> NDArray[np.uint8]:
+        if why := why_not(self._model, (3, request.frames, request.height, request.width)):
+            raise ModelError(f"the sample {request.prompt!r} cannot be made: {why}")
+        with sampling.computing(self._denoisers, self._device, self._dtype):
+            videos = self._pipeline(
+                **self._first_frame(request),
+                prompt=request.prompt,
+                negative_prompt=request.negative_prompt,
+                height=request.height,
+                width=request.width,
+                num_frames=request.frames,
+                num_inference_steps=request.inference_steps,
+                guidance_scale=request.guidance_scale,
+                generator=torch.Generator().manual_seed(request.seed),
+                output_type="np",
+            ).frames
+        return sampling.uint8(videos[0])
+
+    def _first_frame(self, request: SampleRequest) -> dict[str, Any]:
+        if not isinstance(self._pipeline, diffusers.WanImageToVideoPipeline):
+            return {}
+        if request.image is None:
+            raise ModelError(f"the sample {request.prompt!r} has no first frame, and this model starts from one")
+        return {"image": Image.fromarray(request.image)}
+
+
+def sampler(model: Model, modules: Mapping[str, nn.Module], device: torch.device, dtype: torch.dtype) -> WanSampler:
+    """The pipeline around `modules`; what is not among them is loaded."""
+    names = (*(expert.part for expert in model.experts), "vae", "text_encoder", "tokenizer", "scheduler")
+    chosen = sampling.parts(model, modules, names, device, dtype)
+    chosen.setdefault("transformer_2", None)
+    index = model.configs[""]
+    kind = getattr(diffusers, str(index["_class_name"]))
+    if kind is diffusers.WanImageToVideoPipeline:
+        chosen |= {"image_encoder": None, "image_processor": None}
+    pipeline = kind(
+        **chosen, boundary_ratio=index.get("boundary_ratio"), expand_timesteps=bool(index.get("expand_timesteps"))
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    return WanSampler(model, pipeline, device, dtype)

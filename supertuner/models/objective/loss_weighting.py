@@ -1,0 +1,117 @@
+"""What an error counts: a sample's weight by its noise level, and the loss of each sample. Pure.
+
+    Esser et al. 2024     Scaling Rectified Flow Transformers (SD3), arXiv 2403.03206
+    Hang et al. 2023      Efficient Diffusion Training via Min-SNR Weighting Strategy, arXiv 2303.09556
+    Yu et al. 2023        Debias the Training of Diffusion Models, arXiv 2310.08442
+    Khrapov et al. 2024   Improving Diffusion Models's Data-Corruption Resistance (pseudo-Huber), arXiv 2403.16728
+
+Weights by signal-to-noise ratio are one law for all models: a weight w of the squared error in the clean sample x. The
+squared error of what a model predicts is that error times a factor, so it counts w over the factor:
+
+    epsilon   SNR               v   SNR + 1               flow   1 / l² = (1 + √SNR)²
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+from supertuner.config.settings.model import ObjectiveSettings
+from supertuner.core.events import Decided
+from supertuner.models.objective.diffusion import Objective, Prediction
+from supertuner.models.objective.snr import of_table
+
+LEAST_SNR = 1e-4
+"""`debiased` gives noise alone (SNR 0) an infinite weight; smaller ratios count like this one: a hundredfold."""
+FLOW_IS_EVEN = (
+    "the model learns flow matching, whose velocity is equally large at every noise level: there is nothing for the "
+    'SNR to balance. With objective.flow_snr: "path" the SNR of its path counts'
+)
+
+
+def counted(
+    settings: ObjectiveSettings, prediction: Prediction, alphas_cumprod: torch.Tensor | None = None
+) -> Objective:
+    """What a run learns: what its model predicts, with errors counted as the settings say."""
+    weighting = settings.weighting
+    if prediction == "flow" and settings.flow_snr == "none" and weighting in ("min_snr", "debiased"):
+        weighting = "none"
+    return Objective(
+        prediction,
+        alphas_cumprod,
+        weighting,
+        snr_gamma=settings.snr_gamma,
+        huber_delta=settings.huber_delta if settings.loss == "huber" else None,
+    )
+
+
+def told(settings: ObjectiveSettings, objective: Objective) -> Iterator[Decided]:
+    """What was decided about weights, to be said once."""
+    if objective.weighting != settings.weighting:
+        yield Decided("objective.weighting", objective.weighting, FLOW_IS_EVEN)
+
+
+def weight(levels: torch.Tensor, objective: Objective) -> torch.Tensor:
+    """What a sample's loss counts, one number per level.
+
+    cosmap      2 / (π - 2π·l + 2π·l²), the density of Esser et al., eq. 21
+    sigma_sqrt  l⁻², as trainers of SD3 name it; levels below 1/1000, the first step of its schedule, count like that
+    min_snr     w = min(SNR, γ) (Hang et al., section 3.4)
+    debiased    w = √SNR (Yu et al., eq. 9: 1 / √SNR of the error in ε)
+    """
+    if objective.weighting == "none":
+        return torch.ones_like(levels)
+    if objective.weighting == "cosmap":
+        return 2 / (math.pi * (1 - 2 * levels + 2 * levels**2))
+    if objective.weighting == "sigma_sqrt":
+        return levels.clamp(min=1e-3) ** -2
+    if objective.alphas_cumprod is None:
+        return _of_flow(levels, objective)
+    return _of_table(of_table(objective.alphas_cumprod, levels), objective)
+
+
+def _of_flow(levels: torch.Tensor, objective: Objective) -> torch.Tensor:
+    """w · l², written without the ratio, which is infinite at level 0."""
+    if objective.weighting == "debiased":
+        return (1 - levels) * levels
+    return torch.minimum((1 - levels).square(), objective.snr_gamma * levels.square())
+
+
+def _of_table(snr: torch.Tensor, objective: Objective) -> torch.Tensor:
+    """w over the factor, written so that neither a ratio of 0 nor an infinite one gives anything but its limit."""
+    of_epsilon = objective.prediction == "epsilon"
+    if objective.weighting == "min_snr":
+        return (
+            (objective.snr_gamma / snr).clamp(max=1) if of_epsilon else snr.clamp(max=objective.snr_gamma) / (snr + 1)
+        )
+    return snr.clamp(min=LEAST_SNR).rsqrt() if of_epsilon else 1 / (snr.sqrt() + snr.rsqrt())
+
+
+def per_sample_loss(
+    prediction: torch.Tensor,
+    wanted: torch.Tensor,
+    weights: torch.Tensor,
+    objective: Objective,
+    mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Mean of each sample's loss over its elements, times its weight: fp32, one number per sample.
+
+    With a mask (0 to 1, one number for each place, whatever the channel), places count as much as it says: the mean is
+    the weighted one, so a small subject weighs as much as a large one. Where all of it is 0, nothing is learnt.
+    """
+    error = prediction.float() - wanted.float()
+    loss = error.square() if objective.huber_delta is None else pseudo_huber(error, objective.huber_delta)
+    if mask is None:
+        return loss.flatten(1).mean(1) * weights.float()
+    places = mask.float().expand_as(loss).flatten(1)
+    total = places.sum(1).clamp(min=torch.finfo(torch.float32).tiny)
+    return (loss.flatten(1) * places).sum(1) / total * weights.float()
+
+
+def pseudo_huber(error: torch.Tensor, delta: float) -> torch.Tensor:
+    """2δ·(√(e² + δ²) - δ): the square of a small error, 2δ·|e| of a large one. Without the difference, which would
+    leave nothing of an error much smaller than δ."""
+    square = error.square()
+    return square * (2 * delta / ((square + delta**2).sqrt() + delta))

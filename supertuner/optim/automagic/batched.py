@@ -1,0 +1,118 @@
+"""Tensors of one shape as one: their gradients stacked, their states side by side, for few and large kernels.
+
+What is remembered of a parameter is a row of its batch's tensors; `views` shows it as the parameter's own state, so
+that a checkpoint is keyed by parameter, whatever batches there were.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from supertuner.optim.automagic.packed_rates import Rates
+from supertuner.optim.automagic.workspace import Bench, Tools, padded
+from supertuner.optim.stochastic_bits import name_keys
+
+State: TypeAlias = dict[str, Any]
+Shape: TypeAlias = tuple[int, int]
+CPU_ELEMENTS, DEVICE_ELEMENTS = 1 << 17, 1 << 23
+"""Elements of one batch: on a CPU what its cache holds, elsewhere what bounds the memory for intermediate results."""
+
+
+def matrix_shape(shape: Sequence[int]) -> Shape:
+    """A tensor as rows and columns: a vector is one row, a kernel has one row per output channel."""
+    if len(shape) < 2:
+        return 1, math.prod(shape)
+    return shape[0], math.prod(shape[1:])
+
+
+def state_shapes(shape: Sequence[int], rates: Rates) -> dict[str, tuple[int, torch.dtype]]:
+    """What is remembered of a parameter: vectors, by name their length and type."""
+    rows, columns = matrix_shape(shape)
+    count = padded(rows * columns)
+    moments = {"row": (rows, torch.float32), "column": (columns, torch.float32)}
+    return {**moments, **rates.entries(count), "signs": (count // 8, torch.uint8)}
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Batch:
+    """Parameters that are worked on together."""
+
+    parameters: tuple[nn.Parameter, ...]
+    shape: Shape
+    """Of each, as a matrix."""
+    state: Mapping[str, torch.Tensor]
+    """Everything remembered, one row per parameter."""
+    views: tuple[State, ...]
+    """The same as each parameter's own."""
+    keys: torch.Tensor
+    """Of their names, for random numbers."""
+    bench: Bench
+
+    @property
+    def count(self) -> int:
+        """Elements of each."""
+        return self.shape[0] * self.shape[1]
+
+    def tools(self) -> Tools:
+        return self.bench.tools(len(self.parameters), *self.shape)
+
+    def gradient(self, tools: Tools) -> torch.Tensor:
+        """All gradients, fp32, as matrices. Of a single tensor it may be the gradient itself: not to be changed."""
+        found = [p.grad for p in self.parameters if p.grad is not None]
+        (first, *more) = found
+        if not more and first.dtype == torch.float32 and first.is_contiguous():
+            return first.view(1, *self.shape)
+        torch._foreach_copy_(self.split(tools.gradient), found)
+        return tools.gradient
+
+    def split(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        """One number per weight, cut up into tensors of the parameters' own shape."""
+        parts = whole.view(len(whole), -1)[:, : self.count]
+        return [part.view(p.shape) for part, p in zip(parts.unbind(), self.parameters, strict=True)]
+
+
+def batches(
+    parameters: Mapping[str, nn.Parameter],
+    states: Mapping[torch.Tensor, State],
+    rates: Rates,
+    benches: Callable[[torch.device], Bench],
+) -> list[Batch]:
+    """The parameters in batches, with what is remembered of them."""
+    alike: dict[tuple[Shape, torch.dtype, torch.device, bool], list[str]] = {}
+    for name, p in parameters.items():
+        alike.setdefault((matrix_shape(p.shape), p.dtype, p.device, p.is_contiguous()), []).append(name)
+    made = []
+    for (shape, _, device, _), names in alike.items():
+        largest = CPU_ELEMENTS if device.type == "cpu" else DEVICE_ELEMENTS
+        many = max(1, largest // max(1, shape[0] * shape[1]))
+        for first in range(0, len(names), many):
+            some = {name: parameters[name] for name in names[first : first + many]}
+            state = _joined(some, states, rates, state_shapes(shape, rates))
+            views = tuple({key: tensor[row] for key, tensor in state.items()} for row in range(len(some)))
+            made.append(
+                Batch(tuple(some.values()), shape, state, views, name_keys(list(some), device), benches(device))
+            )
+    return made
+
+
+def _joined(
+    parameters: Mapping[str, nn.Parameter],
+    states: Mapping[torch.Tensor, State],
+    rates: Rates,
+    shapes: Mapping[str, tuple[int, torch.dtype]],
+) -> dict[str, torch.Tensor]:
+    device = next(iter(parameters.values())).device
+    whole = {
+        key: torch.zeros(len(parameters), length, dtype=dtype, device=device) for key, (length, dtype) in shapes.items()
+    }
+    rates.begin(whole)
+    for row, p in enumerate(parameters.values()):
+        for key, kept in states.get(p, {}).items():
+            whole[key][row].copy_(kept)
+    return whole

@@ -1,0 +1,250 @@
+"""Fake tensors on the CPU go the ways that CUDA tensors go: autocast's lists, attention's kernel, the fused RMS norm.
+
+A build of torch without CUDA runs no operator on fake CUDA tensors, and on CPU tensors it casts other operators and
+calls other kernels: a forecast from those would be of another program. `as_on_cuda` registers CUDA's ways for the CPU
+with torch's own `Library`, and takes them back at its end. Inside, only fake tensors may be computed with.
+
+The lists are those of `ATen/autocast_mode.h` in PyTorch 2.13; that they name the operators which this torch casts on
+CUDA is tested (tests/plan/trace/test_cuda_dispatch.py), and the operators of whole steps are compared with torch's CUDA build on
+the phantom (tests/phantom/test_forecast.py).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch.library import Library, fallthrough_kernel
+from torch.utils._pytree import tree_iter, tree_map
+
+from supertuner.plan.trace.attention import Heads, Kernel, kernel
+
+aten = torch.ops.aten
+Compute: TypeAlias = Callable[..., Any]
+
+IN_FP32: Final = (
+    "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh",
+    "tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus", "layer_norm", "native_layer_norm",
+    "rms_norm", "group_norm", "frobenius_norm.dim", "nuclear_norm", "nuclear_norm.dim", "cosine_similarity", "dist",
+    "pdist", "renorm", "logsumexp", "upsample_nearest1d", "_upsample_nearest_exact1d", "upsample_nearest2d",
+    "_upsample_nearest_exact2d", "upsample_nearest3d", "_upsample_nearest_exact3d", "upsample_linear1d",
+    "upsample_bilinear2d", "_upsample_bilinear2d_aa", "upsample_trilinear3d", "upsample_bicubic2d",
+    "_upsample_bicubic2d_aa",
+)  # fmt: skip
+SUMMED_IN_FP32: Final = (
+    "softmax.int", "log_softmax.int", "cumprod", "cumsum", "linalg_vector_norm", "linalg_matrix_norm",
+    "linalg_matrix_norm.str_ord", "sum", "sum.dim_IntList",
+)  # fmt: skip
+"""They are told to give fp32, and cast as they go."""
+LOWERED: Final = ("_convolution", "convolution", "addmv", "addr", "chain_matmul", "einsum", "linalg_multi_dot", "mv")
+"""Beside those that the CPU lowers too: linear layers, convolutions, matrix products, attention."""
+WIDENED: Final = (
+    "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "index_put", "scatter_add", "tensordot", "vdot",
+)  # fmt: skip
+"""To the widest of their arguments."""
+LEFT_ALONE: Final = (
+    "cat", "stack", "index_copy", "view_as_complex", "polar", "reflection_pad1d", "reflection_pad2d",
+    "replication_pad1d", "replication_pad2d", "replication_pad3d", "avg_pool3d", "max_pool3d", "adaptive_avg_pool3d",
+    "fft_fftn", "fft_ifftn", "fft_fft", "fft_ifft", "fft_rfft", "fft_irfft", "quantile", "nanquantile",
+)  # fmt: skip
+"""What the CPU casts and CUDA does not."""
+
+_CAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+
+
+@contextmanager
+def as_on_cuda(capability: tuple[int, int]) -> Iterator[None]:
+    """Inside, what is done with fake CPU tensors is what would be done with CUDA tensors on such a chip."""
+    library: Any = Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    try:
+        for name in IN_FP32:
+            library.impl(name, _casting(operator(name), _to_fp32), "AutocastCPU")
+        for name in LOWERED:
+            library.impl(name, _casting(operator(name), _to_low), "AutocastCPU")
+        for name in WIDENED:
+            library.impl(name, _casting(operator(name), _to_widest), "AutocastCPU")
+        for name in SUMMED_IN_FP32:
+            library.impl(name, _told_fp32(operator(name)), "AutocastCPU")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Warning only once for all operators", category=UserWarning)
+            for name in LEFT_ALONE:
+                library.impl(name, fallthrough_kernel, "AutocastCPU", allow_override=True)
+        library.impl("scaled_dot_product_attention", _attending(capability), "AutogradCPU")
+        library.impl("rms_norm", _rms_norm, "AutogradCPU")
+        library.impl("group_norm", _group_norm, "AutogradCPU")
+        yield
+    finally:
+        library._destroy()
+
+
+def operator(name: str) -> Any:
+    """torch's operator of that name, `pow.Scalar`."""
+    base, _, overload = name.partition(".")
+    return getattr(getattr(aten, base), overload or "default")
+
+
+def _castable(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != torch.float64
+
+
+def _to_fp32(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.dtype | None:
+    return torch.float32
+
+
+def _to_low(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.dtype | None:
+    return torch.get_autocast_dtype("cpu")
+
+
+def _to_widest(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.dtype | None:
+    found = {leaf.dtype for leaf in tree_iter((args, kwargs)) if _castable(leaf)}
+    if not found:
+        return None
+    return torch.float32 if torch.float32 in found else torch.get_autocast_dtype("cpu")
+
+
+def _casting(compute: Compute, target: Callable[[Sequence[Any], Mapping[str, Any]], torch.dtype | None]) -> Compute:
+    def cast(*args: Any, **kwargs: Any) -> Any:
+        dtype = target(args, kwargs)
+
+        def one(value: Any) -> Any:
+            return value.to(dtype) if dtype is not None and _castable(value) and value.dtype != dtype else value
+
+        with torch._C._ExcludeDispatchKeyGuard(_CAST):
+            # From the last to the first, as the C++ compiler has it: the order in which memory is taken.
+            made = tuple(tree_map(one, value) for value in reversed(args))[::-1]
+            return compute(*made, **tree_map(one, kwargs))
+
+    return cast
+
+
+def _told_fp32(compute: Compute) -> Compute:
+    def told(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(_CAST):
+            if _castable(args[0]) and kwargs.get("dtype") is None:
+                kwargs["dtype"] = torch.float32
+            return compute(*args, **kwargs)
+
+    return told
+
+
+def _attending(capability: tuple[int, int]) -> Compute:
+    def attend(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        if enable_gqa and query.shape[-3] != key.shape[-3]:
+            repeats = query.shape[-3] // key.shape[-3]
+            key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
+        which = _kernel_of(query, key, attn_mask, dropout_p, capability)
+        mask = None if attn_mask is None else _additive(attn_mask, query.dtype)
+        learns = torch.is_grad_enabled() and any(one.requires_grad for one in (query, key, value))
+        if which is Kernel.CUDNN:
+            found = aten._scaled_dot_product_cudnn_attention(
+                query, key, value, mask, learns, dropout_p, is_causal, False, scale=scale
+            )
+        elif which is Kernel.FLASH:
+            width = query.shape[-1]
+            spare = -width % 8
+            query, key, value = (
+                torch.nn.functional.pad(one, (0, spare)) if spare else one for one in (query, key, value)
+            )
+            scale = width**-0.5 if scale is None else scale
+            found = aten._scaled_dot_product_flash_attention(
+                query, key, value, dropout_p, is_causal, False, scale=scale
+            )
+            return found[0][..., :width]  # type: ignore[no-any-return]
+        elif which is Kernel.EFFICIENT:
+            if mask is not None:
+                mask = mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+            found = aten._scaled_dot_product_efficient_attention(
+                query, key, value, mask, learns, dropout_p, is_causal, scale=scale
+            )
+        else:
+            found = aten._scaled_dot_product_attention_math(
+                query, key, value, mask, dropout_p, is_causal, None, scale=scale
+            )
+        return found[0]  # type: ignore[no-any-return]
+
+    return attend
+
+
+def _kernel_of(
+    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, dropout: float, capability: tuple[int, int]
+) -> Kernel:
+    if query.dim() != 4:
+        return Kernel.MATH
+    batch, heads, queries, width = query.shape
+    return kernel(
+        Heads(batch, heads, queries, key.shape[-2], width, query.element_size()),
+        capability=capability,
+        masked=mask is not None,
+        mask_learns=mask is not None and mask.requires_grad,
+        dropout=dropout > 0,
+    )
+
+
+def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A mask of yes and no as what is added to the scores."""
+    if mask.dtype != torch.bool:
+        return mask
+    yes, no = mask.new_zeros((), dtype=dtype), mask.new_full((), float("-inf"), dtype=dtype)
+    return torch.where(mask, yes, no)
+
+
+class _FusedRmsNorm(torch.autograd.Function):
+    """As CUDA differentiates it: one kernel each way. Without CUDA, torch takes it apart above autograd."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, values: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None, eps: float | None
+    ) -> torch.Tensor:
+        with torch._C._AutoDispatchBelowAutograd():
+            normed, scale = aten._fused_rms_norm(values, shape, weight, eps)
+        ctx.save_for_backward(values, weight, scale)
+        ctx.shape = shape
+        return normed  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        values, weight, scale = ctx.saved_tensors
+        wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
+        with torch._C._AutoDispatchBelowAutograd():
+            of_values, of_weight = aten._fused_rms_norm_backward(gradient, values, ctx.shape, scale, weight, wanted)
+        return of_values, None, of_weight, None
+
+
+def _rms_norm(
+    values: torch.Tensor, normalized_shape: Sequence[int], weight: torch.Tensor | None = None, eps: float | None = None
+) -> torch.Tensor:
+    if weight is None or weight.dtype == values.dtype:
+        return _FusedRmsNorm.apply(values, normalized_shape, weight, eps)  # type: ignore[no-any-return, no-untyped-call]
+    dimensions = tuple(range(-len(normalized_shape), 0))
+    widened = values.float()
+    scale = torch.rsqrt(widened.pow(2).mean(dimensions, keepdim=True).add_(eps or torch.finfo(values.dtype).eps))
+    return (widened * scale * weight).type_as(values)
+
+
+def _group_norm(
+    values: torch.Tensor,
+    num_groups: int,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+) -> torch.Tensor:
+    """CUDA's has its values in the plain order, and copies them if they are not; the CPU's takes channels last too
+    (`group_norm`, native/group_norm.cpp)."""
+    batch, channels = values.shape[:2]
+    inner = values.numel() // (batch * channels)
+    normed = aten.native_group_norm(values.contiguous(), weight, bias, batch, channels, inner, num_groups, eps)
+    return normed[0]  # type: ignore[no-any-return]

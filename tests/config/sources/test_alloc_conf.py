@@ -1,0 +1,103 @@
+"""The seeds' keys in torch's allocator variables: read as settings, refused by name, and kept away from torch."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from supertuner.config.sources.alloc_conf import SETTINGS, VARIABLES, entries, memory_fraction, without_ours
+from supertuner.config.sources.environment import keep_from_torch, layers
+from supertuner.core.errors import ConfigError
+
+DOCS = Path(__file__).parents[3] / "docs/configuration.md"
+SEEDS = "use_uvm:True,uvm_oversubscription_ratio:3.0,uvm_access_pattern:cpu_first"
+TORCH = "max_split_size_mb:128,roundup_power2_divisions:[256:1,512:2,>:4],garbage_collection_threshold:0.8"
+
+
+@pytest.mark.parametrize("variable", VARIABLES)
+def test_the_seeds_keys_give_settings(load_text, variable):
+    loaded = load_text({}, environ={variable: f"max_split_size_mb:64,{SEEDS}"})
+    overflow = loaded.config.memory.overflow
+    assert (overflow.enabled, overflow.oversubscription_ratio, overflow.access_pattern) == (True, 3.0, "cpu_first")
+    assert loaded.origins["memory.overflow.enabled"] == f"environment: {variable} use_uvm"
+
+
+def test_the_variables_of_the_seeds_ours_and_the_file_stand_above_torchs(load_text):
+    environ = {"PYTORCH_CUDA_ALLOC_CONF": SEEDS, "PYTORCH_ALLOC_CONF": "uvm_oversubscription_ratio:4"}
+
+    def ratio(tree=None, **more: str) -> float:
+        return load_text(tree or {}, environ={**environ, **more}).config.memory.overflow.oversubscription_ratio
+
+    assert ratio() == 4.0
+    assert ratio(GH200_UVM_OVERSUBSCRIPTION_RATIO="6") == 6.0
+    assert ratio(GH200_UVM_OVERSUBSCRIPTION_RATIO="6", SUPERTUNER_MEMORY__OVERFLOW__OVERSUBSCRIPTION_RATIO="7") == 7.0
+    assert ratio({"memory": {"overflow": {"oversubscription_ratio": 8.0}}}) == 8.0
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("uvm_oversubscription_ratio:lots", ("PYTORCH_CUDA_ALLOC_CONF uvm_oversubscription_ratio", '"lots"')),
+        ("uvm_oversubscription_ratio:0.5", ("PYTORCH_CUDA_ALLOC_CONF uvm_oversubscription_ratio", "from 1 to 100")),
+        ("uvm_access_pattern:gpu_frist", ("PYTORCH_CUDA_ALLOC_CONF uvm_access_pattern", 'did you mean "gpu_first"?')),
+        ("use_uvm:maybe", ("PYTORCH_CUDA_ALLOC_CONF use_uvm", "true or false")),
+        ("use_uvm", ("PYTORCH_CUDA_ALLOC_CONF: use_uvm: has no value",)),
+        (
+            "uvm_oversubscription:2",
+            ("PYTORCH_CUDA_ALLOC_CONF: uvm_oversubscription: not a setting", "did you mean uvm_"),
+        ),
+        ("uvm_x:2", ("uvm_x: not a setting; known here: use_uvm, uvm_oversubscription_ratio, uvm_access_pattern",)),
+        ("use_uvm:True,per_process_memory_fraction:0.5", ("per_process_memory_fraction: 0.5", "counts spilled memory")),
+    ],
+)
+def test_what_is_wrong_is_named_with_variable_and_key(load_text, text, said):
+    with pytest.raises(ConfigError) as caught:
+        load_text({}, environ={"PYTORCH_CUDA_ALLOC_CONF": text})
+    assert all(part in str(caught.value) for part in said), str(caught.value)
+
+
+def test_what_is_torchs_is_torchs_affair(load_text, tmp_path):
+    assert (
+        list(layers({"PYTORCH_CUDA_ALLOC_CONF": f"{TORCH},no_such_key:1,[", "PYTORCH_ALLOC_CONF": ","}, tmp_path)) == []
+    )
+    assert without_ours(f"{TORCH}, backend:native") == f"{TORCH}, backend:native"
+    assert without_ours(f"{SEEDS},{TORCH},uvm_other:1") == TORCH
+    assert without_ours(SEEDS) == ""
+
+
+@given(st.text("uvm_se:,[]>T 1", max_size=40))
+def test_no_text_can_break_the_reader_and_nothing_of_torchs_is_lost(text):
+    rest = without_ours(text)
+    assert [one.written for one in entries(rest)] == [one.written for one in entries(text) if not one.ours]
+    assert not any(one.ours for one in entries(rest))
+
+
+def test_a_memory_fraction_is_found_as_it_is_written():
+    assert memory_fraction(f"{TORCH},per_process_memory_fraction:0.25") == "0.25"
+    assert memory_fraction(SEEDS) is None
+
+
+def test_torch_sees_the_variable_without_the_seeds_keys_and_later_loads_see_them_still(load_text, monkeypatch):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", f"{SEEDS},{TORCH}")
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "use_uvm:True,uvm_access_pattern:balanced")
+    monkeypatch.setenv("GH200_UVM_OVERSUBSCRIPTION_RATIO", "6")
+    for setting in SETTINGS.values():  # so that what is set below is undone after the test
+        monkeypatch.delenv(f"SUPERTUNER_{setting.replace('.', '__').upper()}", raising=False)
+        monkeypatch.setenv(f"SUPERTUNER_{setting.replace('.', '__').upper()}", "")
+    before = load_text({}, environ=dict(os.environ)).config.memory.overflow
+    assert keep_from_torch() == ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == TORCH
+    assert "PYTORCH_ALLOC_CONF" not in os.environ
+    after = load_text({}, environ=dict(os.environ)).config.memory.overflow
+    assert after == before and (after.enabled, after.oversubscription_ratio) == (True, 6.0)
+    assert keep_from_torch() == ()
+
+
+def test_the_docs_say_what_every_key_gives():
+    for key, setting in SETTINGS.items():
+        assert re.search(rf"`{key}` \| `{re.escape(setting)}` \|", DOCS.read_text()), key

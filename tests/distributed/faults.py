@@ -1,0 +1,85 @@
+"""Runs of several ranks in which something happens to one of them; shared by the suite and `make torture`."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from supertuner.config.sources.launcher import Launched
+from supertuner.config.sources.load import load
+from supertuner.core.errors import StageError
+from supertuner.tools.session import session
+from supertuner.tools.training import train_in
+from tests.distributed.ranks import Outcome, launched_ranks
+from tests.distributed.runs import Doing, a_run, train
+from tests.train.runs import artefacts
+
+LASTING = {"every_steps": 2, "keep": 2}
+
+
+def failing(place: Launched, path: Path, rank: int, step: int) -> None:
+    """Train, and let `rank` fail after a step."""
+
+    def deed() -> None:
+        if place.rank == rank:
+            raise StageError("the disk is full; free some")
+
+    with session(load(path), place) as work:
+        train_in(work, also=Doing(step, deed))
+
+
+def killed_at(path: Path, ranks: int, rank: int, step: int) -> list[Outcome]:
+    """Train on `ranks` processes; `rank` is killed after a step."""
+    with launched_ranks(ranks, train, path, rank, step, signal.SIGKILL) as begun:
+        return begun.ended()
+
+
+def killed_after(path: Path, ranks: int, rank: int, seconds: float) -> bool:
+    """The same at a moment; whether it was killed before the run had ended. The others get what a launcher sends then,
+    which must not be taken for a wish to save: nothing that they could save is whole."""
+    with launched_ranks(ranks, train, path) as begun:
+        time.sleep(seconds)
+        alive = begun.running(rank)
+        if alive:
+            os.kill(begun.pids[rank], signal.SIGKILL)
+            for other in set(range(ranks)) - {rank}:
+                with suppress(ProcessLookupError):  # it had ended
+                    begun.signal(other, signal.SIGTERM)
+        outcomes = begun.ended()
+    if not alive:
+        assert all(outcome.ended_well for outcome in outcomes), outcomes
+    return alive
+
+
+def killed_run(folder: Path, name: str, ranks: int, kills: int, seed: int, usual_s: float) -> int:
+    """Start a run again and again, a random rank killed at a random moment each time, and then let it end. Whenever it
+    reaches its end before all kills are spent it is compared, and begins anew. How often it reached it."""
+    chance, done, ends = random.Random(seed), 0, 0
+    path = a_run(folder, name, ranks, checkpoints=LASTING)
+    while done < kills:
+        longest = chance.choice((usual_s * 0.3, usual_s * 1.1))  # half come early: staging, encoding, reading
+        done += killed_after(path, ranks, chance.randrange(ranks), chance.uniform(0, longest))
+        if len(list((folder / name / "run" / "exports").glob("*"))) == 2:
+            _end(path, folder, name, ranks)
+            ends += 1
+    _end(path, folder, name, ranks)
+    return ends + 1
+
+
+def _end(path: Path, folder: Path, name: str, ranks: int) -> None:
+    with launched_ranks(ranks, train, path) as begun:
+        begun.values()
+    check_same(folder, name)
+    shutil.rmtree(folder / name)
+
+
+def check_same(folder: Path, name: str) -> None:
+    """The run's files are, to the bit, those of the run `whole` that nothing happened to."""
+    expected, found = artefacts(folder / "whole" / "run"), artefacts(folder / name / "run")
+    assert sorted(found) == sorted(expected)
+    assert [file for file in expected if found[file] != expected[file]] == []

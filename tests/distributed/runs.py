@@ -1,0 +1,169 @@
+"""Whole runs in ranks: real configurations, pictures and caches, and what happens to a rank in the middle of one."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from supertuner.config.sources.launcher import Launched
+from supertuner.config.sources.load import load
+from supertuner.core.errors import SuperTunerError
+from supertuner.core.events import Event, Measured, Noted, Silence, Warned
+from supertuner.core.host import Host
+from supertuner.data.ordering.windows import MicroBatch
+from supertuner.distributed.group import Group
+from supertuner.models.spec import Tensors
+from supertuner.sinks.training import STEP
+from supertuner.tools.session import session
+from supertuner.tools.training import train_in
+from supertuner.train.setup import Outside, open_run
+from tests.train.runs import config, pictures
+
+STEPS = 8
+
+
+def a_run(folder: Path, name: str, ranks: int, **changed: Any) -> Path:
+    """A configuration of windows of 4 samples, whatever the number of processes: two experts, with dropout's chance
+    left out, which is each process's own."""
+    data = folder / "data"
+    if not data.exists():
+        pictures(data / "train", 6)
+        pictures(data / "held_out", 2, first=6)
+    blocks: dict[str, Any] = {
+        "adapter": {"rank": 2, "dropout": 0.0},
+        "train": {"batch_size": 1, "max_steps": STEPS, "gradient_accumulation_steps": 4 // ranks},
+        "gh200_optimizations": {"enable_batch_size_rampup": False},
+        "validation": {"at_start": False, "at_end": False, "every_steps": None, "inference_steps": 1},
+        "report": {"tensorboard": False},
+        "checkpoints": {"every_steps": 0, "keep": 2},
+        "cache_config": {"cache_dir": str(folder / "cache")},
+    }
+    for block, values in changed.items():
+        blocks[block] = {**blocks.get(block, {}), **values}
+    return config(folder, name, **blocks)
+
+
+def losses(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "losses.jsonl").read_text().splitlines()]
+
+
+@dataclass
+class Ended:
+    """How a rank's run ended, and what it said on the way."""
+
+    step: int = 0
+    samples: int = 0
+    stopped_by: str | None = None
+    error: str | None = None
+    said: list[str] = field(default_factory=list)
+    weights: dict[str, Any] = field(default_factory=dict)
+
+
+class Doing:
+    """A sink that does something once, when a step is done."""
+
+    def __init__(self, step: int, deed: Callable[[], None]) -> None:
+        self._step, self._deed = step, deed
+        self.said: list[str] = []
+
+    def emit(self, event: Event) -> None:
+        if isinstance(event, Measured) and event.what == STEP and event.figures["step"] == self._step:
+            self._deed()
+        if isinstance(event, Noted | Warned):
+            self.said.append(f"{event.what}: {event.message}")
+
+
+def train(place: Launched, path: Path, rank: int = -1, step: int = 0, signal: int = 0) -> Ended:
+    """What `supertuner train` does, as one of several ranks; `rank` sends itself a signal after a step."""
+
+    def deed() -> None:
+        if place.rank == rank:
+            os.kill(os.getpid(), signal)
+
+    doing = Doing(step, deed)
+    with session(load(path), place) as work:
+        done = train_in(work, also=doing)
+    return Ended(done.steps, done.samples, done.stopped_by, None, doing.said)
+
+
+def request(place: Launched, path: Path, step: int, kinds: tuple[str, ...]) -> Ended:
+    """The same, while somebody asks the run for something after a step."""
+
+    def deed() -> None:
+        if place.rank == 1:
+            for kind in kinds:
+                (run_folder(path) / "requests" / f"ask-{kind}.json").write_text(json.dumps({"kind": kind}))
+
+    doing = Doing(step, deed)
+    with session(load(path), place) as work:
+        done = train_in(work, also=doing)
+    return Ended(done.steps, done.samples, done.stopped_by, None, doing.said)
+
+
+def run_folder(path: Path) -> Path:
+    tree = json.loads(path.read_text())
+    return Path(tree["run"]["output_dir"]) / tree["run"]["name"]
+
+
+class Spoilt:
+    """Encoded samples of which one is no number."""
+
+    def __init__(self, inner: Any, position: int) -> None:
+        self._inner, self._position = inner, position
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def latents(self, micro: MicroBatch) -> Tensors:
+        found = dict(self._inner.latents(micro))
+        rows = torch.from_numpy(micro.draws.position == self._position)
+        found["latents"] = found["latents"].clone()
+        found["latents"][rows] = float("nan")
+        return found
+
+
+def spoilt(group: Group, path: Path, position: int) -> Ended:
+    """Train until a sample is met that is no number."""
+    from supertuner.train.loop import train as loop
+
+    doing = Doing(0, lambda: None)
+    with ExitStack() as opened:
+        outside = Outside(doing, Silence(), Host())
+        loaded = load(path)
+        folder = run_folder(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        run = opened.enter_context(open_run(loaded.config, "run", folder, outside, parallel=group))
+        run.maker = replace(run.maker, encoded=Spoilt(run.maker.encoded, position))
+        error = None
+        try:
+            loop(run)
+        except SuperTunerError as problem:
+            error = str(problem)
+        weights = {
+            f"{trainee.expert.name}.{name}": parameter.detach().numpy().copy()
+            for trainee in run.trainees
+            for name, parameter in trainee.parameters.items()
+        }
+        name = run.maker.name(position)
+    return Ended(run.step, run.samples, None, error, [name, *doing.said], weights)
+
+
+def other(group: Group, path: Path, setting: str) -> str:
+    """Open a run whose configuration is another one in rank 1; what is said of it."""
+    folder = run_folder(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    sets = [setting] if group.rank == 1 and setting else []
+    try:
+        with open_run(
+            load(path, sets=sets).config, "run", folder, Outside(Silence(), Silence(), Host()), parallel=group
+        ):
+            return "begun"
+    except SuperTunerError as error:
+        return str(error)

@@ -1,0 +1,110 @@
+"""What ranks of tests/distributed/test_shared_saves.py do: runs of all weights in parts, and saves that go wrong in one."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from supertuner.config.sources.launcher import Launched
+from supertuner.config.sources.load import load
+from supertuner.core.errors import CheckpointError
+from supertuner.core.events import Event, Noted, Silence, Warned
+from supertuner.core.host import Host
+from supertuner.distributed.setup import open_parallel
+from supertuner.distributed.watchdog.heartbeat import Pulse
+from supertuner.train.checkpoint import save as checkpoint
+from supertuner.train.checkpoint.async_saver import Saver
+from supertuner.train.run import Run
+from supertuner.train.setup import Outside, open_run
+from tests.distributed.runs import run_folder
+
+
+@dataclass
+class Found:
+    """What a rank saw of its saves."""
+
+    errors: list[str] = field(default_factory=list)
+    answers: list[tuple[str | None, str]] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)
+    steps: list[list[int]] = field(default_factory=list)
+    """Checkpoints that were whole after each save."""
+
+    def emit(self, event: Event, /) -> None:
+        if isinstance(event, Warned | Noted):
+            self.said.append(f"{event.what}: {event.message}")
+
+
+@contextmanager
+def small_files(most: int) -> Iterator[None]:
+    """As on a disk that is full: no file can have more bytes."""
+    before, limits = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+
+
+@contextmanager
+def a_shared_run(place: Launched, path: Path, found: Found) -> Iterator[Run]:
+    settings = load(path).config
+    folder = run_folder(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as opened:
+        parallel = opened.enter_context(open_parallel(settings.parallel, place, torch.device("cpu"), Pulse()))
+        outside = Outside(found, Silence(), Host())
+        yield opened.enter_context(open_run(settings, "run", folder, outside, parallel=parallel))
+
+
+def failing(place: Launched, path: Path, bad: int) -> Found:
+    """Three saves, of which the second is asked for and the third is due, and one rank cannot write those two."""
+    found = Found()
+
+    def answer(made: Path | None, why: str) -> None:
+        found.answers.append((None if made is None else made.name, why))
+
+    with a_shared_run(place, path, found) as run:
+        folder = run.folder / checkpoint.FOLDER
+        try:
+            with Saver(run) as saves:
+                saves.save()
+                saves.wait()
+                found.steps.append([one.step for one in checkpoint.find(folder)])
+                for due in (False, True):
+                    run.step += 1
+                    with small_files(2000) if place.rank == bad else ExitStack():
+                        if due:
+                            saves.save()
+                        else:
+                            saves.ask(answer if place.rank == 0 else None)
+                        while saves._written is not None:
+                            saves.settle()
+                    found.steps.append([one.step for one in checkpoint.find(folder)])
+        except CheckpointError as error:
+            found.errors.append(str(error))
+        run.parallel.agree([0])
+        found.steps.append([one.step for one in checkpoint.find(folder) if one.problem is None])
+        found.said.append(",".join(sorted(os.listdir(folder))))
+    return found
+
+
+def killed(place: Launched, path: Path, bad: int) -> Found:
+    """A save of which one rank is killed before its part is written."""
+    found = Found()
+    with a_shared_run(place, path, found) as run, Saver(run) as saves:
+        saves.save()
+        saves.wait()
+        run.step += 1
+        if place.rank == bad:
+            os.kill(os.getpid(), signal.SIGKILL)
+        saves.save()
+        saves.wait()
+    return found

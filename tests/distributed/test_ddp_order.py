@@ -1,0 +1,113 @@
+"""The order of samples is the same for every number of processes, and of a window each sample is somebody's once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from supertuner.distributed.process_group import Alone, Parallel
+from supertuner.optim.schedule import Course, Ramp
+from supertuner.train.dataloader import Feed
+from tests.train.test_dataloader import EXPERTS, Numbers, course, maker
+
+
+@dataclass(frozen=True)
+class Among(Alone):
+    """A rank that only says which one it is."""
+
+    rank: int = 0
+    ranks: int = 1
+    in_step: bool = False
+
+
+def trained_by(parallel: Parallel, sizes: tuple[int, ...], run: Course, batch_size: int, begin: int = 0) -> list[Any]:
+    """Of each window, what this process trains: position → the bytes of its sample, noise and level."""
+    feed = Feed(
+        maker(sizes, batch_size, Numbers()),
+        run,
+        EXPERTS,
+        every=2,
+        batch_size=batch_size,
+        ahead=1,
+        parallel=parallel,
+        begin=begin,
+    )
+    with feed:
+        return [
+            {
+                position: (window.plan.expert, *(t[row].numpy().tobytes() for t in batch.tensors()))
+                for batch in window
+                if not batch.idle
+                for row, position in enumerate(batch.positions)
+            }
+            for window in feed
+        ]
+
+
+def fingerprint(ranks: int, *of: Any, in_step: bool = False) -> str:
+    """A hash over all windows of all processes together, in the order of positions."""
+    shares = [trained_by(Among(rank, ranks, in_step=in_step), *of) for rank in range(ranks)]
+    digest = xxhash.xxh3_128()
+    for own in zip(*shares, strict=True):
+        together: dict[int, tuple[Any, ...]] = {}
+        for one in own:
+            assert not together.keys() & one.keys(), "a sample was trained twice"
+            together |= one
+        for position in sorted(together):
+            digest.update(repr((position, together[position])).encode())
+        digest.update(b"window")
+    return digest.hexdigest()
+
+
+@settings(max_examples=6, deadline=None)
+@given(
+    sizes=st.tuples(*(st.integers(1, 9),) * 3),
+    batch_size=st.integers(1, 4),
+    start=st.integers(1, 5),
+    grow=st.integers(0, 6),
+    total=st.integers(1, 30),
+    in_step=st.booleans(),
+)
+def test_the_order_hash_does_not_depend_on_the_number_of_processes(
+    sizes: tuple[int, int, int], batch_size: int, start: int, grow: int, total: int, in_step: bool
+) -> None:
+    of = (sizes, course(Ramp(start, start + grow, 20), total), batch_size)
+    alone = fingerprint(1, *of)
+    assert {fingerprint(ranks, *of, in_step=in_step) for ranks in (2, 4)} == {alone}
+
+
+@settings(max_examples=6, deadline=None)
+@given(sizes=st.tuples(*(st.integers(1, 9),) * 3), total=st.integers(6, 30), data=st.data())
+def test_a_run_may_go_on_on_another_number_of_processes_at_any_step(
+    sizes: tuple[int, int, int], total: int, data: st.DataObject
+) -> None:
+    run = course(Ramp(3, 7, 20), total)
+    step = data.draw(st.integers(0, run.total_steps - 1))
+    whole = trained_by(Alone(), sizes, run, 2)[step:]
+    shares = [trained_by(Among(rank, 4), sizes, run, 2, step) for rank in range(4)]
+    for window, own in zip(whole, zip(*shares, strict=True), strict=True):
+        assert {position: sample for one in own for position, sample in one.items()} == window
+
+
+def test_processes_in_step_compute_the_same_number_of_batches_in_every_window() -> None:
+    run = course(Ramp(1, 9, 30), 60)
+    for ranks in (2, 4):
+        plans = []
+        for rank in range(ranks):
+            feed = Feed(
+                maker((9, 4, 7), 2, Numbers()),
+                run,
+                EXPERTS,
+                every=2,
+                batch_size=2,
+                ahead=1,
+                parallel=Among(rank, ranks, in_step=True),
+            )
+            with feed:
+                plans.append([(window.plan.batches, len(list(window))) for window in feed])
+        assert all(own == plans[0] for own in plans)
+        assert all(planned == made > 0 for planned, made in plans[0])

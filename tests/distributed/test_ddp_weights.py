@@ -1,0 +1,85 @@
+"""Weights after many steps are those of one process, within a stated tolerance that no seed exceeds.
+
+Gradients of one process and of several differ by fp32's rounding, and optimizers carry that on. What is stated: after
+10 steps of AdamW the difference is at most 10⁻⁵ of the way that the weights have gone (both as lengths, over all
+weights of the expert). Automagic branches on signs, so that a rounding may decide which way a rate moves: computed in
+fp64, where signs are the same, its weights are the same to 10⁻⁷ of the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+
+from supertuner.distributed.process_group import Alone, Parallel
+from supertuner.models.spec import Source
+from tests.distributed.ranks import run_ranks
+from tests.distributed.training import Array, Made, little32, little_windows, wan, wan_windows
+from tests.models.families.pipelines import tiny_wan
+
+__all__ = ["tiny_wan"]
+
+TOLERANCE = 1e-5
+TOLERANCE_IN_FP64 = 1e-7
+SEEDS = range(8)
+RATE = 1e-3
+
+
+def difference(one: Mapping[str, Array], other: Mapping[str, Array], start: Mapping[str, Array]) -> float:
+    """How far two ends of a way lie apart, as a share of the way."""
+    apart = sum(float(np.square(one[name].astype(float) - other[name]).sum()) for name in one)
+    way = sum(float(np.square(one[name].astype(float) - start[name]).sum()) for name in one)
+    assert way > 0, "nothing was trained"
+    return float(np.sqrt(apart / way))
+
+
+def assert_alike(found: list[Made], expected: Made, start: Mapping[str, Array], tolerance: float) -> None:
+    for made in found:
+        assert difference(expected.weights, made.weights, start) <= tolerance
+        assert all(np.array_equal(made.weights[name], found[0].weights[name]) for name in start), "ranks drift apart"
+
+
+def _little(parallel: Parallel, optimizer: str, double: bool, rate: float) -> list[Made]:
+    """10 windows of 6 to 10 samples of three buckets, for each seed."""
+    shape = {"ramp": (6, 10, 60), "total": 76, "sizes": (9, 4, 7)}
+    return [
+        little_windows(parallel, **shape, seed=seed, optimizer=optimizer, double=double, rate=rate)  # type: ignore[arg-type]
+        for seed in SEEDS
+    ]
+
+
+def _wan(parallel: Parallel, source: Source) -> dict[tuple[str, int], Made]:
+    return {
+        (kind, seed): wan_windows(parallel, source, kind, seed=seed, samples=(4,) * 10, rate=RATE, clip=1.0)
+        for seed, kind in enumerate(("lora", "full"))
+    }
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_adamw_over_seeds(ranks: int) -> None:
+    expected = _little(Alone(), "adamw", False, RATE)
+    found = run_ranks(ranks, _little, "adamw", False, RATE)
+    for seed in SEEDS:
+        assert len(expected[seed].losses) == 10
+        assert_alike([made[seed] for made in found], expected[seed], _start(seed), TOLERANCE)
+
+
+def test_a_real_wan_with_a_lora_and_with_all_weights(tiny_wan: Source) -> None:
+    expected, found = _wan(Alone(), tiny_wan), run_ranks(2, _wan, tiny_wan)
+    for (kind, seed), made in expected.items():
+        start = {name: p.detach().numpy() for name, p in wan(tiny_wan, kind, seed).parameters.items()}
+        assert_alike([rank[kind, seed] for rank in found], made, start, TOLERANCE)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_automagic_in_fp64_over_seeds(ranks: int) -> None:
+    expected = _little(Alone(), "automagic", True, 1e-6)
+    found = run_ranks(ranks, _little, "automagic", True, 1e-6)
+    for seed in SEEDS:
+        assert_alike([made[seed] for made in found], expected[seed], _start(seed), TOLERANCE_IN_FP64)
+
+
+def _start(seed: int) -> dict[str, Array]:
+    return {name: p.detach().numpy() for name, p in little32(seed, "adamw").parameters.items()}

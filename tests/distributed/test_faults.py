@@ -1,0 +1,43 @@
+"""A rank that dies or fails ends the run on all of them with its name; the next start goes on, to the bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.faults import LASTING, check_same, failing, killed_at
+from tests.distributed.ranks import launched_ranks, run_launched
+from tests.distributed.runs import STEPS, a_run, train
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With the run `whole` on two processes that nothing happened to."""
+    made = tmp_path_factory.mktemp("faults")
+    assert [done.step for done in run_launched(2, train, a_run(made, "whole", 2, checkpoints=LASTING))] == [STEPS] * 2
+    return made
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_is_named_and_the_next_start_goes_on_to_the_bit(folder, rank):
+    path = a_run(folder, f"killed-{rank}", 2, checkpoints=LASTING)
+    outcomes = killed_at(path, 2, rank, step=5)
+    assert outcomes[rank].exitcode == -9
+    assert f"PeerError: rank {rank} (" in (outcomes[1 - rank].error or "")
+    assert "is gone: it was killed while" in (outcomes[1 - rank].error or "")
+    assert [done.step for done in run_launched(2, train, path)] == [STEPS, STEPS]
+    check_same(folder, f"killed-{rank}")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_of_one_rank_ends_all_with_it(folder, rank):
+    path = a_run(folder, f"failing-{rank}", 2, checkpoints=LASTING)
+    with launched_ranks(2, failing, path, rank, 3) as ranks:
+        outcomes = ranks.ended()
+    assert "StageError: the disk is full; free some" in (outcomes[rank].error or "")
+    other = outcomes[1 - rank].error or ""
+    assert f"PeerError: rank {rank} (" in other
+    assert "failed: the disk is full; free some" in other
+    assert [done.step for done in run_launched(2, train, path)] == [STEPS, STEPS]
+    check_same(folder, f"failing-{rank}")

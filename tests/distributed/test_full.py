@@ -1,0 +1,56 @@
+"""A home or a disk that is full: what did not fit is what every process says, and not what failed because of it."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+
+from supertuner.arena.home import MARK, Home
+from supertuner.arena.peers import meet
+from supertuner.config.sources.launcher import Launched
+from supertuner.core.events import Silence
+from tests.cache.together import until_all
+from tests.distributed.ranks import command as command_of
+from tests.distributed.ranks import launched_ranks, run_launched, said
+from tests.distributed.runs import a_run
+from tests.small_disk import small
+
+__all__ = ["small"]
+
+
+def fill(place: Path) -> None:
+    """Somebody else takes all that is free."""
+    room = os.statvfs(place)
+    (place / ".filler").write_bytes(b"x" * (room.f_bavail * room.f_frsize))
+
+
+def building(place: Launched, home: Path, barrier: Path) -> None:
+    """The first process of a node finds the home full while the others wait for it."""
+    gathered = partial(until_all, barrier, "met", place.rank, place.ranks)
+    with meet(Home(home), "test", place.rank, place.ranks, gathered) as peers:
+        if not peers.first:
+            peers.heard("what is made", "the first", Silence())
+        fill(home)
+        with Home(home).build("a"):
+            pass
+
+
+def test_what_does_not_fit_into_a_full_home_is_what_all_end_with(tmp_path: Path, small: Path) -> None:
+    with launched_ranks(3, building, small, tmp_path / "barrier") as ranks:
+        first, *others = [(one.error or "").splitlines()[-1] for one in ranks.ended()]
+    assert first.startswith("supertuner.core.errors.ArenaFull: ")
+    assert "/a/head: No space left on device" in first and "supertuner arena rm" in first
+    words = first.partition(": ")[2]
+    assert all("PeerError: process 0 of the 3 of this node (pid " in one and one.endswith(words) for one in others)
+    assert not list(small.glob(".peers-*"))
+
+
+def test_a_home_that_is_full_from_the_beginning_is_named_by_all(tmp_path: Path, small: Path) -> None:
+    (small / MARK).touch()
+    fill(small)
+    path = a_run(tmp_path, "run", 2, arena={"home": str(small)})
+    assert run_launched(2, command_of, tmp_path, "train", str(path)) == [1, 1]
+    for rank in range(2):
+        words = " ".join(said(tmp_path, rank).split())
+        assert f"{small}/.peers-" in words and "No space left on device" in words and "name another home" in words

@@ -1,0 +1,118 @@
+"""Which processes share a node and meet there, and that every node has the same data."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from supertuner.arena.home import Home
+from supertuner.arena.peers import ALONE, meet
+from supertuner.config.settings.tree import RunConfig
+from supertuner.config.sources.launcher import Launched
+from supertuner.core.errors import ArenaError, PeerError, TrainError
+from supertuner.core.events import Silence
+from supertuner.core.host import Host
+from supertuner.data.opened import open_corpus
+from supertuner.distributed.node import Seat, neighbours, open_peers, require_same_data
+from tests.cache.encoding import config_of, pictures
+from tests.distributed.ranks import run_ranks
+
+
+def seats(*of: tuple[str, int]) -> list[Seat]:
+    return [Seat(machine, local) for machine, local in of]
+
+
+@pytest.mark.parametrize(
+    ("given", "nodes"),
+    [
+        (seats(("a", 0), ("a", 1), ("b", 0), ("b", 1)), [[0, 1], [2, 3]]),
+        (seats(("a", 0), ("b", 0), ("a", 1), ("b", 1)), [[0, 2], [1, 3]]),  # dealt out in turn
+        (seats(("a", 0), ("a", 1), ("a", 0), ("a", 1)), [[0, 1], [2, 3]]),  # two launchers on one machine
+        (seats(("a", 0), ("a", 1), ("a", 2), ("b", 0)), [[0, 1, 2], [3]]),  # nodes of different sizes
+        (seats(("a", 0)), [[0]]),
+    ],
+)
+def test_processes_that_were_started_together_on_one_machine_are_neighbours(
+    given: list[Seat], nodes: list[list[int]]
+) -> None:
+    for node in nodes:
+        for rank in node:
+            assert neighbours(given, rank) == node
+
+
+def peers_of(group, config: RunConfig) -> tuple[int, int, bytes]:
+    with open_peers(config, group) as peers:
+        if peers.first:
+            peers.tell("a word", b"of the first")
+        heard = peers.told("a word") if peers.first else peers.heard("a word", "it", Silence())
+        group.agree([0])
+    return peers.number, peers.count, heard or b""
+
+
+def test_joined_processes_meet_on_their_node_and_leave_nothing(tmp_path: Path) -> None:
+    config = config_of(tmp_path, {"instance_data_dir": pictures(tmp_path / "images", 1)})
+    found = run_ranks(3, peers_of, config)
+    assert found == [(number, 3, b"of the first") for number in range(3)]
+    assert [path.name for path in (tmp_path / "ram").iterdir()] == [".supertuner-arenas"]
+
+
+def apart(group, configs: list[RunConfig]) -> str:
+    """Each process is a node of its own, with a home of its own."""
+    group = dataclasses.replace(group, place=Launched(group.rank, group.ranks, 0, 1))
+    config = configs[group.rank]
+    with open_peers(config, group) as peers:
+        assert peers == ALONE
+        with open_corpus(config, host=Host(), sink=Silence(), progress=Silence(), peers=peers) as corpus:
+            try:
+                require_same_data(group, peers, [corpus])
+            except TrainError as error:
+                return str(error)
+    return "the same"
+
+
+@pytest.mark.parametrize(
+    ("counts", "said"),
+    [((4, 4), "the same"), ((4, 3), "datasets[set0] has 4 samples on"), ((3, 4), "datasets[set0] has 3 samples on")],
+)
+def test_nodes_with_other_files_are_refused_by_all_with_the_dataset(
+    tmp_path: Path, counts: tuple[int, int], said: str
+) -> None:
+    configs = [
+        config_of(tmp_path / str(node), {"instance_data_dir": pictures(tmp_path / str(node) / "images", count)})
+        for node, count in enumerate(counts)
+    ]
+    assert all(one.startswith(said) for one in run_ranks(2, apart, configs))
+
+
+def test_a_caption_that_differs_is_noticed(tmp_path: Path) -> None:
+    configs = [
+        config_of(tmp_path / str(node), {"instance_data_dir": pictures(tmp_path / str(node) / "images", 2)})
+        for node in range(2)
+    ]
+    (tmp_path / "1" / "images" / "p1.txt").write_text("another caption")
+    assert all("as many, but not the same" in one for one in run_ranks(2, apart, configs))
+
+
+def test_a_place_on_a_node_is_taken_once(tmp_path: Path) -> None:
+    home = Home(tmp_path / "home")
+    with (
+        meet(home, "job", 0, 2, lambda: None),
+        pytest.raises(ArenaError, match="another process is number 0"),
+        meet(home, "job", 0, 2, lambda: None),
+    ):
+        pass
+
+
+def test_who_fails_leaves_its_error_and_who_is_done_leaves_in_peace(tmp_path: Path) -> None:
+    home = Home(tmp_path / "home")
+    with meet(home, "job", 0, 3, lambda: None) as first:
+        with meet(home, "job", 1, 3, lambda: None), meet(home, "job", 2, 3, lambda: None):
+            first.look()
+        first.look()
+        with pytest.raises(TrainError), meet(home, "job", 1, 3, lambda: None):
+            raise TrainError("the disk is on fire; put it out")
+        with pytest.raises(PeerError, match=r"process 1 of the 3 of this node .* failed: the disk is on fire"):
+            first.look()
+    assert not (tmp_path / "home" / ".peers-job").exists()

@@ -1,0 +1,72 @@
+"""Sums over processes travel in pieces: each tensor gets its own back, whatever shares a piece with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from supertuner.distributed import gradient_sum as sums
+from supertuner.distributed.gradient_sum import add_up, pieces
+from supertuner.distributed.group import Group
+from tests.distributed.ranks import run_ranks
+
+SHAPES = [(3,), (), (2, 5), (40, 3), (0,), (7,), (100,), (1,)]
+
+
+@given(st.lists(st.tuples(st.integers(0, 60), st.sampled_from([torch.float32, torch.float64]))))
+def test_pieces_have_every_tensor_once_in_order_and_room_for_what_is_in_them(kinds: list[tuple[int, Any]]) -> None:
+    given_ = [torch.zeros(size, dtype=dtype) for size, dtype in kinds]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sums, "PIECE_BYTES", 128)
+        patch.setattr(sums, "LARGE_BYTES", 100)
+        found = list(pieces(given_))
+    assert sorted(id(tensor) for piece in found for tensor in piece) == sorted(map(id, given_))
+    for piece in found:
+        assert len({tensor.dtype for tensor in piece}) == 1
+        assert len(piece) == 1 or sum(tensor.nbytes for tensor in piece) <= 128
+        assert len(piece) == 1 or all(tensor.nbytes < 100 for tensor in piece)
+    for dtype in (torch.float32, torch.float64):
+        small = [id(tensor) for tensor in given_ if tensor.dtype == dtype and tensor.nbytes < 100]
+        assert [id(tensor) for piece in found for tensor in piece if id(tensor) in small] == small
+
+
+def test_every_tensor_becomes_its_own_sum() -> None:
+    for found in run_ranks(3, _summed):
+        assert found == [
+            (shape, dtype, True) for dtype in ("torch.float32", "torch.float64") for shape in map(list, SHAPES)
+        ]
+
+
+@pytest.mark.parametrize("way", ["_add_at_once", "_add_where_agreed"])
+def test_a_parameter_that_somebody_used_has_its_gradient_everywhere_and_one_that_nobody_used_has_none(way: str) -> None:
+    """Both ways to find out: with the gradients, and (as where a device computes) before them."""
+    found = run_ranks(2, _partly_used, way)
+    assert found[0] == found[1] == {"loss": 3.0, "both": 3.0, "first": 1.0, "second": 2.0, "nobody": None}
+
+
+def _partly_used(group: Group, way: str) -> dict[str, float | None]:
+    both, first, second, nobody = (nn.Parameter(torch.zeros(1)) for _ in range(4))
+    for parameter in (both, second if group.rank else first):
+        parameter.grad = torch.full((1,), group.rank + 1.0)
+    loss = torch.full((1,), group.rank + 1.0)
+    getattr(sums, way)([both, first, second, nobody], loss)
+    named = {"both": both, "first": first, "second": second, "nobody": nobody}
+    return {"loss": float(loss), **{name: None if p.grad is None else float(p.grad) for name, p in named.items()}}
+
+
+def _summed(group: Group) -> list[tuple[list[int], str, bool]]:
+    """Pieces of 64 bytes: more of them than may be under way; one that is large is a view that is not contiguous."""
+    sums.PIECE_BYTES, sums.LARGE_BYTES = 64, 200
+    tensors = [
+        torch.full(shape, float(number + 1), dtype=dtype) * 10**group.rank
+        for number, (dtype, shape) in enumerate((d, s) for d in (torch.float32, torch.float64) for s in SHAPES)
+    ]
+    tensors[3] = torch.stack([tensors[3], tensors[3]], -1)[..., 0]
+    assert not tensors[3].is_contiguous()
+    add_up(tensors)
+    return [(list(t.shape), str(t.dtype), bool((t == (n + 1) * 111).all())) for n, t in enumerate(tensors)]

@@ -1,0 +1,57 @@
+"""Whoever waits for another process is not to blame, in whichever way it waits; whoever works is left alone."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from supertuner.distributed.watchdog.stack_location import COMPILES, HANDED, MAKES, OURS, WAITS
+from tests.cache.encoding import config_of, pictures, tiny
+from tests.distributed.ranks import launched_ranks, run_launched, said
+from tests.distributed.waiting import one_compiles, one_waits, one_wants_an_epoch
+
+SHORT_S = 4.0
+"""Of which half is patience: less than what works here takes."""
+
+
+def test_what_is_told_by_its_name_has_that_name():
+    """Stacks are read by file and function: one that got another name would be taken for a hang."""
+    for file, name in {*WAITS, MAKES, *HANDED, *HANDED.values()}:
+        tree = ast.parse(Path(OURS, file).read_text())
+        assert any(isinstance(node, ast.FunctionDef) and node.name == name for node in ast.walk(tree)), (file, name)
+    assert all(Path(file).is_file() for file in COMPILES)
+
+
+@pytest.mark.parametrize("how", ["in a sum", "for weights", "for gradients"])
+def test_one_that_hangs_is_named_and_not_the_one_that_waits_for_it(tmp_path, how):
+    with launched_ranks(2, one_waits, tmp_path, how, SHORT_S) as ranks:
+        ranks.ended()
+    assert _verdict(tmp_path, 1).startswith("rank 1 (")
+    assert "hangs: no sign of life" in _verdict(tmp_path, 1)
+
+
+@pytest.mark.parametrize("then", ["hangs", "works"])
+def test_one_that_waits_for_the_next_epoch_is_not_to_blame(tmp_path, then):
+    """Nor is the one that makes it, while it works: its main thread waits for the other one, in the middle of a
+    window."""
+    model = Path(tiny("wan2.2", tmp_path / "model")[1].source.path)
+    varying = {"augment": {"flip": 0.5}, "augmentations_cache_mode": "refresh_each_epoch"}
+    config = config_of(tmp_path, {"instance_data_dir": pictures(tmp_path / "images", 8), **varying})
+    with launched_ranks(2, one_wants_an_epoch, tmp_path, config, model, then, SHORT_S) as ranks:
+        outcomes = ranks.ended()
+    if then == "works":
+        assert [outcome.value for outcome in outcomes] == ["trained"] * 2, [one.error for one in outcomes]
+        return
+    assert _verdict(tmp_path, 1).startswith("rank 1 (")
+    assert "at supertuner/train/caching/" in _verdict(tmp_path, 1), "where the thread is that makes the epoch"
+
+
+def test_a_compiler_in_the_middle_of_a_run_does_not_hang(tmp_path):
+    assert run_launched(2, one_compiles, tmp_path, SHORT_S) == ["trained"] * 2
+
+
+def _verdict(logs: Path, rank: int) -> str:
+    """What was said at the end of a rank that could not end by itself."""
+    return next(line for line in said(logs, rank).splitlines() if "ends with it" in line)

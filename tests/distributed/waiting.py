@@ -1,0 +1,129 @@
+"""What ranks of tests do under the watch while one of them waits for the other in a way that is no plain collective."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from supertuner.config.settings.parallel import ParallelSettings
+from supertuner.config.settings.tree import RunConfig
+from supertuner.config.sources.launcher import Launched
+from supertuner.core.events import Event, Measured, Silence
+from supertuner.distributed.gradient_sum import add_up
+from supertuner.distributed.setup import open_parallel
+from supertuner.distributed.watchdog.heartbeat import Pulse
+from tests.cache.encoding import batches, encoding_of, opened, tiny
+from tests.cache.together import met, until_all
+from tests.distributed.watched import VERY_LONG_S, log_to
+
+CPU = torch.device("cpu")
+
+
+def _hang() -> None:
+    time.sleep(VERY_LONG_S)
+
+
+def work(seconds: float = 5.0) -> None:
+    """Take a CPU, whoever else wants it: seconds are those of the clock, so that the others wait for so long."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        sum(range(1000))
+
+
+DEEDS: dict[str, Callable[[], None]] = {"hangs": _hang, "works": work}
+
+
+def one_waits(place: Launched, logs: Path, how: str, timeout_s: float) -> None:
+    """Rank 1 hangs in Python, and rank 0 waits for it."""
+    log_to(logs, place)
+    pulse = Pulse()
+    with open_parallel(ParallelSettings(timeout_s=timeout_s, strategy="fsdp"), place, CPU, pulse) as parallel:
+        module = nn.Linear(8, 8)
+        fully_shard(module)
+        loss = module(torch.ones(2, 8)).sum()
+        parallel.agree([1])
+        if place.rank == 1:
+            time.sleep(timeout_s / 4)
+            pulse.mark()  # later than the other one's last: who gave no sign for longest is not the one
+            _hang()
+        if how == "in a sum":
+            add_up([torch.ones(3)])
+        elif how == "for weights":
+            module(torch.ones(2, 8))
+        else:
+            torch.autograd.backward(loss)
+
+
+class _FirstEpoch(Silence):
+    """Notices when the first epoch's entries are made."""
+
+    def __init__(self) -> None:
+        self.made = threading.Event()
+
+    def emit(self, event: Event, /) -> None:
+        if isinstance(event, Measured) and event.what == "cache.epoch":
+            self.made.set()
+
+
+def one_wants_an_epoch(place: Launched, tmp: Path, config: RunConfig, model: Path, then: str, timeout_s: float) -> str:
+    """Rank 0 comes to an epoch of which rank 1 makes a part, beside a window that it is done with; with an entry of it
+    rank 1 does `then`."""
+    log_to(tmp, place)
+    family, read = tiny("wan2.2", model)
+    first, pulse = _FirstEpoch(), Pulse()
+
+    class Media:
+        def __init__(self, *of: Any) -> None:
+            self.inner = family.media_encoder(*of)
+            self.begun = False
+
+        def encode(self, media: Any) -> Any:
+            if first.made.is_set() and not self.begun:
+                self.begun = True
+                until_all(tmp / "barrier", "encoding", place.rank, place.ranks)
+                if place.rank == 1:
+                    DEEDS[then]()
+            return self.inner.encode(media)
+
+    encoding = encoding_of(dataclasses.replace(family, media_encoder=Media), read)
+    with (
+        open_parallel(ParallelSettings(timeout_s=timeout_s), place, CPU, pulse) as parallel,
+        met(tmp, place) as peers,
+        opened(config, encoding, first, peers=peers) as (corpus, encoded),
+    ):
+        parallel.agree([1])
+        pulse.step = 1
+        pulse.mark(in_pass=True)
+        if place.rank == 0:
+            encoded.latents(batches(corpus, 2)[-1])
+        parallel.agree([1])
+    return "trained"
+
+
+def one_compiles(place: Launched, logs: Path, timeout_s: float) -> str:
+    """In a pass of a later window, as for a shape that comes for the first time."""
+    log_to(logs, place)
+    pulse = Pulse()
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        work()
+        return graph.forward
+
+    with open_parallel(ParallelSettings(timeout_s=timeout_s), place, CPU, pulse) as parallel:
+        parallel.agree([1])
+        pulse.step = 1
+        pulse.mark(in_pass=True)
+        if place.rank == 1:
+            torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
+        parallel.agree([1])
+        if place.rank == 0:  # who waited for so long may take a moment before it gives a sign
+            time.sleep(timeout_s / 4)
+    return "trained"

@@ -1,0 +1,34 @@
+"""For the fork server: everything that runs import when they come to it, and garbage nobody needs to look through.
+
+It computes nothing, so that its children are whole. (`tests.train.runs` does the same for runs of one process.)
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+
+from supertuner.models.table import MODELS, family
+from tests.train.runs import LATE
+
+RUNS = (
+    "diffusers",
+    "lycoris",
+    "peft",
+    "transformers",
+    "supertuner.tools.curve",
+    "supertuner.plan.forecast.preflight",
+    "supertuner.train.export.export",
+    "supertuner.train.loop",
+    "supertuner.distributed.setup",
+    "supertuner.train.setup",
+    "tests.distributed.runs",
+    "tests.distributed.training",
+)
+
+for name in (*RUNS, *LATE):
+    importlib.import_module(name)
+for name in MODELS:
+    family(name)
+gc.collect()
+gc.freeze()

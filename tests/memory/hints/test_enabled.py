@@ -1,0 +1,172 @@
+"""Whether hints are on is one order of voices and one question to the machine: the whole table, and its sources."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from supertuner.config.sources.load import load
+from supertuner.memory.driver import Device, Missing
+from supertuner.memory.hints import api as hints
+from supertuner.memory.hints.enabled import Support, decide, device_support, supported
+
+YES, NO = Support(True, "the machine can"), Support(False, "the machine cannot")
+GH200 = Device(0, "GH200", 96 << 30, (9, 0), True, True, True, True, True, False, 1, 0)
+UNIFIED, DISK = ("unified_memory", "disk"), ("disk", "none")
+
+
+@pytest.mark.parametrize(
+    ("override", "setting", "cache_types", "asked", "by"),
+    [
+        (True, None, DISK, True, "set_uvm_hint_override(True)"),
+        (True, False, DISK, True, "set_uvm_hint_override(True)"),
+        (True, True, UNIFIED, True, "set_uvm_hint_override(True)"),
+        (False, True, UNIFIED, False, "set_uvm_hint_override(False)"),
+        (False, None, UNIFIED, False, "set_uvm_hint_override(False)"),
+        (False, None, DISK, False, "set_uvm_hint_override(False)"),
+        (None, True, DISK, True, "gh200_optimizations.enable_uvm_hints is true"),
+        (None, True, UNIFIED, True, "gh200_optimizations.enable_uvm_hints is true"),
+        (None, False, UNIFIED, False, "gh200_optimizations.enable_uvm_hints is false"),
+        (None, False, DISK, False, "gh200_optimizations.enable_uvm_hints is false"),
+        (None, None, UNIFIED, True, "a cache of type unified_memory asks for them"),
+        (None, None, DISK, None, "nothing asks for them"),
+        (None, None, (), None, "nothing asks for them"),
+    ],
+)
+def test_the_first_voice_that_speaks_decides_and_the_machine_must_agree(
+    override: bool | None, setting: bool | None, cache_types: tuple[str, ...], asked: bool | None, by: str
+) -> None:
+    here, elsewhere = (decide(override, setting, cache_types, support) for support in (YES, NO))
+    assert (here.asked, elsewhere.asked) == (asked, asked)
+    assert here.reason.startswith(by)
+    assert here.on is (asked is True)
+    assert not elsewhere.on
+    assert elsewhere.reason == (f"{by}, but the machine cannot" if asked else by)
+
+
+def test_the_decision_reads_as_a_line_for_the_start_of_a_run() -> None:
+    line = str(decide(None, None, UNIFIED, device_support(GH200)))
+    assert line == (
+        "residency hints on: a cache of type unified_memory asks for them; GH200 takes hints for managed memory and "
+        "ordinary memory through the host's page tables"
+    )
+
+
+@pytest.mark.parametrize(
+    ("device", "can", "why"),
+    [
+        (GH200, True, "managed memory and ordinary memory through the host's page tables"),
+        (replace(GH200, host_page_tables=False), True, "managed memory and ordinary memory"),
+        (replace(GH200, pageable=False), True, "managed memory"),
+        (replace(GH200, managed=False), True, "ordinary memory"),
+        (replace(GH200, integrated=True), False, "one pool"),
+        (replace(GH200, pageable=False, concurrent_managed=False), False, "no managed memory that can be hinted"),
+        (Device(0, "a silent GPU", 1 << 30), False, "no managed memory that can be hinted"),
+    ],
+)
+def test_what_a_gpu_says_of_itself_decides_whether_hints_can_do_anything(device: Device, can: bool, why: str) -> None:
+    found = device_support(device)
+    assert found.supported is can
+    assert why in found.reason
+
+
+def test_without_a_driver_the_reason_is_the_drivers() -> None:
+    assert supported(Missing("no NVIDIA driver (libcuda.so.1) here")) == Support(
+        False, "no NVIDIA driver (libcuda.so.1) here"
+    )
+
+
+ENVIRONMENT = {"SIMPLETUNER_GH200_ENABLE_UVM_HINTS": "1"}
+OURS = {"SUPERTUNER_GH200_OPTIMIZATIONS__ENABLE_UVM_HINTS": "false"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "file", "sets", "expected"),
+    [
+        ({}, None, [], None),
+        (ENVIRONMENT, None, [], True),
+        (ENVIRONMENT | OURS, None, [], False),
+        (ENVIRONMENT | OURS, True, [], True),
+        (ENVIRONMENT, False, [], False),
+        (ENVIRONMENT, False, ["gh200_optimizations.enable_uvm_hints=true"], True),
+        ({"SIMPLETUNER_GH200_ENABLE_UVM_HINTS": ""}, None, [], None),
+    ],
+)
+def test_the_setting_comes_from_the_configuration_in_its_own_order(
+    tmp_path: Path, environ: dict[str, str], file: bool | None, sets: list[str], expected: bool | None
+) -> None:
+    path = None
+    if file is not None:
+        path = tmp_path / "run.json"
+        path.write_text(json.dumps({"gh200_optimizations": {"enable_uvm_hints": file}}))
+    loaded = load(path, sets=sets, environ=environ, check_paths=False)
+    assert loaded.config.gh200_optimizations.enable_uvm_hints is expected
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    hints.reset_hints()
+    yield
+    hints.reset_hints()
+
+
+@pytest.fixture
+def silent(fresh: None, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A process in which nothing was said, by whatever shell these tests run in."""
+    for name in ("SIMPLETUNER_GH200_ENABLE_UVM_HINTS", "SUPERTUNER_GH200_OPTIMIZATIONS__ENABLE_UVM_HINTS"):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+def test_a_process_in_which_nobody_asks_has_no_hints(silent: pytest.MonkeyPatch) -> None:
+    assert not hints.gh200_uvm_enabled()
+    assert hints.hints_enabled().reason == "nothing asks for them"
+    outcome = hints.prefer_cpu_residency(torch.zeros(4))
+    assert (outcome.status, outcome.reason) == ("no-effect", "hints are off: nothing asks for them")
+
+
+def test_the_variable_of_the_seeds_asks_and_this_machine_answers(silent: pytest.MonkeyPatch) -> None:
+    silent.setenv("SIMPLETUNER_GH200_ENABLE_UVM_HINTS", "1")
+    hints.use_hints(hints.Hints(Missing("no GPU in this test")), True, (), supported(Missing("no GPU in this test")))
+    assert not hints.gh200_uvm_enabled()
+    outcome = hints.prefetch_to_device(torch.zeros(4))
+    assert outcome.status == "unsupported"
+    assert outcome.reason.endswith("no GPU in this test")
+
+
+def test_the_override_has_the_last_word_until_it_is_taken_back(fresh: None) -> None:
+    hints.use_hints(hints.Hints(Missing("none")), True, (), YES)
+    assert hints.gh200_uvm_enabled()
+    hints.set_uvm_hint_override(False)
+    assert not hints.gh200_uvm_enabled()
+    assert hints.optimize_batch_for_gh200([torch.zeros(4)] * 3).rows == (
+        ("no-effect", "hints are off: set_uvm_hint_override(False)", 3),
+    )
+    hints.set_uvm_hint_override(None)
+    assert hints.gh200_uvm_enabled()
+
+
+@pytest.mark.parametrize("value", ["0", "no", 0, 1])
+def test_an_override_that_is_no_truth_value_is_refused_and_changes_nothing(fresh: None, value: object) -> None:
+    with pytest.raises(TypeError, match=f"takes True, False or None, not {value!r}"):
+        hints.set_uvm_hint_override(value)  # type: ignore[arg-type]
+    assert hints.uvm_hint_override() is None
+
+
+def test_a_run_without_hints_is_believed_over_the_environment_until_it_is_over(silent: pytest.MonkeyPatch) -> None:
+    silent.setenv("SIMPLETUNER_GH200_ENABLE_UVM_HINTS", "1")
+    hints.use_hints(None, False, UNIFIED, YES)
+    assert hints.hints_enabled().reason == "gh200_optimizations.enable_uvm_hints is false"
+    hints.drop_hints()
+    assert hints.hints_enabled().reason.startswith("gh200_optimizations.enable_uvm_hints is true")
+
+
+def test_the_environment_of_a_script_is_read_through_the_configuration(silent: pytest.MonkeyPatch) -> None:
+    silent.setenv("SIMPLETUNER_GH200_ENABLE_UVM_HINTS", "1")
+    silent.setenv("SUPERTUNER_GH200_OPTIMIZATIONS__ENABLE_UVM_HINTS", "false")
+    assert hints.hints_enabled().asked is False

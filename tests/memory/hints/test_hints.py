@@ -1,0 +1,376 @@
+"""Hints tell the truth: by kind of memory, for tensors of every sort, remembered exactly as long as they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from supertuner.memory.driver import HOST, Gpu, Home, HostNode, Kind, Missing, Span
+from supertuner.memory.emulator.figures import Fault
+from supertuner.memory.emulator.superchip import Superchip
+from supertuner.memory.hints.api import Hints, Outcome, Status, Tally
+from supertuner.memory.hints.outcomes import Counted, combined
+from supertuner.memory.hints.request import Ask, Desk, Verb, page_addresses, same_home
+from tests.memory.tensors import CARD, GB10, PAGE, Memory, host_tensor, superchip
+
+GPU = Gpu(0)
+KIB64 = "64.0 KiB"
+
+
+def said(outcome: Outcome) -> tuple[str, str]:
+    return outcome.status.value, outcome.reason
+
+
+# ── by kind of memory ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("hint", "status", "reason"),
+    [
+        ("prefer_gpu", "no-effect", "device memory is on the GPU for good"),
+        ("prefetch", "no-effect", "device memory is on the GPU for good"),
+        ("read_mostly", "no-effect", "device memory is on the GPU for good"),
+        ("prefer_cpu", "unsupported", "device memory is on its GPU for good, and never goes to the host"),
+    ],
+)
+def test_device_memory_stays_and_the_hint_says_so(hint: str, status: str, reason: str) -> None:
+    driver = superchip()
+    tensor = Memory(driver, Kind.DEVICE).tensor()
+    outcome = getattr(Hints(driver), hint)(tensor)
+    assert said(outcome) == (status, reason)
+    assert outcome.asked == Span(tensor.data_ptr(), tensor.nbytes)
+    assert outcome.touched == ()
+
+
+def test_device_memory_does_not_go_to_another_gpu() -> None:
+    driver = superchip()
+    desk = Desk(driver, driver.devices()[0], 0, lambda: None)
+    foreseen = desk.foreseen(Kind.DEVICE, Ask(Verb.PREFETCH, Gpu(1)), on=0)
+    assert foreseen is not None
+    assert foreseen.reason.endswith("never goes to another GPU")
+
+
+@pytest.mark.parametrize(
+    ("hint", "told"),
+    [
+        ("prefer_cpu", lambda driver, span: driver.preferred(span) == HOST),
+        ("prefer_gpu", lambda driver, span: driver.preferred(span) == GPU),
+        ("prefetch", lambda driver, span: driver.last_prefetch(span) == GPU and driver.resident(span) == {GPU: 16}),
+        ("accessed_by", lambda driver, span: driver.accessed_by(span) == (GPU,)),
+        ("read_mostly", lambda driver, span: driver.read_mostly(span)),
+    ],
+)
+def test_managed_memory_takes_hints_and_they_are_read_back(hint: str, told: Callable[[Superchip, Span], bool]) -> None:
+    driver = superchip()
+    memory = Memory(driver, Kind.MANAGED)
+    outcome = getattr(Hints(driver), hint)(memory.tensor())
+    assert said(outcome) == ("applied", "read back as asked")
+    assert outcome.touched == (memory.span,)
+    assert told(driver, memory.span)
+
+
+def test_prefetch_goes_to_the_host_when_asked() -> None:
+    driver = superchip()
+    memory = Memory(driver, Kind.MANAGED)
+    driver.touch(memory.span, GPU)
+    assert Hints(driver).prefetch(memory.tensor(), "cpu").status is Status.APPLIED
+    assert driver.resident(memory.span) == {HOST: 16}
+
+
+class Forgetful(Superchip):
+    """A driver that takes preferred locations and reads back what it likes."""
+
+    says: Home | None = None
+
+    def preferred(self, span: Span) -> Home | None:
+        return self.says
+
+
+@pytest.mark.parametrize(
+    ("says", "status"), [(HOST, "applied"), (HostNode(0), "applied"), (None, "applied-unverified"), (GPU, "error")]
+)
+def test_what_is_read_back_decides_between_applied_unverified_and_error(says: Home | None, status: str) -> None:
+    driver = Forgetful(superchip().figures, page_bytes=PAGE)
+    driver.says = says
+    assert Hints(driver).prefer_cpu(Memory(driver, Kind.MANAGED).tensor()).status == status
+
+
+def test_ordinary_memory_on_ats_is_prefetched_and_its_pages_are_located() -> None:
+    driver, tensor = superchip(), host_tensor()
+    outcome = Hints(driver).prefetch(tensor)
+    assert said(outcome) == ("applied", "the kernel finds its pages there")
+    assert driver.resident(Span(tensor.data_ptr(), tensor.nbytes)) == {GPU: 16}
+
+
+def test_a_prefetch_of_ordinary_memory_that_is_not_waited_for_is_unverified() -> None:
+    assert said(Hints(superchip()).prefetch(host_tensor(), wait=False)) == (
+        "applied-unverified",
+        "begun, and not waited for",
+    )
+
+
+class Stubborn(Superchip):
+    """A machine whose kernel finds the first pages of a range where `nodes` says."""
+
+    nodes: tuple[int | None, ...] = ()
+
+    def locate(self, addresses: list[int]) -> list[int | None]:  # type: ignore[override]
+        return [*self.nodes, *super().locate(addresses)[len(self.nodes) :]]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "status"),
+    [
+        ((), "applied"),
+        ((None,), "applied-unverified"),
+        ((None,) * 16, "applied-unverified"),
+        ((0,), "applied-unverified"),
+        ((0,) * 16, "no-effect"),
+    ],
+)
+def test_where_the_kernel_finds_the_pages_decides(nodes: tuple[int | None, ...], status: str) -> None:
+    driver = Stubborn(superchip().figures, page_bytes=PAGE)
+    driver.nodes = nodes
+    assert Hints(driver).prefetch(host_tensor()).status == status
+
+
+def test_a_preferred_location_of_ordinary_memory_cannot_be_read_back_and_says_so() -> None:
+    outcome = Hints(superchip()).prefer_cpu(host_tensor())
+    assert said(outcome) == ("applied-unverified", "the driver took it, and does not read it back")
+
+
+@pytest.mark.parametrize("hint", ["accessed_by", "read_mostly"])
+def test_advice_that_is_documented_to_do_nothing_on_ats_reports_no_effect(hint: str) -> None:
+    driver = superchip()
+    driver.inject(Fault("advise", "CUDA_ERROR_UNKNOWN", times=100))  # nor is the driver bothered with it
+    outcome = getattr(Hints(driver), hint)(host_tensor())
+    assert outcome.status is Status.NO_EFFECT
+    assert "documented to do nothing" in outcome.reason
+
+
+@pytest.mark.parametrize("hint", ["prefer_cpu", "prefer_gpu", "prefetch"])
+def test_ordinary_memory_that_the_gpu_cannot_read_is_unsupported(hint: str) -> None:
+    outcome = getattr(Hints(superchip(CARD)), hint)(host_tensor())
+    assert said(outcome) == ("unsupported", "ordinary memory, which this GPU cannot read")
+
+
+def test_pinned_memory_is_locked() -> None:
+    driver = superchip()
+    desk = Desk(driver, driver.devices()[0], 0, lambda: None)
+    for verb in Verb:
+        for home in (GPU, HOST):
+            foreseen = desk.foreseen(Kind.PINNED, Ask(verb, home))
+            assert foreseen is not None
+            assert said(foreseen) == ("no-effect", "pinned memory is locked in host memory")
+
+
+def test_managed_memory_without_concurrent_access_takes_no_hints() -> None:
+    driver = superchip(replace(CARD, concurrent=False))
+    outcome = Hints(driver).prefetch(Memory(driver, Kind.MANAGED).tensor())
+    assert said(outcome) == ("unsupported", "this GPU takes no hints for managed memory")
+
+
+def test_on_one_pool_there_is_nowhere_to_go() -> None:
+    outcome = Hints(superchip(GB10)).prefetch(host_tensor())
+    assert said(outcome) == ("no-effect", "CPU and GPU share one pool of memory")
+
+
+def test_without_a_driver_every_hint_is_unsupported_for_its_reason() -> None:
+    hints = Hints(Missing("no NVIDIA driver here"))
+    for outcome in (hints.prefer_cpu(host_tensor(1)), hints.prefetch(torch.zeros(0)), hints.keep_in_host(0, 1 << 20)):
+        assert said(outcome) == ("unsupported", "no NVIDIA driver here")
+    assert said(Hints(superchip(), 3).prefer_gpu(torch.zeros(1))) == ("unsupported", "the driver knows no GPU 3")
+
+
+# ── refusals ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("verb", "name", "status"),
+    [
+        ("prefetch", "CUDA_ERROR_INVALID_VALUE", "refused"),
+        ("prefetch", "CUDA_ERROR_NOT_SUPPORTED", "unsupported"),
+        ("prefetch", "CUDA_ERROR_UNKNOWN", "error"),
+        ("kind_of", "CUDA_ERROR_UNKNOWN", "error"),
+        ("free_bytes", "CUDA_ERROR_UNKNOWN", "error"),
+        ("synchronize", "CUDA_ERROR_UNKNOWN", "error"),
+        ("locate", "CUDA_ERROR_UNKNOWN", "error"),
+    ],
+)
+def test_the_drivers_no_is_told_by_its_own_name(verb: str, name: str, status: str) -> None:
+    driver = superchip()
+    driver.inject(Fault(verb, name))
+    outcome = Hints(driver).prefetch(host_tensor())
+    assert said(outcome) == (status, f"{verb}: {name}")
+
+
+def test_what_was_touched_before_a_refusal_is_told() -> None:
+    driver = superchip()
+    memory = Memory(driver, Kind.MANAGED)
+    driver.inject(Fault("advise", "CUDA_ERROR_INVALID_VALUE", first=2))
+    rows = memory.tensor().view(8, 2 * PAGE)[:, :PAGE]
+    outcome = Hints(driver).prefer_gpu(rows)
+    assert outcome.status is Status.REFUSED
+    assert outcome.touched == (Span(memory.span.address, PAGE),)
+
+
+def test_a_hint_that_was_refused_is_tried_again() -> None:
+    driver, tensor = superchip(), host_tensor()
+    hints = Hints(driver)
+    driver.inject(Fault("prefetch", "CUDA_ERROR_INVALID_VALUE"))
+    assert hints.prefetch(tensor).status is Status.REFUSED
+    assert hints.prefetch(tensor).status is Status.APPLIED
+
+
+@pytest.mark.parametrize(
+    ("free", "status"), [(16 * PAGE + 4095, "refused"), (16 * PAGE + 4096, "applied"), (None, "applied")]
+)
+def test_a_prefetch_that_would_leave_too_little_is_refused(free: int | None, status: str) -> None:
+    driver = superchip()
+    hints = Hints(driver, headroom_bytes=4096, free_bytes=lambda: free)
+    outcome = hints.prefetch(host_tensor())
+    assert outcome.status == status
+    if status == "refused":
+        assert outcome.reason == "too little GPU memory would stay free"
+        assert outcome.touched == ()
+
+
+def test_five_percent_of_the_gpu_stay_free_unless_said_otherwise() -> None:
+    driver = superchip()
+    driver.allocate(Kind.DEVICE, driver.free_bytes(0) * 95 // 100)
+    assert Hints(driver).prefetch(host_tensor(1)).status is Status.REFUSED
+    assert Hints(driver, headroom_bytes=0).prefetch(host_tensor(1)).status is Status.APPLIED
+
+
+# ── tensors of every sort ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_view_is_hinted_not_its_storage() -> None:
+    driver, tensor = superchip(), host_tensor()
+    outcome = Hints(driver).prefetch(tensor[3 * PAGE + 5 : 7 * PAGE])
+    assert outcome.asked == Span(tensor.data_ptr() + 3 * PAGE + 5, 4 * PAGE - 5)
+    assert outcome.touched == (Span(tensor.data_ptr() + 4 * PAGE, 3 * PAGE),)
+    assert driver.resident(Span(tensor.data_ptr(), tensor.nbytes)) == {GPU: 3, HOST: 13}
+
+
+def test_each_stretch_of_a_view_is_hinted_and_its_neighbours_are_not() -> None:
+    driver, tensor = superchip(), host_tensor()
+    rows = tensor.view(4, 4 * PAGE)[:, : 2 * PAGE]
+    outcome = Hints(driver).prefetch(rows)
+    assert outcome.status is Status.APPLIED
+    assert [span.address - tensor.data_ptr() for span in outcome.touched] == [0, 4 * PAGE, 8 * PAGE, 12 * PAGE]
+    assert driver.resident(Span(tensor.data_ptr(), tensor.nbytes)) == {GPU: 8, HOST: 8}
+
+
+@pytest.mark.parametrize(
+    ("make", "status", "reason"),
+    [
+        (lambda t: t[:0], "no-effect", "an empty tensor"),
+        (lambda t: t[:100], "no-effect", f"smaller than a page of {KIB64}"),
+        (lambda t: t[100 : PAGE + 200], "no-effect", f"no whole page of {KIB64} belongs to it alone"),
+        (lambda t: t.view(-1, 64)[:, :32], "no-effect", f"no whole page of {KIB64} belongs to it alone"),
+        (lambda t: t.to("meta"), "unsupported", "a tensor on the meta device has no memory"),
+        (
+            lambda t: t[:64].view(8, 8).to_sparse(),
+            "unsupported",
+            "a tensor of layout sparse_coo is not one piece of memory",
+        ),
+    ],
+)
+def test_tensors_that_cannot_be_hinted_say_why(
+    make: Callable[[torch.Tensor], torch.Tensor], status: str, reason: str
+) -> None:
+    hints, tensor = Hints(superchip()), make(host_tensor())
+    for outcome in (hints.prefer_cpu(tensor), hints.prefer_gpu(tensor), hints.prefetch(tensor)):
+        assert said(outcome) == (status, reason)
+        assert outcome.touched == ()
+
+
+def test_a_view_in_thousands_of_large_pieces_is_not_hinted() -> None:
+    driver = superchip()
+    many = Memory(driver, Kind.MANAGED, pages=4200).tensor().view(2100, 2 * PAGE)[:, :PAGE]
+    assert said(Hints(driver).prefer_cpu(many)) == ("unsupported", "a view in too many pieces")
+
+
+def test_a_quantised_weight_is_hinted_by_its_parts() -> None:
+    torchao = pytest.importorskip("torchao.quantization")
+    linear = torch.nn.Linear(1024, 1024, bias=False)
+    torchao.quantize_(linear, torchao.Int8WeightOnlyConfig())
+    outcome = Hints(superchip()).prefetch(linear.weight)
+    assert outcome.asked is None
+    assert 900_000 < sum(span.nbytes for span in outcome.touched) <= 1024 * 1024
+    assert said(outcome)[0] == "applied"
+
+
+# ── batches, ranges and counts ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_batch_is_placed_by_the_policy_and_counted() -> None:
+    driver = superchip()
+    memory, hints = Memory(driver, Kind.MANAGED), Hints(driver)
+    batch = {"latents": host_tensor(2), "text": {"mask": torch.zeros(3)}, "odd": memory.tensor()}
+    assert hints.place_batch(batch) == {
+        (Status.UNVERIFIED, "begun, and not waited for"): 1,
+        (Status.NO_EFFECT, f"smaller than a page of {KIB64}"): 1,
+        (Status.APPLIED, 'read back as asked (of kind "other")'): 1,
+    }
+    assert driver.resident(memory.span) == {GPU: 16}
+
+
+def test_the_seeds_policy_prefers_the_host_for_latents_and_the_gpu_for_text() -> None:
+    driver = superchip()
+    latents, text = Memory(driver, Kind.MANAGED), Memory(driver, Kind.MANAGED)
+    batch = {"latents": latents.tensor(), "prompt_embeds": [text.tensor()], "noise": host_tensor(1)}
+    counts = Hints(driver, policy="seeds").place_batch(batch)
+    assert (driver.preferred(latents.span), driver.last_prefetch(latents.span)) == (HOST, None)
+    assert (driver.preferred(text.span), driver.last_prefetch(text.span)) == (GPU, GPU)
+    assert counts == {
+        (Status.APPLIED, "read back as asked"): 3,
+        (Status.NO_EFFECT, "the policy asks nothing for noise"): 1,
+    }
+
+
+def test_a_mapped_range_is_kept_in_host_memory_by_whole_pages() -> None:
+    driver = superchip()
+    memory = Memory(driver, Kind.MANAGED)
+    outcome = Hints(driver).keep_in_host(memory.span.address + 1, memory.span.nbytes - 1)
+    inside = Span(memory.span.address + PAGE, memory.span.nbytes - PAGE)
+    assert (outcome.status, outcome.touched) == (Status.APPLIED, (inside,))
+    assert driver.preferred(inside) == HOST
+    assert said(Hints(driver).keep_in_host(1, 100)) == ("no-effect", f"smaller than a page of {KIB64}")
+
+
+def test_a_tally_prints_the_most_frequent_first_and_sums_by_status() -> None:
+    tally = Tally()
+    tally.add(Outcome(Status.APPLIED, "read back as asked"))
+    tally.add(Counted.of({(Status.NO_EFFECT, "an empty tensor"): 1200}))
+    tally.add(Counted.of({(Status.NO_EFFECT, "small"): 3}).counts)
+    assert tally.lines() == [
+        "no-effect: an empty tensor (1,200)",
+        "no-effect: small (3)",
+        "applied: read back as asked (1)",
+    ]
+    assert tally.by_status() == {"applied": 1, "no-effect": 1203}
+
+
+def test_a_tensor_of_parts_is_what_became_of_its_worst_part() -> None:
+    good, bad = Outcome(Status.APPLIED, "fine", None, (Span(0, 1),)), Outcome(Status.REFUSED, "no")
+    assert combined([good]) is good
+    assert said(combined([good, bad, good])) == ("refused", "a part of it: no")
+    assert combined([good, good]) == Outcome(Status.APPLIED, "fine", None, (Span(0, 1), Span(0, 1)))
+
+
+def test_the_host_is_any_of_its_nodes_and_a_node_is_only_itself() -> None:
+    assert same_home(HOST, HostNode(3))
+    assert not same_home(HostNode(3), HostNode(4))
+    assert not same_home(HostNode(3), HOST)
+    assert not same_home(HOST, GPU)
+    assert not same_home(GPU, Gpu(1))
+
+
+def test_pages_to_look_at_are_thinned_out_evenly() -> None:
+    assert page_addresses([Span(0, 8), Span(100, 4)], 4) == [0, 4, 100]
+    assert page_addresses([Span(0, 100)], 1, most=10) == list(range(0, 100, 10))

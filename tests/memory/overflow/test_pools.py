@@ -1,0 +1,241 @@
+"""The decisions around overflow, each as a table or a law: refusals, limits, routing, and when to take memory back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from supertuner.config.settings.memory import Overflow as Settings
+from supertuner.core.errors import MemoryEngineError
+from supertuner.core.events import Silence
+from supertuner.core.host import Host
+from supertuner.core.types import GIB, MIB
+from supertuner.memory.driver import Device, Kind, Missing, Span
+from supertuner.memory.overflow import plugin as overflow
+from supertuner.memory.overflow import pools
+from supertuner.memory.overflow.admission import HostRoom, TorchFacts, doubt, limits_of, refusal
+from supertuner.memory.overflow.reclaim import Segment, Situation, cold_spans, hard_reason, light_reason, segments_of
+from supertuner.memory.overflow.routing import not_process_wide
+from supertuner.memory.probe import probe
+from tests.memory.machine_files import GB10, GH200, H100, Said, folder_host, gb10_files, gh200_files, meminfo
+
+ON = Settings(enabled=True)
+CUDA = torch.device("cuda")
+STOCK = TorchFacts("2.13.0+cu130", sees_gpu=True)
+
+
+def facts_of(host: Host, *devices: Device):
+    return probe(host, Said(*devices), Missing("not asked"))
+
+
+@pytest.fixture
+def gh200(tmp_path: Path) -> Host:
+    return folder_host(tmp_path, gh200_files())
+
+
+def test_a_superchip_with_stock_torch_is_not_refused(gh200):
+    assert refusal(ON, facts_of(gh200, GH200), CUDA, STOCK, gh200) is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "device", "gpu", "below", "said"),
+    [
+        (Settings(), CUDA, GH200, STOCK, "memory.overflow.enabled is false"),
+        (ON, torch.device("cpu"), GH200, STOCK, "the device is cpu"),
+        (ON, torch.device("cuda", 3), GH200, STOCK, "there is no GPU 3 here"),
+        (ON, CUDA, replace(H100, managed=False), STOCK, "has no managed memory, without"),
+        (ON, CUDA, replace(H100, concurrent_managed=False), STOCK, "no managed memory that CPU and GPU use at once"),
+        (ON, CUDA, GH200, replace(STOCK, sees_gpu=False), "sees no GPU; install a CUDA build"),
+        (ON, CUDA, GH200, replace(STOCK, version="2.9.1"), "torch 2.9.1 is too old for it; install 2.13 or newer"),
+        (ON, CUDA, GH200, replace(STOCK, backend="cudaMallocAsync"), "runs on cudaMallocAsync, which has no pools"),
+        (ON, CUDA, GH200, replace(STOCK, memory_fraction=0.9), "a memory fraction of 0.9 is set for torch"),
+        (ON, CUDA, GH200, replace(STOCK, own_statistics=True), "this torch is patched and spills by itself"),
+        (Settings(enabled=True, host_floor_gb=9999), CUDA, GH200, STOCK, "host_floor_gb is 9999, and the host has"),
+    ],
+)
+def test_what_speaks_against_overflow_is_said_with_the_remedy(gh200, settings, device, gpu, below, said):
+    assert said in (refusal(settings, facts_of(gh200, gpu), device, below, gh200) or "")
+
+
+def test_a_reserve_of_the_whole_gpu_can_be_had_and_is_told():
+    assert doubt(ON, 96 * GIB) is doubt(Settings(enabled=True, gpu_reserve_gb=95), 96 * GIB) is None
+    told = doubt(Settings(enabled=True, gpu_reserve_gb=500), 96 * GIB)
+    assert told == "gpu_reserve_gb is 500, and the GPU has 96.0 GiB: every allocation will be managed"
+
+
+def test_one_pool_machines_are_refused_because_spilling_buys_nothing(tmp_path):
+    host = folder_host(tmp_path, gb10_files())
+    assert "share one memory on NVIDIA GB10" in (refusal(ON, facts_of(host, GB10), CUDA, STOCK, host) or "")
+
+
+def test_a_host_that_does_not_say_what_it_has_is_refused(tmp_path):
+    host = folder_host(tmp_path, {"proc/meminfo": "MemTotal: 1 kB\n"})
+    assert "cannot be read" in (refusal(ON, facts_of(host, GH200), CUDA, STOCK, host) or "")
+
+
+def test_without_a_gpu_opening_pools_is_an_error_with_the_reason_and_nothing_else(gh200):
+    facts = probe(gh200, Missing("no NVIDIA driver (libcuda.so.1) here"), Missing("not asked"))
+    with pytest.raises(MemoryEngineError, match=r"memory\.overflow: there is no GPU 0 here \(no NVIDIA driver"):
+        pools.open_pools(ON, facts, gh200, Silence(), driver=Missing("none"))
+
+
+def test_a_plugin_that_was_not_built_is_an_error_that_says_how_to_build_it(gh200, monkeypatch, tmp_path):
+    monkeypatch.setattr(overflow, "__file__", str(tmp_path / "overflow.py"))
+    monkeypatch.setattr(pools, "torch_facts", lambda device: STOCK)
+    with pytest.raises(MemoryEngineError, match=r"was not built: install a C compiler \(gcc\)"):
+        pools.open_pools(ON, facts_of(gh200, GH200), gh200, Silence(), driver=Missing("none"))
+
+
+def test_limits_are_the_settings_and_shares_of_the_machine_where_they_say_nothing(tmp_path):
+    host = folder_host(tmp_path, {"proc/meminfo": meminfo(MemTotal=480 << 20, MemAvailable=400 << 20)})
+    plain = limits_of(ON, host, room=host.memory_available())
+    assert (plain.ratio, plain.gpu_reserve_bytes, plain.host_floor_bytes) == (5.0, None, 48 * GIB)
+    assert (plain.host_reserve_bytes, plain.host_cap_bytes) == (4 * GIB, 400 * GIB)
+    assert plain.meminfo == tmp_path / "proc/meminfo"
+    asked = Settings(enabled=True, oversubscription_ratio=2.5, gpu_reserve_gb=1.5, host_floor_gb=0.0)
+    told = limits_of(asked, host, room=340 * GIB)
+    assert (told.ratio, told.gpu_reserve_bytes, told.host_floor_bytes) == (2.5, int(1.5 * GIB), 0)
+    assert told.host_cap_bytes == 340 * GIB
+
+
+def test_what_is_handed_out_is_ours_to_send_home_and_counts_once():
+    room = HostRoom()
+    assert room.seen(100, 30) == 130, "where memory of an earlier session is, nobody knows"
+    assert room.seen(90, 0) == 90
+    assert room.seen(90, 40) == 90, "handed out, and not in the host yet"
+    assert room.seen(50, 40) == 90, "it is in the host now"
+    assert room.seen(30, 40) == 70, "others took of it"
+    assert room.seen(95, 40) == 95, "others gave back"
+    assert room.seen(60, 0) == 60
+
+
+def test_a_containers_limit_caps_what_the_host_could_hold(tmp_path):
+    files = {
+        "proc/meminfo": meminfo(MemTotal=480 << 20, MemAvailable=400 << 20),
+        "proc/self/cgroup": "0::/job\n",
+        "sys/fs/cgroup/job/memory.max": f"{100 * GIB}\n",
+        "sys/fs/cgroup/job/memory.current": f"{40 * GIB}\n",
+    }
+    host = folder_host(tmp_path, files)
+    told = limits_of(ON, host, room=HostRoom().seen(host.memory_available() or 0, 10 * GIB))
+    assert (told.host_cap_bytes, told.host_floor_bytes) == (70 * GIB, 10 * GIB)
+
+
+class Call:
+    def __init__(self, doc: str) -> None:
+        self.__doc__ = doc
+
+
+KNOWN = (
+    "_cuda_beginAllocateToPool(arg0: typing.SupportsInt | typing.SupportsIndex, "
+    "arg1: tuple[typing.SupportsInt, typing.SupportsInt]) -> None\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("version", "call", "said"),
+    [
+        ("2.13.0+cu130", Call(KNOWN), None),
+        ("2.15.0", Call("_cuda_beginAllocateToPool(arg0: int, arg1: Tuple[int, int]) -> None"), None),
+        ("2.13.0", None, "has no _cuda_beginAllocateToPool"),
+        ("2.16.0", Call(KNOWN), "none of those that were tried (2.13 to 2.15)"),
+        ("3.0.0", Call(KNOWN), "none of those that were tried"),
+        ("2.14.0", Call(KNOWN.replace(") ->", ", arg2: bool) ->")), "changed the signature"),
+        ("2.14.0", Call("_cuda_beginAllocateToPool(arg0: tuple[int, int]) -> None"), "changed the signature"),
+        ("2.14.0", Call(""), "changed the signature"),
+    ],
+)
+def test_the_private_call_is_used_only_as_it_is_known(version, call, said):
+    reason = not_process_wide(version, call)
+    assert reason is None if said is None else said in (reason or "")
+
+
+def block(address: int, size: int, state: str) -> dict[str, object]:
+    return {"address": address, "size": size, "state": state}
+
+
+def test_a_snapshot_is_read_for_the_plugins_segments_and_their_free_blocks():
+    blocks = [block(4096, 100, "active_allocated"), block(4196, 50, "inactive"), block(4246, 50, "active_pending_free")]
+    snapshot = [
+        {"address": 4096, "total_size": 200, "blocks": blocks},
+        {"address": 9000, "total_size": 10, "blocks": [block(9000, 10, "inactive")]},
+    ]
+    found = segments_of(snapshot, {4096: Kind.MANAGED}.get)
+    assert found == (Segment(Span(4096, 200), Kind.MANAGED, (Span(4196, 50),)),)
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 300)), min_size=1, max_size=20), st.sampled_from([16, 64]))
+def test_cold_spans_are_whole_pages_inside_free_blocks(blocks, page):
+    address, free, expected = 1 << 20, [], 0
+    for is_free, size in blocks:
+        if is_free:
+            free.append(Span(address, size))
+            expected += max(0, (address + size) // page - -(-address // page))
+        address += size
+    whole = Span(1 << 20, address - (1 << 20))
+    spans = cold_spans([Segment(whole, Kind.MANAGED, tuple(free)), Segment(whole, Kind.DEVICE, tuple(free))], page)
+    assert sum(span.nbytes for span in spans) == expected * page
+    for span in spans:
+        assert span.address % page == span.nbytes % page == 0
+        assert any(one.address <= span.address and span.end <= one.end for one in free)
+
+
+CALM = Situation(
+    stage=2,
+    total_bytes=100 * GIB,
+    gpu_free_bytes=5 * GIB,
+    needed_free_bytes=10 * GIB,
+    reserved_bytes=120 * GIB,
+    cached_bytes=60 * GIB,
+    cold_bytes=20 * GIB,
+    peak_bytes=110 * GIB,
+    refused=False,
+    used_since_light=True,
+    can_discard=True,
+    steps_since_light=None,
+    steps_since_hard=None,
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "due"),
+    [
+        ({}, True),
+        ({"steps_since_light": 1}, True),
+        ({"stage": 1}, False),
+        ({"cold_bytes": 0}, False),
+        ({"cold_bytes": 500 * MIB}, False),
+        ({"used_since_light": False}, False),
+        ({"can_discard": False}, True),
+        ({"can_discard": False, "steps_since_light": 1}, False),
+        ({"can_discard": False, "steps_since_light": 100}, True),
+    ],
+)
+def test_when_cold_memory_is_taken_off_the_gpu(changes, due):
+    assert (light_reason(replace(CALM, **changes)) is not None) is due
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, None),
+        ({"peak_bytes": 70 * GIB}, "120 GiB are held, and never more than 70.0 GiB were in use"),
+        ({"peak_bytes": 70 * GIB, "steps_since_hard": 99}, None),
+        ({"peak_bytes": 70 * GIB, "steps_since_hard": 100}, "never more than"),
+        ({"peak_bytes": 70 * GIB, "cached_bytes": 4 * GIB}, None),
+        ({"refused": True}, "an allocation was refused while the cache held 60.0 GiB"),
+        ({"refused": True, "steps_since_hard": 1}, "an allocation was refused"),
+        ({"refused": True, "cached_bytes": 0}, None),
+        ({"gpu_free_bytes": 29 * GIB}, None),
+        ({"gpu_free_bytes": 31 * GIB}, "the GPU has room again for the 20.0 GiB that spilled"),
+        ({"gpu_free_bytes": 31 * GIB, "cold_bytes": GIB}, None),
+    ],
+)
+def test_when_pools_are_rebuilt(changes, said):
+    reason = hard_reason(replace(CALM, **changes))
+    assert reason is None if said is None else said in (reason or "")

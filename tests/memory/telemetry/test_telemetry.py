@@ -1,0 +1,246 @@
+"""Telemetry gives what the machine gives, leaves out the rest, counts by differences, and rations itself."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from supertuner.core.events import Event, Measured
+from supertuner.core.host import Host
+from supertuner.core.types import GIB, KIB
+from supertuner.memory.driver import Missing, Refused
+from supertuner.memory.probe import probe
+from supertuner.memory.telemetry.nvml import NvmlGpu
+from supertuner.memory.telemetry.sampler import SHARE, Sampler
+from supertuner.sinks.jsonlines import JsonLines, read_lines
+from tests.memory.machine_files import (
+    GB10,
+    GH200,
+    Said,
+    folder_host,
+    gb10_files,
+    gh200_files,
+    in_gib,
+    meminfo,
+)
+
+NO_GPU, NO_NVML = Missing("no GPU"), Missing("no NVML")
+VMSTAT = "nr_free_pages 100\nnuma_hit 5\nnuma_miss {miss}\npgmigrate_success {moved}\npgmigrate_fail 1\nnuma_pages 7\n"
+
+
+class Kept:
+    """A sink that keeps, and can be slow."""
+
+    def __init__(self, slow: Callable[[], None] = lambda: None) -> None:
+        self.events: list[Event] = []
+        self._slow = slow
+
+    def emit(self, event: Event, /) -> None:
+        self._slow()
+        self.events.append(event)
+
+
+class Clock:
+    """Time that passes when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def pass_s(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class Power:
+    """NVML of one GPU."""
+
+    def gpus(self) -> tuple[NvmlGpu, ...]:
+        return (NvmlGpu(3, GB10.name, "GPU-a", None, None, None),)
+
+    def driver_version(self) -> str | None:
+        return None
+
+    def sample(self, index: int) -> dict[str, float]:
+        return {"power_w": 30.0 + index}
+
+
+@pytest.fixture
+def made() -> Iterator[Callable[..., Sampler]]:
+    """Samplers, closed at the end."""
+    samplers: list[Sampler] = []
+
+    def make(host: Host, driver: Any = NO_GPU, nvml: Any = NO_NVML, **more: Any) -> Sampler:
+        samplers.append(Sampler(probe(host, driver, nvml), host, driver, nvml, **more))
+        return samplers[-1]
+
+    yield make
+    for sampler in samplers:
+        sampler.close()
+
+
+def test_a_machine_that_tells_nothing_gives_only_what_the_process_knows(
+    tmp_path: Path, made: Callable[..., Sampler]
+) -> None:
+    assert set(made(Host(tmp_path)).sample()) == {"process.minor_faults", "process.major_faults"}
+
+
+def test_a_gh200_shows_what_lies_in_each_memory(tmp_path: Path, made: Callable[..., Sampler]) -> None:
+    files = gh200_files() | {"proc/self/statm": "900 70 3 1 0 5 0\n", "proc/vmstat": VMSTAT.format(miss=0, moved=0)}
+    figures = made(folder_host(tmp_path, files), Said(GH200, free=60 * GIB)).sample()
+    assert figures["host.available_bytes"] == 540 * GIB and figures["host.swap_used_bytes"] == 0
+    assert figures["process.resident_bytes"] == 70 * os.sysconf("SC_PAGE_SIZE")
+    assert figures["node0.free_bytes"] == 430 * GIB and figures["node1.free_bytes"] == 70 * GIB
+    assert figures["gpu.free_bytes"] == 60 * GIB
+    assert "node2.free_bytes" not in figures, "a node without memory is no place"
+    assert "node0.anonymous_bytes" not in figures, "not in this kernel's file"
+
+
+def test_page_moves_count_from_one_sample_to_the_next(tmp_path: Path, made: Callable[..., Sampler]) -> None:
+    vmstat = tmp_path / "proc/vmstat"
+    sampler = made(folder_host(tmp_path, {"proc/vmstat": VMSTAT.format(miss=4, moved=1000)}))
+    found = []
+    for moved in (1000, 1250, 1251):
+        vmstat.write_text(VMSTAT.format(miss=4, moved=moved))
+        found.append(sampler.sample())
+    assert [figures["system.migrated_pages"] for figures in found] == [0, 250, 1]
+    assert [figures["system.misplaced_pages"] for figures in found] == [0, 0, 0]
+    assert "system.balanced_pages" not in found[0], "numa_pages is not numa_pages_migrated"
+
+
+def test_faults_of_this_process_are_counted(made: Callable[..., Sampler]) -> None:
+    sampler, pages = made(Host()), 500
+    sampler.sample()
+    with mmap.mmap(-1, pages * mmap.PAGESIZE) as memory:
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+        for page in range(pages):
+            memory[page * mmap.PAGESIZE] = 1
+        assert sampler.sample()["process.minor_faults"] >= pages
+    assert sampler.sample()["process.minor_faults"] < pages
+
+
+def test_the_real_files_agree_with_the_probe(made: Callable[..., Sampler]) -> None:
+    figures, host = made(Host()).sample(), Host()
+    available, total = host.memory_available(), host.memory_total()
+    assert available is not None and total is not None
+    assert abs(int(figures["host.available_bytes"]) - available) < 0.2 * total
+    assert 10 << 20 < int(figures["process.resident_bytes"]) < total
+
+
+@pytest.mark.parametrize(
+    ("mount", "cgroup", "limit", "used", "cache"),
+    [
+        ("sys/fs/cgroup/job", "0::/job\n", "memory.max", "memory.current", "inactive_file"),
+        (
+            "sys/fs/cgroup/memory/job",
+            "4:memory:/job\n",
+            "memory.limit_in_bytes",
+            "memory.usage_in_bytes",
+            "total_inactive_file",
+        ),
+    ],
+)
+def test_a_containers_limit_counts_as_the_probe_counts_it(
+    tmp_path: Path, made: Callable[..., Sampler], mount: str, cgroup: str, limit: str, used: str, cache: str
+) -> None:
+    files = {
+        "proc/meminfo": meminfo(MemTotal=in_gib(256), MemAvailable=in_gib(200)),
+        "proc/self/cgroup": cgroup,
+        f"{mount}/{limit}": f"{64 * GIB}\n",
+        f"{mount}/{used}": f"{24 * GIB}\n",
+        f"{mount}/memory.stat": f"anon 1\n{cache} {4 * GIB}\n",
+    }
+    host = folder_host(tmp_path, files)
+    assert made(host).sample()["host.available_bytes"] == 44 * GIB == host.memory_available()
+
+
+def test_a_driver_that_refuses_costs_its_figure_only(tmp_path: Path, made: Callable[..., Sampler]) -> None:
+    class Mute(Said):
+        def free_bytes(self, device: int) -> int:
+            raise Refused("cuMemGetInfo", "CUDA_ERROR_UNKNOWN", 999)
+
+    figures = made(folder_host(tmp_path, gb10_files()), Mute(GB10)).sample()
+    assert "gpu.free_bytes" not in figures and figures["host.available_bytes"] == 70 * GIB
+
+
+def test_allocator_hints_and_nvml_come_under_their_names(tmp_path: Path, made: Callable[..., Sampler]) -> None:
+    overflow = {"uvm.stage": "managed", "uvm.managed_bytes": 5, "uvm.last_error": None, "allocated_bytes.all.peak": 7}
+    sampler = made(
+        folder_host(tmp_path, gb10_files()),
+        Said(GB10),
+        Power(),
+        overflow=lambda: overflow,
+        hints=lambda: {"applied": 3, "refused": 1},
+    )
+    figures = sampler.sample()
+    chosen = {name: value for name, value in figures.items() if name.startswith(("uvm", "hints", "nvml", "alloc"))}
+    assert chosen == {
+        "uvm.stage": "managed",
+        "uvm.managed_bytes": 5,
+        "hints.applied": 3,
+        "hints.refused": 1,
+        "nvml.power_w": 33.0,
+    }
+
+
+def test_an_event_carries_its_step_and_the_first_one_the_drivers_parameters(
+    tmp_path: Path, made: Callable[..., Sampler]
+) -> None:
+    clock, run = Clock(), tmp_path / "events.jsonl"
+    sampler = made(folder_host(tmp_path, gh200_files()), Said(GH200), clock=clock)
+    with JsonLines(run) as sink:
+        for step in (7, 8):
+            assert sampler.emit(sink, step)
+            clock.pass_s(2.0)
+    first, second = (record["figures"] for record in read_lines(run))
+    assert (first["step"], second["step"]) == (7, 8)
+    assert first["uvm_driver.uvm_perf_access_counter_threshold"] == "256"
+    assert not [name for name in second if name.startswith("uvm_driver")]
+    assert first["telemetry.sample_s"] >= 0
+
+
+def test_telemetry_takes_its_share_of_the_time_and_no_more(tmp_path: Path, made: Callable[..., Sampler]) -> None:
+    clock = Clock()
+    sampler = made(Host(tmp_path), clock=clock)
+    sink, spent, begin = Kept(slow=lambda: clock.pass_s(0.004)), 0.0, clock.now
+    for step in range(2000):
+        before = clock.now
+        sampler.emit(sink, step)
+        spent += clock.now - before
+        clock.pass_s(0.05)
+    assert 0.8 * SHARE < spent / (clock.now - begin) <= SHARE * 1.02
+    assert len(sink.events) == pytest.approx(2000 * SHARE * 0.05 / 0.004, rel=0.1)
+
+
+def test_telemetry_that_costs_little_comes_with_every_step(tmp_path: Path, made: Callable[..., Sampler]) -> None:
+    clock = Clock()
+    sampler, sink = made(Host(tmp_path), clock=clock), Kept(slow=lambda: clock.pass_s(0.0002))
+    for step in range(100):
+        assert sampler.emit(sink, step)
+        clock.pass_s(0.05)
+    events = [event for event in sink.events if isinstance(event, Measured)]
+    assert [event.figures["step"] for event in events] == list(range(100))
+
+
+def test_closing_gives_the_files_back() -> None:
+    host = Host()
+    open_before = len(os.listdir("/proc/self/fd"))
+    sampler = Sampler(probe(host, NO_GPU, NO_NVML), host, NO_GPU, NO_NVML)
+    assert len(os.listdir("/proc/self/fd")) > open_before
+    sampler.close()
+    assert len(os.listdir("/proc/self/fd")) == open_before
+    assert "host.available_bytes" not in sampler.sample()
+
+
+def test_a_node_that_goes_away_takes_only_its_figures(tmp_path: Path, made: Callable[..., Sampler]) -> None:
+    sampler = made(folder_host(tmp_path, gh200_files()))
+    (tmp_path / "sys/devices/system/node/node1/meminfo").write_text("")
+    figures = sampler.sample()
+    assert "node1.free_bytes" not in figures and figures["node0.free_bytes"] == 430 * GIB
+    assert figures["host.available_bytes"] > 64 * KIB

@@ -1,0 +1,132 @@
+"""What is exported is what diffusers loads: the same output from a pipeline that knows nothing of us."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import FluxPipeline, WanPipeline, WanTransformer3DModel
+from safetensors.torch import save_file
+
+from supertuner.config.settings.model import AdapterSettings
+from supertuner.models.adapters.attach import (
+    Trained,
+    applied,
+    attach,
+    exported,
+    load_state,
+    save_full,
+    state,
+    targets_of,
+)
+from supertuner.models.families.wan22.tiny import TinyWan, build
+from supertuner.models.spec import Expert
+from supertuner.models.table import family
+from tests.models.adapters.modules import drawn, flux, flux_output, wan, wan_output
+
+ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
+CASES = pytest.mark.parametrize("alpha", [None, 3.0, 16.0], ids=["alpha is the rank", "smaller", "larger"])
+
+PRESETS = pytest.mark.parametrize("preset", ["attention", "attention_mlp", "all_linear"])
+
+
+def learnt(trained: Trained) -> Trained:
+    """As if trained: every tensor has left its first value."""
+    load_state(trained, {name: tensor + 0.1 * drawn(*tensor.shape) for name, tensor in state(trained).items()})
+    return trained
+
+
+@CASES
+@PRESETS
+def test_both_experts_load_into_a_wan_pipeline_and_give_the_trainers_output(
+    preset: str, alpha: float | None, tmp_path: Path
+) -> None:
+    settings, wan22 = AdapterSettings(rank=4, alpha=alpha, targets=preset), family("wan2.2")
+    ours, theirs = build(TinyWan(), seed=3), build(TinyWan(), seed=3)
+    assert isinstance(theirs, WanPipeline)
+    experts = (Expert("high_noise", "transformer", low=0.875), Expert("low_noise", "transformer_2", high=0.875))
+    targets = targets_of(settings, wan22.targets)
+    for expert in experts:
+        trained = learnt(attach(getattr(ours, expert.part), settings, targets, seed=1, name=expert.name))
+        tensors, metadata = exported(trained, wan22.export_prefix[expert.part], settings)
+        save_file(tensors, tmp_path / f"{expert.name}.safetensors", metadata)
+        second = expert.part == "transformer_2"
+        theirs.load_lora_weights(tmp_path / f"{expert.name}.safetensors", load_into_transformer_2=second)
+    for expert in experts:
+        bare = wan_output(getattr(build(TinyWan(), seed=3), expert.part))
+        same(wan_output(getattr(theirs, expert.part)), wan_output(getattr(ours, expert.part)), bare)
+
+
+@CASES
+@PRESETS
+def test_an_adapter_loads_into_a_flux_pipeline_and_gives_the_trainers_output(
+    preset: str, alpha: float | None, tmp_path: Path
+) -> None:
+    settings = AdapterSettings(rank=4, alpha=alpha, targets=preset)
+    targets = targets_of(settings, family("flux").targets)
+    trained = learnt(attach(flux(), settings, targets, seed=1, name="model"))
+    tensors, metadata = exported(trained, family("flux").export_prefix["transformer"], settings)
+    assert "transformer.transformer_blocks.0.attn.to_q.lora_A.weight" in tensors
+    save_file(tensors, tmp_path / "adapter.safetensors", metadata)
+    pipeline = FluxPipeline(None, None, None, None, None, None, flux())  # type: ignore[arg-type]
+    pipeline.load_lora_weights(tmp_path / "adapter.safetensors")
+    same(flux_output(pipeline.transformer), flux_output(trained.module), flux_output(flux()))
+
+
+def same(loaded: torch.Tensor, wanted: torch.Tensor, bare: torch.Tensor) -> None:
+    assert (wanted - bare).abs().max() > 1e-2, "the adapter does something"
+    assert (loaded - wanted).abs().max() < 1e-6 * max(1.0, wanted.abs().max().item())
+
+
+def test_the_file_says_what_the_adapter_was_trained_with() -> None:
+    settings = AdapterSettings(rank=4, alpha=3.0)
+    _, metadata = exported(attach(wan(), settings, ATTENTION, seed=1, name="low_noise"), "transformer", settings)
+    assert json.loads(metadata["supertuner"]) == {
+        "expert": "low_noise",
+        "type": "lora",
+        "rank": 4,
+        "alpha": 3.0,
+        "scale": "in the tensors",
+    }
+
+
+def test_an_adapter_whose_alpha_is_its_rank_is_exported_to_the_bit() -> None:
+    settings = AdapterSettings(rank=4)
+    trained = learnt(attach(wan(), settings, ATTENTION, seed=1, name="model"))
+    tensors, _ = exported(trained, "transformer", settings)
+    assert all(torch.equal(tensors[f"transformer.{name}"], value) for name, value in trained.parameters.items())
+
+
+def test_an_average_is_exported_while_it_is_applied() -> None:
+    settings = AdapterSettings(rank=4)
+    trained = learnt(attach(wan(), settings, ATTENTION, seed=1, name="model"))
+    average = {name: tensor * 0.5 for name, tensor in state(trained).items()}
+    with applied(trained, average):
+        tensors, _ = exported(trained, "transformer", settings)
+    assert all(torch.equal(tensors[f"transformer.{name}"], value) for name, value in average.items())
+
+
+def test_a_fully_trained_expert_is_a_folder_that_diffusers_loads(tmp_path: Path) -> None:
+    settings = AdapterSettings(type="full")
+    trained = learnt(attach(wan(), settings, (), seed=1, name="model"))
+    save_full(trained, tmp_path / "transformer")
+    assert {file.name for file in (tmp_path / "transformer").iterdir()} == {
+        "config.json",
+        "diffusion_pytorch_model.safetensors",
+    }
+    loaded = WanTransformer3DModel.from_pretrained(tmp_path / "transformer")
+    assert all(torch.equal(dict(loaded.named_parameters())[name], value) for name, value in trained.parameters.items())
+    assert (wan_output(loaded) - wan_output(trained.module)).abs().max() < 1e-6
+    tensors, _ = exported(trained, "transformer", settings)
+    assert list(tensors) == list(trained.parameters)
+
+
+def test_a_fully_trained_expert_can_be_saved_in_bf16_and_stays_fp32_itself(tmp_path: Path) -> None:
+    trained = learnt(attach(wan(), AdapterSettings(type="full"), (), seed=1, name="model"))
+    before = state(trained)
+    save_full(trained, tmp_path / "transformer", torch.bfloat16)
+    loaded = WanTransformer3DModel.from_pretrained(tmp_path / "transformer", torch_dtype=torch.bfloat16)
+    assert torch.equal(loaded.blocks[0].attn1.to_q.weight, before["blocks.0.attn1.to_q.weight"].bfloat16())
+    assert all(torch.equal(before[name], parameter) for name, parameter in trained.parameters.items())

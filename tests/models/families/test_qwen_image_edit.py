@@ -1,0 +1,215 @@
+"""Qwen-Image-Edit against its own pipeline: the same inputs, predictions and samples, with the picture to change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import QwenImageEditPipeline
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit
+from PIL import Image
+from safetensors.torch import save_file
+from torch import nn
+from transformers import Qwen2VLProcessor
+
+from supertuner.config.settings.model import AdapterSettings
+from supertuner.core.errors import ModelError
+from supertuner.models.adapters.attach import attach, exported, targets_of
+from supertuner.models.families import sampling_common as sampling
+from supertuner.models.families.qwen_image.prompts import EDIT
+from supertuner.models.families.qwen_image.sampler import PARTS
+from supertuner.models.families.qwen_image_edit.family import FAMILY
+from supertuner.models.families.qwen_image_edit.text import reader
+from supertuner.models.families.qwen_image_edit.tiny import tiny
+from supertuner.models.spec import Model, PictureTextEncoder, SampleRequest, Source, Tensors
+from tests.models.families.test_exported_samples import Decoded, learnt
+from tests.models.families.test_family_contract import media
+from tests.models.families.test_like_the_pipeline import Captured
+
+CPU = torch.device("cpu")
+PROMPT = "make the {red} circle  blue"
+SOURCE = media((3, 64, 32), 1, seed=4)[0]
+"""Taller than what is made of it."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    folder = tmp_path_factory.mktemp("edit") / "pipeline"
+    tiny(folder, 0)
+    return FAMILY.read(Source(str(folder)))
+
+
+@pytest.fixture
+def pipeline(model: Model, monkeypatch: pytest.MonkeyPatch) -> QwenImageEditPipeline:
+    """The pipeline of diffusers around parts that are loaded as ours are: its own loader wants torchvision for the
+    processor. The size that it gives every picture is the one that ours has."""
+    made = QwenImageEditPipeline(**sampling.parts(model, {}, PARTS, CPU, torch.float32), processor=reader(model))
+    made.set_progress_bar_config(disable=True)
+    own_size = (SOURCE.shape[2], SOURCE.shape[1], None)
+    monkeypatch.setattr(pipeline_qwenimage_edit, "calculate_dimensions", lambda _area, _ratio: own_size)
+    return made
+
+
+def run(pipeline: QwenImageEditPipeline, scale: float = 1.0, **options: Any) -> Any:
+    return pipeline(
+        image=picture(),
+        prompt=PROMPT,
+        negative_prompt="blurred" if scale > 1 else None,
+        true_cfg_scale=scale,
+        height=32,
+        width=48,
+        num_inference_steps=3,
+        generator=torch.Generator().manual_seed(3),
+        **options,
+    )
+
+
+def picture() -> Image.Image:
+    return Image.fromarray(SOURCE.permute(1, 2, 0).contiguous().numpy())
+
+
+def request(**changed: Any) -> SampleRequest:
+    image = np.asarray(picture())
+    given = {"width": 48, "height": 32, "frames": 1, "inference_steps": 3, "guidance_scale": 3.0, "image": image}
+    return SampleRequest(PROMPT, "blurred", 3, **(given | changed))
+
+
+def told(model: Model, captions: list[str], dtype: torch.dtype = torch.float32) -> list[Tensors]:
+    encoder = FAMILY.text_encoder(model, CPU, dtype)
+    assert isinstance(encoder, PictureTextEncoder)
+    return encoder.encode_of(captions, [SOURCE] * len(captions))
+
+
+def condition(model: Model) -> Tensors:
+    return {"condition": FAMILY.media_encoder(model, CPU).encode(SOURCE[None])["latents"]}
+
+
+def test_what_the_denoiser_is_given_and_says_is_what_the_pipeline_gives_and_gets(
+    model: Model, pipeline: QwenImageEditPipeline
+) -> None:
+    theirs = Captured(pipeline, ["transformer"])
+    run(pipeline)
+    module = FAMILY.denoiser(model, model.experts[0], torch.float32)
+    ours = Captured(_Holder(module), ["transformer"])
+    text, conditions = FAMILY.pad_text(model, told(model, [PROMPT])), condition(model)
+    assert len(theirs.calls) == 3
+    for _, given, output in theirs.calls:
+        tokens = (32 // 16) * (48 // 16)
+        noisy = pipeline._unpack_latents(given["hidden_states"][:, :tokens], 32, 48, 8)[:, :, 0]
+        with torch.no_grad():
+            said = FAMILY.denoise(model, module, noisy, given["timestep"], text, conditions)
+        _, mine, _ = ours.calls[-1]
+        for name, value in given.items():
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(mine[name], value), name
+        assert [list(map(tuple, one)) for one in mine["img_shapes"]] == given["img_shapes"]
+        expected = pipeline._unpack_latents(output[:, :tokens], 32, 48, 8)[:, :, 0]
+        torch.testing.assert_close(said, expected, rtol=1e-4, atol=1e-5)
+
+
+class _Holder:
+    def __init__(self, transformer: nn.Module) -> None:
+        self.transformer = transformer
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.0])
+def test_a_sample_is_the_pipelines_to_the_bit(model: Model, pipeline: QwenImageEditPipeline, scale: float) -> None:
+    made = run(pipeline, scale, output_type="np").images
+    sample = FAMILY.sampler(model, {}, CPU, torch.float32).sample(request(guidance_scale=scale))
+    assert np.array_equal(sample, (made * 255).round().astype(np.uint8))
+
+
+def test_an_exported_adapter_gives_the_trainers_samples(
+    model: Model, pipeline: QwenImageEditPipeline, tmp_path: Path
+) -> None:
+    settings = AdapterSettings(rank=4, alpha=2.0, targets="all_linear")
+    decoded = Decoded(pipeline.vae)
+    run(pipeline, 3.0, output_type="np")
+    bare = decoded.taken()
+    module = FAMILY.denoiser(model, model.experts[0], torch.float32)
+    trained = learnt(attach(module, settings, targets_of(settings, FAMILY.targets), seed=1, name="model"))
+    save_file(exported(trained, "transformer", settings)[0], tmp_path / "adapter.safetensors")
+    pipeline.load_lora_weights(tmp_path / "adapter.safetensors")
+    run(pipeline, 3.0, output_type="np")
+    sampler: Any = FAMILY.sampler(model, {"transformer": trained.module}, CPU, torch.float32)
+    own = Decoded(sampler._vae)
+    sampler.sample(request())
+    ours, theirs = own.taken(), decoded.taken()
+    assert (ours - bare).abs().max() > 1e-2, "the adapter does something"
+    assert (ours - theirs).abs().max() < 1e-5
+
+
+def test_prompts_are_read_as_the_pipelines_own_processor_reads_them(model: Model) -> None:
+    """That class cannot be made without torchvision; what it does with text and a picture needs none of it."""
+    ours = reader(model)
+    real: Any = Qwen2VLProcessor.__new__(Qwen2VLProcessor)
+    real.image_processor, real.tokenizer, real.video_processor = ours._pictures, ours._tokenizer, None
+    real.image_token, real.video_token = "<|image_pad|>", "<|video_pad|>"
+    real.image_token_id, real.video_token_id = map(
+        ours._tokenizer.convert_tokens_to_ids, ("<|image_pad|>", "<|video_pad|>")
+    )
+    given: dict[str, Any] = {
+        "text": [EDIT.around(PROMPT)],
+        "images": picture(),
+        "padding": True,
+        "return_tensors": "pt",
+    }
+    theirs, mine = real(**given), ours(**given)
+    for name in ("input_ids", "attention_mask", "pixel_values", "image_grid_thw"):
+        assert torch.equal(mine[name], theirs[name]), name
+
+
+def test_the_template_is_the_pipelines_own_and_all_of_the_picture_is_behind_what_is_dropped(
+    model: Model, pipeline: QwenImageEditPipeline
+) -> None:
+    assert (pipeline.prompt_template_encode, pipeline.prompt_template_encode_start_idx) == (EDIT.template, EDIT.dropped)
+    kept = pipeline.tokenizer(EDIT.around("a")).input_ids[EDIT.dropped :]
+    assert pipeline.tokenizer.decode(kept).startswith("<|vision_start|><|image_pad|><|vision_end|>a<|im_end|>")
+
+
+def test_the_text_depends_on_the_picture_and_the_prediction_on_both(model: Model) -> None:
+    encoder = FAMILY.text_encoder(model, CPU, torch.float32)
+    assert isinstance(encoder, PictureTextEncoder)
+    one, other = (encoder.encode_of([PROMPT], [some])[0]["embeds"] for some in (SOURCE, 255 - SOURCE))
+    assert one.shape == other.shape and not torch.allclose(one, other)
+    module = FAMILY.denoiser(model, model.experts[0], torch.float32)
+    noisy, level = torch.randn(1, 16, 4, 6, generator=torch.Generator().manual_seed(1)), torch.tensor([0.5])
+    source = condition(model)["condition"]
+    with torch.no_grad():
+        said = [
+            FAMILY.denoise(model, module, noisy, level, {"embeds": text[None]}, {"condition": some})
+            for text, some in ((one, source), (other, source), (one, -source))
+        ]
+    assert not torch.allclose(said[0], said[1]) and not torch.allclose(said[0], said[2])
+
+
+def test_captions_are_not_encoded_without_a_picture(model: Model) -> None:
+    with pytest.raises(ModelError, match="not encoded without one"):
+        FAMILY.text_encoder(model, CPU, torch.float32).encode(["a"])
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"image": None}, "has no picture"),
+        ({"frames": 5}, "makes pictures"),
+        ({"image": np.zeros((40, 32, 3), np.uint8)}, "of the picture to change: it is 32×40"),
+        ({"width": 40}, "multiples of 16"),
+        ({"inference_steps": 1}, "needs at least 2"),
+    ],
+)
+def test_a_sample_that_cannot_be_made_is_refused_with_the_reason(
+    model: Model, changed: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ModelError, match=says):
+        FAMILY.sampler(model, {}, CPU, torch.float32).sample(request(**changed))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_samples_are_made_in_16_bits_too(model: Model, dtype: torch.dtype) -> None:
+    exact = FAMILY.sampler(model, {}, CPU, torch.float32).sample(request()).astype(int)
+    rough = FAMILY.sampler(model, {}, CPU, dtype).sample(request()).astype(int)
+    assert abs(rough - exact).mean() < 12

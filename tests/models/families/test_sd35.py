@@ -1,0 +1,64 @@
+"""What is SD3.5's own: three encoders of one caption, positions that end somewhere, and which of them it is."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from supertuner.core.errors import ModelError
+from supertuner.models.attention import require_choice
+from supertuner.models.families.sd35.tiny import TinySd35, write
+from supertuner.models.spec import Model, Source
+from supertuner.models.table import family
+from tests.models.families.test_family_contract import CPU
+
+SD35 = family("sd3.5")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write(tmp_path / "sd35", TinySd35(), 0)
+    return tmp_path / "sd35"
+
+
+@pytest.fixture
+def model(folder: Path) -> Model:
+    return SD35.read(Source(str(folder)))
+
+
+def test_a_caption_is_rows_of_two_clips_and_rows_of_t5(model: Model) -> None:
+    fields = SD35.text_encoder(model, CPU, torch.float32).encode(["a red circle"])[0]
+    assert fields["embeds"].shape == (77 + 256, 32) and fields["pooled"].shape == (8 + 16,)
+    assert not fields["embeds"][:77, 8 + 16 :].any(), "both CLIPs side by side are narrower than T5"
+    assert fields["embeds"][:77, : 8 + 16].any() and fields["embeds"][77:].any()
+
+
+def test_a_picture_beyond_the_positions_that_the_model_knows_gets_a_reason(model: Model) -> None:
+    """The tiny one knows 16 positions of 16 pixels along each side, the real ones 192 and 384."""
+    assert SD35.why_not(model, (3, 256, 256)) is None
+    assert SD35.why_not(model, (3, 256, 272)) == "it is 272×256, and this model knows positions up to 256 pixels"
+
+
+def test_the_title_says_which_it_is(model: Model, tmp_path: Path) -> None:
+    write(tmp_path / "sd3", TinySd35("3"), 0)
+    assert (model.title, SD35.read(Source(str(tmp_path / "sd3"))).title) == (
+        "Stable Diffusion 3.5",
+        "Stable Diffusion 3",
+    )
+
+
+def test_the_shift_is_the_schedulers(folder: Path) -> None:
+    config = folder / "scheduler" / "scheduler_config.json"
+    assert SD35.read(Source(str(folder))).shift == 3.0
+    facts = json.loads(config.read_text())
+    config.write_text(json.dumps(facts | {"use_dynamic_shifting": True, "max_shift": 1.16}))
+    assert SD35.read(Source(str(folder))).shift == pytest.approx(math.exp(1.16))
+
+
+def test_an_attention_backend_that_its_layers_would_not_follow_is_refused(model: Model) -> None:
+    with pytest.raises(ModelError, match="SD3Transformer2DModel always computes attention"):
+        require_choice(SD35.denoiser(model, model.experts[0], torch.float32), "_native_math")

@@ -1,0 +1,158 @@
+"""What is SDXL's own: the table it was trained on, what it predicts, how pictures were framed, and no caption."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import DDPMScheduler, StableDiffusionXLPipeline
+
+from supertuner.config.settings.tree import RunConfig
+from supertuner.core.errors import ModelError
+from supertuner.core.events import Silence
+from supertuner.models.attention import require_choice
+from supertuner.models.families.sdxl.tiny import TinySdxl, write
+from supertuner.models.objective.diffusion import add_noise, target
+from supertuner.models.spec import Model, Source
+from supertuner.models.table import family
+from supertuner.step.trainee import objective_of
+from supertuner.train.setup import law_of
+from tests.models.families.test_family_contract import CPU
+from tests.models.families.test_like_the_pipeline import Captured
+
+SDXL = family("sdxl")
+
+
+@pytest.fixture(scope="module", params=["epsilon", "v"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    folder = tmp_path_factory.mktemp("sdxl") / request.param
+    write(folder, TinySdxl(request.param), 0)
+    return SDXL.read(Source(str(folder)))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write(tmp_path / "sdxl", TinySdxl(), 0)
+    return tmp_path / "sdxl"
+
+
+def rewritten(file: Path, **changed: Any) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | changed))
+
+
+def pipeline_of(model: Model) -> Any:
+    pipeline = StableDiffusionXLPipeline.from_pretrained(model.source.path)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def test_noise_is_added_and_asked_for_as_diffusers_trains_such_models(model: Model) -> None:
+    theirs = DDPMScheduler.from_config(pipeline_of(model).scheduler.config)
+    objective = objective_of(RunConfig(), SDXL, model, Silence())
+    clean, noise = torch.randn(2, 4, 4, 4, 6, generator=torch.Generator().manual_seed(0)).unbind()
+    steps = torch.tensor([0, 1, 500, 998])
+    levels = (steps + 0.5) / 1000
+    ours = add_noise(clean, noise, levels, objective), target(clean, noise, levels, objective)
+    velocity = theirs.get_velocity(clean, noise, steps)
+    torch.testing.assert_close(ours[0], theirs.add_noise(clean, noise, steps))
+    torch.testing.assert_close(ours[1], velocity if model.prediction == "v" else noise)
+
+
+def test_a_model_is_told_the_row_of_the_table_that_its_noise_is_of(model: Model) -> None:
+    module = SDXL.denoiser(model, model.experts[0], torch.float32)
+    seen: list[torch.Tensor] = []
+    module.register_forward_pre_hook(lambda _module, args: seen.append(args[1]))
+    text = SDXL.pad_text(model, SDXL.text_encoder(model, CPU, torch.float32).encode(["a", "b", "c"]))
+    levels = torch.tensor([2.0**-20, 0.5, 1.0])
+    SDXL.denoise(model, module, torch.zeros(3, 4, 4, 4), levels, text, {})
+    assert seen[0].tolist() == [0, 500, 999]
+
+
+def test_noise_levels_are_even_unless_the_settings_say_otherwise(model: Model) -> None:
+    asked = RunConfig.model_validate({"objective": {"timesteps": "logit_normal"}})
+    assert law_of(RunConfig(), SDXL, model, (4, 8, 8)).kind == "uniform"
+    assert law_of(asked, SDXL, model, (4, 8, 8)).kind == "logit_normal"
+
+
+def test_a_framing_is_told_as_the_pipeline_tells_it(model: Model) -> None:
+    pipeline = pipeline_of(model)
+    captured = Captured(pipeline, ["unet"])
+    pipeline(
+        "a red circle",
+        height=32,
+        width=48,
+        num_inference_steps=1,
+        guidance_scale=1.0,
+        original_size=(100, 300),
+        crops_coords_top_left=(7, 9),
+        target_size=(32, 48),
+        output_type="latent",
+    )
+    _, inputs, expected = captured.calls[0]
+    text = SDXL.pad_text(model, SDXL.text_encoder(model, CPU, torch.float32).encode(["a red circle"]))
+    framing = torch.tensor([[100.0, 300.0, 7.0, 9.0, 32.0, 48.0]])
+    level = (inputs["timestep"].reshape(1) + 0.5) / 1000
+    module = SDXL.denoiser(model, model.experts[0], torch.float32)
+
+    def denoised(conditions: dict[str, torch.Tensor]) -> torch.Tensor:
+        with torch.no_grad():
+            return SDXL.denoise(model, module, inputs["hidden_states"], level, text, conditions)
+
+    assert torch.equal(inputs["time_ids"], framing)
+    torch.testing.assert_close(denoised({"framing": framing}), expected, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(denoised({}), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("zeros", [True, False])
+def test_an_empty_caption_is_what_the_pipeline_guides_away_from(folder: Path, zeros: bool) -> None:
+    rewritten(folder / "model_index.json", force_zeros_for_empty_prompt=zeros)
+    model = SDXL.read(Source(str(folder)))
+    _, unconditional, _, pooled = pipeline_of(model).encode_prompt("x", device=CPU)
+    text = SDXL.pad_text(model, SDXL.text_encoder(model, CPU, torch.float32).encode(["a star", ""]))
+    torch.testing.assert_close(text["embeds"][1:], unconditional)
+    torch.testing.assert_close(text["pooled"][1:], pooled)
+    assert text["embeds"][0].any() and unconditional.any() != zeros
+
+
+def test_what_is_cached_of_a_caption_does_not_depend_on_what_an_empty_one_is(folder: Path) -> None:
+    encode = SDXL.text_encoder(SDXL.read(Source(str(folder))), CPU, torch.float32).encode
+    assert encode([""])[0]["embeds"].any()
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"prediction_type": "sample"}, "prediction_type 'sample'; trained are epsilon, v_prediction"),
+        ({"beta_schedule": "exotic"}, "describes no EulerDiscreteScheduler"),
+    ],
+)
+def test_a_scheduler_that_cannot_be_trained_with_is_refused(folder: Path, changed: dict[str, str], says: str) -> None:
+    rewritten(folder / "scheduler" / "scheduler_config.json", **changed)
+    with pytest.raises(ModelError, match=says):
+        SDXL.read(Source(str(folder)))
+
+
+def test_a_scheduler_without_such_a_table_is_refused(folder: Path) -> None:
+    rewritten(folder / "model_index.json", scheduler=["diffusers", "EDMEulerScheduler"])
+    (folder / "scheduler" / "scheduler_config.json").write_text("{}")
+    with pytest.raises(ModelError, match="EDMEulerScheduler: it adds noise in a way that is not trained here"):
+        SDXL.read(Source(str(folder)))
+
+
+def test_the_preset_of_all_layers_has_every_linear_layer_and_every_convolution(model: Model) -> None:
+    module = SDXL.denoiser(model, model.experts[0], torch.float32)
+    kinds = (torch.nn.Linear, torch.nn.Conv2d)
+    wanted = {name for name, layer in module.named_modules() if isinstance(layer, kinds)}
+    endings = SDXL.targets["all_layers"]
+    found = {name for name, _ in module.named_modules() if any(f".{name}".endswith(f".{one}") for one in endings)}
+    assert found == wanted
+
+
+def test_an_attention_backend_that_its_layers_would_not_follow_is_refused(model: Model) -> None:
+    module = SDXL.denoiser(model, model.experts[0], torch.float32)
+    require_choice(module, "native")
+    with pytest.raises(ModelError, match="always computes attention by torch's own function"):
+        require_choice(module, "_native_math")

@@ -1,0 +1,71 @@
+"""The table of families, and the precision that modules compute in while a pipeline calls them."""
+
+from __future__ import annotations
+
+import logging
+import re
+
+import diffusers
+import pytest
+import torch
+from torch import nn
+
+from supertuner.core.errors import ModelError
+from supertuner.models.families.sampling_common import computing
+from supertuner.models.table import MODELS, PIPELINES, family
+
+CPU = torch.device("cpu")
+
+
+def test_every_family_of_the_table_is_there_under_its_name() -> None:
+    assert [family(name).name for name in MODELS] == list(MODELS)
+
+
+def test_every_pipeline_of_the_table_is_one_of_diffusers_and_has_a_family() -> None:
+    assert all(hasattr(diffusers, name) for name in PIPELINES)
+    assert set(PIPELINES.values()) == set(MODELS)
+
+
+@pytest.mark.parametrize("name", ["wan", None])
+def test_an_unknown_family_lists_those_that_are_there(name: str | None) -> None:
+    with pytest.raises(ModelError, match=re.escape("there are " + ", ".join(MODELS))):
+        family(name)
+
+
+def test_looking_up_a_family_leaves_logging_as_it_was() -> None:
+    before = logging.root.manager.disable
+    family("flux")
+    assert logging.root.manager.disable == before
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.seen: list[tuple[torch.dtype, bool]] = []
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.linear(value)
+        self.seen.append((result.dtype, self.training))
+        if value.isnan().any():
+            raise ValueError("not a number")
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_only_the_modules_themselves_compute_in_the_other_precision(dtype: torch.dtype) -> None:
+    inside, outside = Scaled(), Scaled()
+    with computing([inside], CPU, dtype):
+        inside(torch.ones(1, 4))
+        outside(torch.ones(1, 4))
+    inside(torch.ones(1, 4))
+    assert inside.seen == [(dtype, False), (torch.float32, True)]
+    assert outside.seen == [(torch.float32, True)]
+
+
+def test_a_forward_pass_that_fails_leaves_no_autocast_behind() -> None:
+    module = Scaled()
+    with pytest.raises(ValueError, match="not a number"), computing([module], CPU, torch.bfloat16):
+        module(torch.full((1, 4), float("nan")))
+    assert not torch.is_autocast_enabled("cpu")
+    assert module.training and not module._forward_hooks and not module._forward_pre_hooks

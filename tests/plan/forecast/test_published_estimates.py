@@ -1,0 +1,90 @@
+"""Published models at full size: what an estimate says of sizes agrees with public arithmetic, nothing downloaded.
+
+Steps of full size take minutes to trace, and are compared with torch's own allocator on the phantom; here are the parts
+that take seconds.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from supertuner.config.sources.load import load
+from supertuner.core.events import Silence
+from supertuner.core.types import GIB, MIB, MediaKind
+from supertuner.data.ordering.buckets import Bucket
+from supertuner.models import loading
+from supertuner.plan.forecast.dataset_sizes import course
+from supertuner.plan.forecast.storage import stored
+from supertuner.plan.forecast.survey import survey
+from supertuner.plan.forecast.target_machine import known
+from supertuner.plan.forecast.traces import Traces
+
+CONFIGS = Path(__file__).parents[3] / "examples"
+SQUARE = Bucket(MediaKind.IMAGE, 1024, 1024, 1, channels=3)
+
+
+@pytest.fixture(scope="module")
+def traces() -> Traces:
+    config = load(CONFIGS / "wan22_lycoris_pictures.yaml", check_paths=False).config
+    return Traces(config, known("gh200-96"), Silence(), Silence())
+
+
+def test_a_picture_is_half_a_mebibyte_and_a_caption_at_most_four(traces: Traces) -> None:
+    sizes = traces.sizes()
+    assert sizes.latents(SQUARE) == 16 * 128 * 128 * 2
+    assert sizes.longest_text == 512 * 4096 * 2 and sizes.token_bytes == 4096 * 2
+    assert traces.tokens(SQUARE) == 64 * 64
+
+
+def test_a_clip_of_81_frames_in_720p_is_75600_tokens(traces: Traces) -> None:
+    clip = Bucket(MediaKind.VIDEO, 1280, 720, 81, channels=3)
+    assert traces.tokens(clip) == 21 * 45 * 80 == 75_600
+    assert traces.sizes().latents(clip) == 16 * 21 * 90 * 160 * 2
+
+
+def test_two_experts_are_57_gigabytes_and_the_seeds_260_latents_136_megabytes(traces: Traces) -> None:
+    weights = sum(
+        2 * parameter.numel()
+        for expert in traces.model.experts
+        for parameter in loading.skeleton(traces.model, expert.part).parameters()
+    )
+    assert weights / 1e9 == pytest.approx(57.2, abs=0.2)
+    assert 260 * (traces.sizes().latents(SQUARE) or 0) / 1e6 == pytest.approx(136.3, abs=0.1)
+
+
+def test_the_whole_of_the_seeds_run_takes_little_beside_the_gpu(traces: Traces) -> None:
+    config = load(CONFIGS / "wan22_lycoris_pictures.yaml", check_paths=False).config
+    held = survey(config, 260)
+    found = {one.what: one for one in stored(config, held, traces.sizes(), (), 6 * MIB)}
+    latents, text = found["cache of latents"].nbytes, found["cache of text"].nbytes
+    assert latents is not None and latents < 140 * MIB, "not 8 to 10 GB"
+    assert text is not None and text < 1.1 * GIB, "not 2 to 3 GB, however long captions are"
+    whole = course(config, held)
+    assert whole is not None and (whole.total_steps, whole.total_samples) == (1300, 5200)
+
+
+@pytest.mark.parametrize(
+    ("family", "path", "much"),
+    [("sdxl", "stabilityai/stable-diffusion-xl-base-1.0", True), ("flux", "black-forest-labs/FLUX.1-dev", False)],
+)
+def test_a_denoiser_of_convolutions_is_told_from_one_of_attention(family: str, path: str, much: bool) -> None:
+    config = load(None, sets=[f"model.family={family}", f"model.path={path}"], environ={}).config
+    traces = Traces(config, known("gh200-96"), Silence(), Silence())
+    assert traces.convolves(traces.model.experts[0]) is much
+
+
+@pytest.mark.parametrize(
+    ("family", "path", "side", "tokens"),
+    [
+        ("flux", "black-forest-labs/FLUX.1-dev", 1024, 4096),
+        ("qwen-image", "Qwen/Qwen-Image", 1328, 83 * 83),
+        ("sd3.5", "stabilityai/stable-diffusion-3.5-large", 1024, 4096),
+        ("wan2.2", "Wan-AI/Wan2.2-TI2V-5B-Diffusers", 1024, 32 * 32),
+    ],
+)
+def test_tokens_of_a_picture_are_those_of_the_models_cards(family: str, path: str, side: int, tokens: int) -> None:
+    config = load(None, sets=[f"model.family={family}", f"model.path={path}"], environ={}).config
+    traces = Traces(config, known("gh200-96"), Silence(), Silence())
+    assert traces.tokens(Bucket(MediaKind.IMAGE, side, side, 1, channels=3)) == tokens

@@ -1,0 +1,84 @@
+"""Times of a run are its steps' times added up, at the machine's rates and at shares of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from supertuner.config.settings.tree import RunConfig
+from supertuner.core.types import GIB
+from supertuner.memory.machines import MACHINES
+from supertuner.optim.schedule import course_of
+from supertuner.plan.forecast.context import as_configured, plain_seconds, scaled
+from supertuner.plan.forecast.timing import Repeated, Steps, Whole, timing
+from supertuner.plan.placement.plan_step import place
+from supertuner.plan.placement.step_table import StepTable, Work
+from supertuner.plan.placement.throughput import Limits, Rates
+from tests.plan.making_forecasts import a_table
+
+GH200 = MACHINES["gh200-96"]
+RATES = Rates.of(GH200)
+LIMITS = Limits.of(GH200)
+
+
+def steps_of(table: StepTable, planned: bool = False) -> Steps:
+    plan = place(table, GH200, LIMITS) if planned else None
+    return Steps(table, as_configured(table, False), plan, tokens=1000)
+
+
+def a_whole(*experts: Steps, steps: int = 10, every: int = 1) -> Whole:
+    config = RunConfig.model_validate({"train": {"max_steps": steps, "gradient_accumulation_steps": 2}})
+    encoding = (Repeated((Work(990e12, 0.0, 0.0, 1), Work(0.0, 0.0, 3705e9, 1)), 5),)
+    return Whole(experts, {1000: 1.0}, course_of(config, lambda epochs: 0, 1), 1, encoding, (), every)
+
+
+def test_a_run_takes_its_windows_and_pieces_take_what_limits_them() -> None:
+    table = a_table(saved=2, micro_batches=2)
+    found = timing(a_whole(steps_of(table)), GH200, LIMITS, RATES, (1.0, 0.5))
+    full, half = found.paces
+    assert full.step_s == pytest.approx(plain_seconds(table, as_configured(table, False), RATES))
+    assert full.training_s == pytest.approx(10 * full.step_s)
+    assert full.encoding_s == pytest.approx(5 * (1.0 + 1.0)), "compute limits one piece, memory the other"
+    assert half.training_s == pytest.approx(2 * (full.training_s or 0))
+    assert full.total_s == pytest.approx((full.training_s or 0) + 10.0)
+    assert full.bound_s <= full.step_s
+
+
+def test_a_plan_that_is_followed_decides_the_time() -> None:
+    table = a_table(saved=30, micro_batches=2)
+    steps = steps_of(table, planned=True)
+    assert steps.plan is not None and steps.plan.modelled is not None and not steps.plan.does_nothing
+    found = timing(a_whole(steps), GH200, LIMITS, RATES, (1.0,)).paces[0]
+    assert found.step_s == pytest.approx(steps.plan.modelled.seconds)
+
+
+def test_an_expert_that_waits_at_home_is_fetched_at_every_change() -> None:
+    table = a_table(blocks=2, frozen=20, saved=10, idle=37)
+    planned = steps_of(table, planned=True)
+    assert planned.plan is not None and planned.plan.idle_at_home
+    stays = replace(planned, plan=replace(planned.plan, idle_at_home=False))
+    often, seldom, never = (
+        timing(a_whole(one, one, every=every), GH200, LIMITS, RATES, (1.0,)).paces[0].training_s or 0.0
+        for one, every in ((planned, 1), (planned, 5), (stays, 1))
+    )
+    once = 37 * GIB / 375e9
+    assert often - never == pytest.approx(10 * once, rel=0.01)
+    assert seldom - never == pytest.approx(2 * once, rel=0.01)
+
+
+def test_a_run_whose_length_is_not_known_has_steps_and_no_hours() -> None:
+    whole = replace(a_whole(steps_of(a_table(saved=2))), course=None, encoding=None)
+    found = timing(whole, GH200, LIMITS, RATES, (1.0,))
+    assert found.steps is None and found.paces[0].step_s > 0
+    assert found.paces[0].training_s is None and found.paces[0].encoding_s is None and found.paces[0].total_s is None
+
+
+def test_batches_of_several_sizes_take_their_mean() -> None:
+    large = a_table(saved=4)
+    small = scaled(large, 0.5)
+    steps = Steps(large, as_configured(large, False), None, 2000, {1000: small})
+    mixed = replace(a_whole(steps), shares={2000: 0.5, 1000: 0.5})
+    times = [timing(replace(mixed, shares={n: 1.0}), GH200, LIMITS, RATES, (1.0,)).paces[0] for n in (2000, 1000)]
+    both = timing(mixed, GH200, LIMITS, RATES, (1.0,)).paces[0]
+    assert both.training_s == pytest.approx(sum(one.training_s or 0 for one in times) / 2, rel=0.02)

@@ -1,0 +1,111 @@
+"""Models without weights are those with weights in all but values: shapes, number formats, and what encoders make."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from supertuner.config.settings.model import ModelSettings
+from supertuner.config.settings.tree import RunConfig
+from supertuner.core.errors import ModelError
+from supertuner.models import loading
+from supertuner.models.blocks import blocks_of
+from supertuner.models.published import PUBLISHED, described
+from supertuner.models.table import PIPELINES
+from supertuner.plan.trace.shapes import Shaper, hollowed
+from tests.models.families.pipelines import Written
+
+BILLIONS = {
+    "wan-ai/wan2.2-t2v-a14b-diffusers": {"transformer": 14.29, "vae": 0.127, "text_encoder": 5.68},
+    "wan-ai/wan2.2-i2v-a14b-diffusers": {"transformer": 14.29, "transformer_2": 14.29},
+    "wan-ai/wan2.2-ti2v-5b-diffusers": {"transformer": 5.00, "vae": 0.705},
+    "wan-ai/wan2.1-t2v-1.3b-diffusers": {"transformer": 1.42},
+    "qwen/qwen-image": {"transformer": 20.43, "text_encoder": 8.29},
+    "qwen/qwen-image-edit": {"transformer": 20.43},
+    "black-forest-labs/flux.1-dev": {"transformer": 11.90, "text_encoder": 0.123, "text_encoder_2": 4.76},
+    "stabilityai/stable-diffusion-3.5-medium": {"transformer": 2.24, "text_encoder_2": 0.695},
+    "stabilityai/stable-diffusion-3.5-large": {"transformer": 8.06},
+    "stabilityai/stable-diffusion-xl-base-1.0": {"unet": 2.567, "vae": 0.0837},
+}
+"""Parameters as their authors publish them."""
+
+
+def tensors(module: nn.Module) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    return {name: (one.shape, one.dtype) for name, one in (*module.named_parameters(), *module.named_buffers())}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_hollow_part_has_the_tensors_of_a_loaded_one(written: Written, dtype: torch.dtype) -> None:
+    for part in written.model.configs:
+        if part and not part.startswith(("tokenizer", "scheduler")):
+            loaded = loading.module(written.model, part, dtype)
+            hollow = loading.module(hollowed(written.model), part, dtype)
+            assert tensors(hollow) == tensors(loaded), part
+            assert all(one.is_meta for one in hollow.parameters()), part
+
+
+def test_shapes_of_any_size_are_those_that_the_encoders_make(written: Written) -> None:
+    family, model = written.family, written.model
+    shaper = Shaper(RunConfig(), family, model)
+    encoder = family.media_encoder(model, torch.device("cpu"))
+    *leading, height, width = written.case.shape
+    longer = [leading, [*leading[:1], 9]] if len(leading) == 2 else [leading]
+    for front in longer:
+        for shape in ((*front, height, width), (*front, 2 * height, 3 * width)):
+            if family.why_not(model, shape):
+                continue
+            made = encoder.encode(torch.zeros(1, *shape, dtype=torch.uint8))
+            learnt = shaper.encoded(shape)
+            assert {name: one.shape for name, one in learnt.items()} == {
+                name: tuple(one.shape[1:]) for name, one in made.items()
+            }
+
+
+def test_a_batch_is_told_what_the_longest_caption_says(written: Written) -> None:
+    family, model = written.family, written.model
+    caption = "word " * 2000
+    one = written.text_encoder(torch.float32).encode([caption])[0]
+    said = family.pad_text(model, [one])
+    learnt = Shaper(RunConfig(), family, model).text(1)
+    assert {name: field.shape for name, field in learnt.items()} == {
+        name: tuple(tensor.shape[1:]) for name, tensor in said.items()
+    }
+
+
+@pytest.mark.parametrize("name", BILLIONS)
+def test_a_published_model_has_as_many_parameters_as_its_authors_say(name: str) -> None:
+    family = PIPELINES[PUBLISHED[name]["index"]["_class_name"]]
+    _, model, known = described(ModelSettings.model_validate({"family": family, "path": name}))
+    assert "nothing downloaded" in known
+    for part, billions in BILLIONS[name].items():
+        module = loading.module(model, part, torch.bfloat16)
+        assert sum(one.numel() for one in module.parameters()) / 1e9 == pytest.approx(billions, rel=0.002), part
+
+
+def test_every_published_model_is_read_by_its_family() -> None:
+    for name, known in PUBLISHED.items():
+        family, model, _ = described(
+            ModelSettings.model_validate({"family": PIPELINES[known["index"]["_class_name"]], "path": name})
+        )
+        assert model.source.hollow and model.source.path == name
+        for expert in model.experts:
+            assert blocks_of(loading.skeleton(model, expert.part)), name
+        assert family.why_not(model, (3, 81, 704, 1280) if family.name == "wan2.2" else (3, 1024, 1024)) is None
+
+
+def test_a_name_that_nobody_knows_is_told_with_its_neighbour() -> None:
+    settings = ModelSettings(family="flux", path="black-forest-labs/FLUX.1-dew")
+    with pytest.raises(ModelError, match=r"did you mean black-forest-labs/flux\.1-dev"):
+        described(settings)
+
+
+def test_a_stranger_is_told_who_is_known_of_its_family() -> None:
+    with pytest.raises(ModelError, match=r"of sdxl are known .*stable-diffusion-xl-base.* config files"):
+        described(ModelSettings(family="sdxl", path="somebody/else"))
+
+
+def test_blocks_of_a_unet_come_in_the_order_of_its_forward_pass() -> None:
+    _, model, _ = described(ModelSettings(family="sdxl", path="stabilityai/stable-diffusion-xl-base-1.0"))
+    names = list(blocks_of(loading.skeleton(model, "unet")))
+    assert names == [*(f"down_blocks.{n}" for n in range(3)), "mid_block", *(f"up_blocks.{n}" for n in range(3))]

@@ -1,0 +1,118 @@
+"""`supertuner run show` tells what a run was given, what was decided and why, and what was left out."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from supertuner.core.errors import RunFolderError
+from supertuner.core.events import Decided, Measured, SetAside, Warned
+from supertuner.core.types import JSON
+from supertuner.runs import show as run_show
+from supertuner.sinks.kept_config import KeptConfig
+from supertuner.sinks.run_folder import RunFolder
+from supertuner.sinks.training import HeldOut, measured_held_out, sampled
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    origins = {"run.name": "cats.yaml", "datasets[0].resolution": "--set", "run.seed": "default"}
+    resolved: dict[str, JSON] = {"run": {"name": "cats", "seed": 0}, "datasets": [{"resolution": [512]}]}
+    with RunFolder(tmp_path / "runs/cats", "cats", KeptConfig(b"x", ".yaml", resolved, origins)) as folder:
+        folder.emit(Decided("datasets[cats].in_memory.num_workers", 2, "CPUs this process may use"))
+        folder.emit(Decided("datasets[cats].in_memory.num_workers", 4, "CPUs this process may use"))
+        folder.emit(Warned("cache_config.cache_dir", "accepted; nothing reads it yet"))
+        folder.emit(Warned("cache_config.cache_dir", "accepted; nothing reads it yet"))
+        folder.emit_all(SetAside("cats", f"{n:02}.jpg", "truncated") for n in range(12))
+        folder.emit(Measured("staged cats", {"files": 1200, "stored_bytes": 3 << 30, "seconds": 1.5}))
+    return tmp_path / "runs/cats"
+
+
+def shown(run: Path) -> str:
+    out = io.StringIO()
+    run_show.show(run_show.read_run(run), Console(file=out, width=100))
+    return out.getvalue()
+
+
+def test_it_shows_what_was_set_and_by_what_but_no_defaults(run: Path) -> None:
+    lines = [line.split() for line in shown(run).splitlines()]
+    assert ["datasets[0].resolution", "=", "[512]", "--set"] in lines
+    assert not any(line[:1] == ["run.seed"] for line in lines)
+
+
+def test_it_shows_the_decision_in_force_with_its_reason_and_what_it_was(run: Path) -> None:
+    lines = [line.strip() for line in shown(run).splitlines()]
+    at = lines.index("datasets[cats].in_memory.num_workers = 4")
+    assert lines[at + 1] == "CPUs this process may use (earlier: 2)"
+
+
+def test_it_says_a_warning_once_and_figures_in_their_units(run: Path) -> None:
+    text = shown(run)
+    assert text.count("accepted; nothing reads it yet") == 1
+    assert "1,200 files, 3.0 GiB stored, 1.5 s" in text
+
+
+def test_it_names_the_first_files_set_aside_and_counts_the_rest(run: Path) -> None:
+    text = shown(run)
+    assert "set aside: 12 files" in text and "09.jpg: truncated" in text
+    assert "and 2 more in set_aside.jsonl" in text and "10.jpg" not in text
+
+
+def test_a_run_without_anything_said_is_short(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "run", "empty", KeptConfig(b"", ".json", {}, {})):
+        pass
+    assert len(shown(tmp_path / "run").splitlines()) == 2
+
+
+def test_the_folder_of_runs_is_not_a_run_and_the_runs_in_it_are_named(run: Path) -> None:
+    with pytest.raises(RunFolderError, match=r"no run\.json; there are runs below it: cats"):
+        run_show.read_run(run.parent)
+
+
+def test_looking_at_a_run_in_use_disturbs_nobody(run: Path) -> None:
+    before = {p.name: p.read_bytes() for p in run.iterdir()}
+    shown(run)
+    assert {p.name: p.read_bytes() for p in run.iterdir()} == before
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    code = "from supertuner.cli import main; main()"
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+
+
+def test_the_command_prints_json_for_programs(run: Path) -> None:
+    done = command("run", "show", str(run), "--json")
+    assert done.returncode == 0, done.stderr
+    view = json.loads(done.stdout)
+    assert view["name"] == "cats" and len(view["set_aside"]) == 12 and view["in_use_by"] is None
+
+
+def test_the_command_refuses_what_is_not_a_run_without_a_traceback(tmp_path: Path) -> None:
+    done = command("run", "show", str(tmp_path / "nowhere"))
+    assert done.returncode == 1
+    assert done.stderr.strip() == f"{tmp_path / 'nowhere'} is not a run's folder: it has no run.json"
+
+
+@pytest.mark.parametrize(("file", "content"), [("run.json", "[]"), ("decisions.json", "{}")])
+def test_a_damaged_file_of_a_run_is_named_not_shown_as_empty(run: Path, file: str, content: str) -> None:
+    (run / file).write_text(content)
+    with pytest.raises(RunFolderError, match=rf"{file} is not a JSON"):
+        run_show.read_run(run)
+
+
+def test_results_of_training_have_words_of_their_own(tmp_path: Path) -> None:
+    rows = [HeldOut("model", 0.5, 0.25), HeldOut("model", None, 0.25), HeldOut(None, None, 0.25)]
+    with RunFolder(tmp_path / "run", "run", KeptConfig(b"{}", ".json", {}, {})) as folder:
+        folder.emit(measured_held_out(40, rows))
+        folder.emit(sampled(step=40, folder=tmp_path, grid=tmp_path / "grid.png", film=None, weights="as trained"))
+    out = io.StringIO()
+    run_show.show(run_show.read_run(tmp_path / "run"), Console(file=out, width=300))
+    lines = [line.strip() for line in out.getvalue().splitlines()]
+    assert "held-out loss at step 40: 0.2500 (model 0.2500)" in lines
+    assert f"samples of step 40: {tmp_path / 'grid.png'}" in lines

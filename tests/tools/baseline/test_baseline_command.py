@@ -1,0 +1,230 @@
+"""`supertuner baseline` as a person uses it: a real training is measured, kept, and judged."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from supertuner.cli import app
+from supertuner.core.errors import BaselineError, OptionError
+from supertuner.core.events import Silence
+from supertuner.tools.baseline import capturing, checking, code, ratios
+from supertuner.tools.baseline.judging import Verdict
+from supertuner.tools.baseline.statistics import Interval
+from supertuner.tools.baseline.store import load, save
+from supertuner.tools.shapes import BASE
+from tests.tools.baseline.baselining import baseline, jobs
+
+pytestmark = pytest.mark.timeout(900)  # whole trainings, which wait for others on a busy machine
+PICTURES = Path(__file__).resolve().parents[3] / "examples" / "example_images"
+
+
+def supertuner(*words: str | Path) -> Result:
+    return CliRunner().invoke(app, ["baseline", *map(str, words)])
+
+
+def write_config(folder: Path) -> Path:
+    config = folder / "run.json"
+    config.write_text(
+        json.dumps(
+            {
+                "run": {"name": "mine", "output_dir": "runs"},
+                "model": {"family": "wan2.2", "path": str(BASE)},
+                "arena": {"home": "arenas"},
+                "cache_config": {"persistent_cache": True, "cache_dir": "cache"},
+                "datasets": [{"id": "a", "instance_data_dir": str(PICTURES), "resolution": 32, "bucket_step": 16}],
+                "train": {"batch_size": 2, "num_epochs": 1, "mixed_precision": "fp32"},
+                "adapter": {"rank": 4},
+                "validation": {"at_end": False},
+            }
+        )
+    )
+    return config
+
+
+@pytest.fixture(scope="module")
+def captured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A baseline of a real training, of which there is one for all tests: it takes seconds."""
+    folder = tmp_path_factory.mktemp("captured")
+    (folder / "nvidia-smi").write_text("#!/bin/sh\necho 'index, memory.used [MiB]'\nexec sleep 1000\n")
+    (folder / "nvidia-smi").chmod(0o755)
+    words = ("capture", "now", write_config(folder), "--steps", "12", "--repeats", "1", "--dir", folder / "baseline")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+        done = supertuner(*words)
+    assert done.exit_code == 0, done.output
+    return folder, done.output
+
+
+def test_a_capture_keeps_what_a_training_took(captured: tuple[Path, str]) -> None:
+    folder, said = captured
+    found = load(folder / "baseline" / "now")
+    (one,) = found.jobs
+    assert [step.step for step in one.steps] == list(range(1, 13))
+    assert all(0 < step.seconds <= step.wall_s for step in one.steps)
+    assert one.start.first_step_s > one.start.began_s > 0 and found.cold_start_s is not None
+    assert one.start.cold is False, "the caches were filled by the run before"
+    assert one.peaks["process.resident"] > one.peaks["process.anonymous"] > 1 << 27
+    assert len(one.losses) == 32 and one.versions["torch"] and found.machine["cpus"]
+    assert "throughput" in said and "residency hints off" in said and "baseline check now" in said
+
+
+def test_a_capture_leaves_nothing_but_the_baseline(captured: tuple[Path, str]) -> None:
+    folder, _ = captured
+    assert not [path for path in (folder / "runs").iterdir() if path.is_dir()]
+    files = ["baseline.json", "baseline_report.md", "config.json", "diagnostics.json", "events.jsonl"]
+    kept = folder / "baseline" / "now"
+    assert sorted(path.name for path in kept.iterdir()) == [*files, "nvidia_smi.log", "steps.jsonl"]
+    assert (kept / "nvidia_smi.log").read_text() == "index, memory.used [MiB]\n"
+    assert json.loads((folder / "baseline/now/diagnostics.json").read_text())["report"] == "supertuner doctor"
+
+
+def test_a_check_runs_the_same_again_from_what_was_kept_and_finds_the_same_losses(captured: tuple[Path, str]) -> None:
+    folder, _ = captured
+    words = (
+        "check",
+        "now",
+        "--dir",
+        folder / "baseline",
+        "--stored",
+        "--repeats",
+        "1",
+        "--most",
+        "1",
+        "--limit",
+        "100",
+    )
+    done = supertuner(*words, "--json")
+    document = json.loads(done.stdout[done.stdout.index("{") :])
+    assert document["losses"]["likeness"] == "identical"
+    assert document["learns_otherwise"] is False and document["rounds"] == 1
+    assert {one["name"] for one in document["figures"]} >= {"step", "time per sample", "peak process.resident"}
+    assert json.loads((folder / "baseline/now/check.json").read_text()) == document
+    assert "weather" in " ".join(document["notes"]) and "--against CODE" in " ".join(document["notes"])
+    assert "# Baseline now, now" in (folder / "baseline/now/check.md").read_text()
+
+
+def test_a_failed_capture_says_why_and_leaves_nothing(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    given = json.loads(config.read_text())
+    given["model"]["path"] = "no/such/model"
+    config.write_text(json.dumps(given))
+    with pytest.raises(BaselineError, match=r"(?s)exit code 1.*no/such/model"):
+        capturing.capture(tmp_path / "baseline", "now", config, environ=dict(os.environ), progress=Silence())
+    assert not (tmp_path / "baseline").exists() or not list((tmp_path / "baseline").iterdir())
+    assert not [path for path in (tmp_path / "runs").glob("*") if path.is_dir()]
+
+
+@pytest.mark.parametrize(
+    ("after", "exit_code", "says"),
+    [
+        (jobs(seed=2), 0, "no worse."),
+        (jobs(seed=2, step_s=0.09), 0, "better: step -"),
+        (jobs(seed=2, step_s=0.115), 1, "WORSE: step +"),
+        (jobs(seed=2, loss=lambda at: 2.0), 1, "LEARNS SOMETHING ELSE: they differ at step 1"),
+        (jobs(seed=2, apart=0.5, noise=0.5, windows=range(1, 101)), 3, "UNDECIDED"),
+    ],
+)
+def test_the_exit_code_of_a_comparison(tmp_path: Path, after: list, exit_code: int, says: str) -> None:
+    for name, made in (("before", jobs(seed=1, windows=[s.window for s in after[0].steps])), ("after", after)):
+        save(tmp_path / name, baseline(name, jobs=tuple(made)), "", {})
+    done = supertuner("compare", "before", "after", "--dir", tmp_path)
+    assert done.exit_code == exit_code, done.output
+    assert done.output.splitlines()[2].startswith(says)
+    document = json.loads((tmp_path / "after" / "against-before.json").read_text())
+    assert document["verdict"] in done.output.lower()
+
+
+def test_another_limit_is_another_verdict(tmp_path: Path) -> None:
+    for name, step_s in (("before", 0.1), ("after", 0.115)):
+        save(tmp_path / name, baseline(name, jobs=tuple(jobs(seed=len(name), step_s=step_s))), "", {})
+    assert supertuner("compare", "before", "after", "--dir", tmp_path).exit_code == 1
+    assert supertuner("compare", "before", "after", "--dir", tmp_path, "--limit", "30").exit_code == 0
+
+
+def test_baselines_are_listed_with_what_they_are_worth(tmp_path: Path) -> None:
+    assert supertuner("ls", "--dir", tmp_path).output == f"no baseline in {tmp_path}\n"
+    for name in ("before", "after"):
+        save(tmp_path / name, baseline(name), "", {})
+    lines = supertuner("ls", "--dir", tmp_path).output.splitlines()
+    assert [line.split()[1] for line in lines[2:]] == ["after", "before"]
+    assert "3 × 100" in lines[2] and "500 MiB" in lines[2] and "at 0123456789" in lines[2]
+
+
+def test_a_launcher_that_starts_many_is_refused() -> None:
+    with pytest.raises(OptionError, match="without torchrun"):
+        capturing.require_alone(
+            {
+                "RANK": "0",
+                "WORLD_SIZE": "2",
+                "LOCAL_RANK": "0",
+                "LOCAL_WORLD_SIZE": "2",
+                "MASTER_ADDR": "here",
+                "MASTER_PORT": "1",
+            }
+        )
+
+
+def test_old_code_is_run_beside_only_where_it_is_here() -> None:
+    head = code.commit_of("HEAD")
+
+    def why(commit: str | None, **more: bool) -> tuple[bool, str]:
+        found = checking._old_code(baseline(commit=commit), None, more.get("stored", False), {})
+        return found[0] is not None, found[1]
+
+    assert why(None)[0] is False and "installed package" in why(None)[1]
+    assert why("f" * 40)[0] is False
+    if head is not None:
+        assert "not committed" in why(head + "+")[1]
+        earlier = code.commit_of("HEAD~1")
+        if earlier is not None:
+            assert why(earlier)[0] is True and why(earlier, stored=True)[0] is False
+
+
+def test_another_revision_is_written_out_beside_and_not_checked_out() -> None:
+    head = code.commit_of("HEAD")
+    if head is None:
+        pytest.skip("no checkout")
+    with code.other("HEAD", {"PYTHONPATH": "/mine"}) as command:
+        assert command.code is not None and (command.code / "supertuner/tools/baseline/job.py").is_file()
+        assert command.environ["PYTHONPATH"] == f"{command.code}:/mine"
+        assert list(command.code.rglob("_bulk_io*.so")) or not list(code.PACKAGE.rglob("_bulk_io*.so"))
+        folder = command.code
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("what", ["no-such-revision", "--help", ""])
+def test_code_that_is_nowhere_is_refused(what: str) -> None:
+    with pytest.raises(BaselineError, match="no folder with a supertuner"), code.other(what, {}):
+        pass
+
+
+def test_a_revision_without_the_package_is_refused_with_words() -> None:
+    first = code._git("rev-list", "--max-parents=0", "HEAD").splitlines()
+    if not first or code._git("ls-tree", first[0], "setup.py"):
+        pytest.skip("no checkout, or one that begins with the package")
+    with pytest.raises(BaselineError, match=r"git cannot write out .*; name a later"), code.other(first[0], {}):
+        pass
+
+
+def test_ratios_are_judged_by_ratios_and_hold_no_times(tmp_path: Path) -> None:
+    def made(step: float, losses: tuple[float, ...] = (1.0, 0.9, 0.8)) -> ratios.Ratios:
+        steps = Interval(step, step - 0.01, step + 0.01)
+        figures = {"step": steps, "time per sample": steps, "start": Interval(0.0, -1.0, 1.0)}
+        return ratios.Ratios("2026-01-31T09:30:00+00:00", 3, figures, losses, {"torch": "2.13"}, 5, "in turns")
+
+    file = tmp_path / ratios.RATIOS
+    ratios.save(file, made(0.08))
+    kept = ratios.load(file)
+    assert kept.figures["step"].middle == pytest.approx(0.08) and kept.losses == (1.0, 0.9, 0.8)
+    assert not [name for name in json.loads(file.read_text()) if "second" in name or name.endswith("_s")]
+    assert ratios.against(kept, made(0.09), 0.05).verdict is Verdict.SAME
+    assert ratios.against(kept, made(0.20), 0.05).verdict is Verdict.WORSE
+    assert ratios.against(kept, made(0.08, (1.0, 0.7, 0.6)), 0.05).learns_otherwise
+    file.write_text("{}")
+    with pytest.raises(BaselineError, match="capture it again"):
+        ratios.load(file)

@@ -1,0 +1,337 @@
+"""Checkpoints that several processes write together: one folder, whole or not there, for any number of readers."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from typer.testing import CliRunner
+
+from supertuner.cli import app
+from supertuner.core.errors import CheckpointError
+from supertuner.core.host import Host
+from supertuner.core.types import JSON
+from supertuner.train.checkpoint import tensor_file
+from supertuner.train.checkpoint.parts import Rows, Wanted
+from supertuner.train.checkpoint.save import Sharers, find, latest, load, save, verify
+from supertuner.train.checkpoint.save_job import Abandoned
+from supertuner.train.checkpoint.sharded import discard
+from tests.train.checkpoints import bytes_of, forge, state_at, tree
+
+ROWS = {"a.weight": (7, 3), "b.weight": (2, 2, 5), "c.bias": (5,), "d.bias": (1,)}
+"""Shapes that no number of processes divides."""
+
+
+def whole_parts(seed: int = 0) -> dict[str, dict[str, torch.Tensor]]:
+    drawn = torch.Generator().manual_seed(seed)
+    weights = {name: torch.randn(shape, generator=drawn) for name, shape in ROWS.items()}
+    moments = {f"{name}/exp_avg": torch.randn(shape, generator=drawn) for name, shape in ROWS.items()}
+    steps = {f"{name}/step": torch.tensor(40.0) for name in ROWS}
+    return {
+        "adapter.default": {name: one.bfloat16() if name == "b.weight" else one for name, one in weights.items()},
+        "optimizer.default": {**moments, **steps},
+        "random": {"cpu": torch.arange(16, dtype=torch.uint8)},
+    }
+
+
+def rows_of(count: int, rank: int, ranks: int) -> range:
+    each = -(-count // ranks)
+    return range(min(count, rank * each), min(count, (rank + 1) * each))
+
+
+def shared_out(
+    parts: dict[str, dict[str, torch.Tensor]], rank: int, ranks: int
+) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, dict[str, int]]]:
+    """(what a process has, where it begins)."""
+    begins: dict[str, dict[str, int]] = {}
+    own: dict[str, dict[str, torch.Tensor]] = {}
+    for part, tensors in parts.items():
+        own[part] = dict(tensors)
+        for name, tensor in tensors.items():
+            if part != "random" and tensor.dim():
+                rows = rows_of(len(tensor), rank, ranks)
+                own[part][name] = tensor[rows.start : rows.stop]
+                begins.setdefault(part, {})[name] = rows.start
+    return own, begins
+
+
+def save_one(
+    folder: Path,
+    rank: int,
+    ranks: int,
+    *,
+    step: int = 40,
+    attempt: str = "ab-1",
+    seed: int = 0,
+    go_on: Callable[[], None] = lambda: None,
+    host: Host | None = None,
+) -> Path:
+    parts, begins = shared_out(whole_parts(seed), rank, ranks)
+    sharers = Sharers(rank, ranks, attempt, begins)
+    state: dict[str, JSON] = state_at(step) if rank == 0 else {}
+    return save(folder, step, parts, state, keep=2, host=host or Host(), go_on=go_on, sharers=sharers)
+
+
+def save_all(folder: Path, ranks: int, order: Callable[[int], float] = lambda rank: 0.0, **more: object) -> Path:
+    """All processes at once, each as a thread that begins after its own time."""
+
+    def one(rank: int) -> Path:
+        time.sleep(order(rank))
+        return save_one(folder, rank, ranks, **more)  # type: ignore[arg-type]
+
+    with ThreadPoolExecutor(ranks) as pool:
+        made = list(pool.map(one, range(ranks)))
+    assert set(made) == {made[0]}
+    return made[0]
+
+
+def wanted_by(rank: int, ranks: int) -> Rows:
+    """What a process wants of the tensors of ROWS, and of an optimizer's that belong to them."""
+
+    def rows(name: str) -> Wanted | None:
+        shape = ROWS[name.partition("/")[0]]
+        return Wanted(shape, rows_of(shape[0], rank, ranks))
+
+    return rows
+
+
+def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(
+        found[name].dtype == one.dtype and torch.equal(found[name], one) for name, one in expected.items()
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_what_many_wrote_is_read_back_as_a_whole(tmp_path: Path, ranks: int) -> None:
+    made = save_all(tmp_path / "c", ranks)
+    assert verify(made) == []
+    loaded = load(made)
+    assert sorted(loaded.parts) == ["adapter.default", "optimizer.default", "random"]
+    assert loaded.state == state_at(40)
+    for part, expected in whole_parts().items():
+        assert same(loaded.part(part), expected), part
+    assert sorted(tree(tmp_path / "c")) == sorted({made.name, *(f"{made.name}/{file}" for file in bytes_of(made))})
+    assert len(list(made.glob("adapter.default.shard-*"))) == ranks
+
+
+@pytest.mark.parametrize("readers", [1, 2, 3, 5])
+@pytest.mark.parametrize("writers", [0, 2, 3])
+def test_any_number_of_processes_reads_the_rows_that_it_has(tmp_path: Path, writers: int, readers: int) -> None:
+    """0 writers: a run of one process, which shares nothing out."""
+    if writers:
+        made = save_all(tmp_path / "c", writers)
+    else:
+        made = save(tmp_path / "c", 40, whole_parts(), state_at(40), keep=2, host=Host())
+    for rank in range(readers):
+        loaded = load(made, checked=rank > 0)
+        expected, _ = shared_out(whole_parts(), rank, readers)
+        for part in ("adapter.default", "optimizer.default"):
+            found = loaded.part(part, wanted_by(rank, readers))
+            assert same(found, expected[part]), (rank, part)
+
+
+def test_the_same_content_is_the_same_bytes_in_whatever_order_they_come(tmp_path: Path) -> None:
+    one = save_all(tmp_path / "one", 3)
+    other = save_all(tmp_path / "other", 3, order=lambda rank: 0.1 * (2 - rank), attempt="cd-9")
+    assert bytes_of(one) == bytes_of(other)
+
+
+def test_torch_s_own_tool_puts_the_parts_together(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
+
+    made = save_all(tmp_path / "c", 3)
+    for name in ("in", "out"):
+        (tmp_path / name).mkdir()
+    for file in made.glob("adapter.default.shard-*"):
+        shutil.copy(file, tmp_path / "in")
+    index = {name: 1 for name in ROWS}
+    consolidate_safetensors_files(str(tmp_path / "in"), str(tmp_path / "out"), fqn_to_index_mapping=index)
+    (file,) = (tmp_path / "out").glob("*.safetensors")
+    with safe_open(file, "pt") as opened:
+        found = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 — it is no mapping
+    assert same(found, whole_parts()["adapter.default"])
+
+
+def test_nothing_is_seen_until_the_last_process_has_written(tmp_path: Path) -> None:
+    folder, last = tmp_path / "c", threading.Event()
+    save(folder, 20, whole_parts(1), state_at(20), keep=2, host=Host())
+    with ThreadPoolExecutor(3) as pool:
+        first = pool.submit(save_one, folder, 0, 3)
+        pool.submit(save_one, folder, 1, 3).result()
+        third = pool.submit(lambda: (last.wait(), save_one(folder, 2, 3)))
+        assert [found.step for found in find(folder)] == [20] and not first.done()
+        last.set()
+        third.result(), first.result()
+    assert [found.step for found in find(folder)] == [20, 40]
+    assert all(found.problem is None for found in find(folder))
+
+
+def test_remains_of_a_killed_save_are_never_mistaken_for_this_one(tmp_path: Path) -> None:
+    """A process that comes first finds the folder of a save that was killed: it waits until the first has its own."""
+    folder = tmp_path / "c"
+    remains = folder / ".saving-step-00000040"
+    remains.mkdir(parents=True)
+    for name in ("attempt-old-7", "adapter.default.shard-00001-of-00002.safetensors", "wrote-00001-old-7.json"):
+        (remains / name).write_text("{}")
+    made = save_all(folder, 2, order=lambda rank: 0.2 * (1 - rank))
+    assert verify(made) == [] and os.listdir(folder) == ["step-00000040"]
+
+
+def test_a_process_of_a_job_that_is_gone_cannot_write_into_a_later_save(tmp_path: Path) -> None:
+    """The first process was killed; another is in the middle of its files while the next job saves the same step."""
+    folder, calls, inside, go = tmp_path / "c", iter(range(1000)), threading.Event(), threading.Event()
+    begun = folder / ".saving-step-00000040"
+    begun.mkdir(parents=True)
+    (begun / "attempt-old-1").touch()
+
+    def slow() -> None:
+        if next(calls) == 1:  # it has the folder open, and its first file
+            inside.set()
+            assert go.wait(60)
+
+    with ThreadPoolExecutor(1) as pool:
+        stale = pool.submit(save_one, folder, 1, 2, attempt="old-1", seed=5, go_on=slow)
+        assert inside.wait(60)
+        made = save_all(folder, 2, attempt="new-1")
+        go.set()
+        with pytest.raises(Abandoned, match="given up by the first process"):
+            stale.result()
+    assert verify(made) == [] and os.listdir(folder) == [made.name]
+    for part, expected in whole_parts().items():
+        assert same(load(made).part(part), expected), part
+
+
+def test_one_that_gives_up_leaves_nothing_and_what_was_there_stays(tmp_path: Path) -> None:
+    folder = tmp_path / "c"
+    save(folder, 20, whole_parts(1), state_at(20), keep=2, host=Host())
+    before = tree(folder)
+    stop = threading.Event()
+
+    def go_on() -> None:
+        if stop.is_set():
+            raise CheckpointError("given up")
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(save_one, folder, 0, 3, go_on=go_on)
+        pool.submit(save_one, folder, 1, 3, go_on=go_on).result()
+        stop.set()  # the third never comes
+        with pytest.raises(CheckpointError, match="given up"):
+            first.result()
+    assert tree(folder) == before
+    with pytest.raises(CheckpointError, match="given up"):
+        save_one(folder, 1, 3, go_on=go_on)
+
+
+@pytest.mark.parametrize("moment", [1, 2, 3, 4])
+def test_whoever_writes_for_a_save_that_the_first_gave_up_has_no_error_of_its_own(tmp_path: Path, moment: int) -> None:
+    """Whenever that happens, in a file or between two: what is told is the first one's error, not a missing folder."""
+    begun, calls = tmp_path / "c" / ".saving-step-00000040", iter(range(1000))
+    begun.mkdir(parents=True)
+    (begun / "attempt-ab-1").touch()
+
+    def go_on() -> None:
+        if next(calls) == moment:
+            discard(begun, Sharers(0, 2, "ab-1", {}))
+
+    with pytest.raises(Abandoned):
+        save_one(tmp_path / "c", 1, 2, go_on=go_on)
+    assert not begun.exists()
+
+
+def test_room_is_asked_for_all_of_them(tmp_path: Path) -> None:
+    class Full(Host):
+        def free_bytes(self, folder: Path) -> int:
+            return 20_000
+
+    with pytest.raises(CheckpointError, match="are missing"):
+        save_one(tmp_path / "c", 0, 4, host=Full())
+    assert os.listdir(tmp_path / "c") == []
+
+
+SECOND = "adapter.default.shard-00001-of-00002.safetensors"
+BEGINS = {"a.weight": 4, "b.weight": 1, "c.bias": 3}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "begins", "said"),
+    [
+        ({"a.weight": torch.zeros(3, 3)}, {"a.weight": 5}, "goes on with row 5, wanted is row 4"),
+        ({"a.weight": torch.zeros(3, 3)}, {"a.weight": 3}, "goes on with row 3, wanted is row 4"),
+        ({"a.weight": torch.zeros(3, 4)}, {"a.weight": 4}, "is another tensor than in"),
+        ({"a.weight": torch.zeros(3, 3).double()}, {"a.weight": 4}, "is another tensor than in"),
+    ],
+)
+def test_rows_that_do_not_fit_together_are_told(
+    tmp_path: Path, tensors: dict[str, torch.Tensor], begins: dict[str, int], said: str
+) -> None:
+    made = save_all(tmp_path / "c", 2)
+    forge(made, SECOND, tensors, begins)
+    (problem,) = verify(made)
+    assert said in problem and SECOND in problem
+    with pytest.raises(CheckpointError, match=said):
+        load(made).part("adapter.default")
+
+
+@pytest.mark.parametrize("readers", [1, 2])
+@pytest.mark.parametrize("left", [{"c.bias": torch.zeros(1)}, {}], ids=["a row is left", "none is left"])
+def test_a_tensor_whose_last_rows_are_lost_is_refused_by_whoever_wants_any(
+    tmp_path: Path, left: dict[str, torch.Tensor], readers: int
+) -> None:
+    """c.bias has 5 rows, 3 and 2: whoever reads can know that, the files cannot."""
+    made = save_all(tmp_path / "c", 2)
+    forge(made, SECOND, {"a.weight": torch.zeros(3, 3), "b.weight": torch.zeros(1, 2, 5).bfloat16(), **left}, BEGINS)
+    file = SECOND if left else SECOND.replace("00001-of", "00000-of")
+    for rank in range(readers):
+        with pytest.raises(CheckpointError, match=rf"{file}: c.bias of adapter.default ends as .*, wanted is \[5\]"):
+            load(made).part("adapter.default", wanted_by(rank, readers))
+
+
+def test_half_a_tensor_in_one_file_is_not_taken_for_the_half_of_a_process(tmp_path: Path) -> None:
+    parts = whole_parts()
+    parts["adapter.default"]["a.weight"] = parts["adapter.default"]["a.weight"][:4]
+    made = save(tmp_path / "c", 40, parts, state_at(40), keep=2, host=Host())
+    with pytest.raises(CheckpointError, match=r"a\.weight of adapter\.default ends as"):
+        load(made).part("adapter.default", wanted_by(0, 2))
+
+
+def test_a_part_without_one_of_its_files_is_refused(tmp_path: Path) -> None:
+    made = save_all(tmp_path / "c", 3)
+    shutil.copytree(made, tmp_path / "kept")
+    (made / "adapter.default.shard-00001-of-00003.safetensors").unlink()
+    assert "No such file" in verify(made)[0]
+    assert latest(tmp_path / "c") is None
+    shutil.rmtree(made)
+    shutil.copytree(tmp_path / "kept", made)
+    content = bytearray((made / "adapter.default.shard-00002-of-00003.safetensors").read_bytes())
+    content[-1] ^= 1
+    (made / "adapter.default.shard-00002-of-00003.safetensors").write_bytes(content)
+    assert "not what was written" in verify(made)[0]
+
+
+def test_metadata_that_is_no_sense_is_told(tmp_path: Path) -> None:
+    for number, text in enumerate(('{"a.weight":{"saved_offsets":[1,1]}}', "[1]", "{", '{"a.weight":7}')):
+        file = tmp_path / f"{number}"
+        tensors = {"a.weight": torch.zeros(2, 2)}
+        layout = tensor_file.lay_out(tensors, {tensor_file.SHARDING: text})
+        file.write_bytes(b"".join(layout.chunks()))
+        with file.open("rb") as opened:
+            header, entries = tensor_file.read_header(opened.fileno(), layout.nbytes)
+        with pytest.raises(tensor_file.Malformed):
+            tensor_file.first_rows(header, entries)
+
+
+def test_commands_count_a_part_in_several_files_once(tmp_path: Path) -> None:
+    made = save_all(tmp_path / "checkpoints", 2)
+    (found,) = find(tmp_path / "checkpoints")
+    assert found.parts == ("adapter.default", "optimizer.default", "random") and found.problem is None
+    assert found.nbytes == sum(len(content) for name, content in bytes_of(made).items() if name != "manifest.json")
+    checked = CliRunner().invoke(app, ["checkpoint", "verify", str(made)])
+    assert checked.exit_code == 0 and ": whole, step 40" in checked.stdout

@@ -1,0 +1,323 @@
+"""Encoded data for training: the same bits whatever is cached where, made once, and refused where they cannot be."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from supertuner.core.errors import CacheError, ModelError
+from supertuner.core.events import Measured, Silence
+from supertuner.core.host import Host
+from supertuner.core.types import MediaKind
+from supertuner.data.batching.batches import Decoders
+from supertuner.data.batching.render import caption_of
+from supertuner.data.opened import open_corpus
+from supertuner.train.encoding.encoded import open_encoded
+from tests.cache.encoding import (
+    SoundEncoder,
+    arenas,
+    at_use,
+    batches,
+    config_of,
+    counted,
+    encoding_of,
+    equal,
+    opened,
+    pictures,
+    served,
+    sounds,
+    videos,
+)
+from tests.data.media_files import png_claiming
+from tests.data.staging import Told
+
+
+def mixed(tmp_path: Path, cache: dict | None = None, **more):
+    """Pictures and videos, several captions, dropout, and two datasets that share a bucket."""
+    images = pictures(tmp_path / "images", 5)
+    return config_of(
+        tmp_path,
+        {"instance_data_dir": images, "captions": {"dropout": 0.3, "trigger_word": "sks"}},
+        {"instance_data_dir": pictures(tmp_path / "more", 3), "resize_filter": "area"},
+        {"instance_data_dir": videos(tmp_path / "videos"), "dataset_type": "video", "frames": [5, 9]},
+        cache=cache,
+        **more,
+    )
+
+
+@pytest.mark.parametrize(
+    "cache",
+    [
+        {},
+        {"persistent_cache": True},
+        {"vae_cache_type": "disk", "text_cache_type": "disk"},
+        {"vae_cache_type": "disk", "text_cache_type": "disk", "persistent_cache": True},
+        {"vae_cache_type": "none"},
+        {"text_cache_type": "none"},
+    ],
+    ids=str,
+)
+def test_every_kind_of_cache_serves_the_bits_that_encoding_at_use_gives(tmp_path: Path, wan, cache: dict) -> None:
+    config = mixed(tmp_path, cache)
+    encoding = encoding_of(*wan)
+    with opened(at_use(config), encoding) as plain:
+        expected = served(*plain)
+    for _ in range(2):  # as it is made, and as it is found
+        with opened(config, encoding) as cached:
+            assert equal(served(*cached), expected)
+    assert all(latents["latents"].dtype == torch.bfloat16 for latents, _ in expected.values())
+
+
+def test_what_is_served_is_what_the_encoders_make_of_the_decoded_batch(tmp_path: Path, wan) -> None:
+    config = mixed(tmp_path)
+    encoding = encoding_of(*wan)
+    family, model = wan
+    media = family.media_encoder(model, encoding.device)
+    text = family.text_encoder(model, encoding.device, encoding.dtype)
+    with opened(config, encoding) as (corpus, encoded), Decoders(corpus, 2) as decoders:
+        for micro in batches(corpus):
+            batch = decoders.make(micro)
+            assert torch.equal(encoded.latents(micro)["latents"], media.encode(batch.media)["latents"].bfloat16())
+            for mine, theirs in zip(encoded.texts(micro), text.encode(batch.captions), strict=True):
+                assert torch.equal(mine["embeds"], theirs["embeds"])
+
+
+def test_flux_is_cached_by_the_same_code(tmp_path: Path, flux) -> None:
+    config = config_of(tmp_path, {"instance_data_dir": pictures(tmp_path / "images"), "bucket_step": 16})
+    with opened(at_use(config), encoding_of(*flux)) as plain:
+        expected = served(*plain)
+    with opened(config, encoding_of(*flux)) as cached:
+        assert equal(served(*cached), expected)
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_a_second_run_encodes_nothing_and_makes_no_encoder_if_the_cache_is_persistent(
+    tmp_path: Path, wan, persistent: bool
+) -> None:
+    config = mixed(tmp_path, {"persistent_cache": persistent})
+    family, count = counted(wan[0])
+    with opened(config, encoding_of(family, wan[1])) as (corpus, encoded):
+        assert count.made == ["media", "text"] and count.samples == 10
+        served(corpus, encoded)
+        assert count.samples == 10, "nothing is encoded while training"
+        assert sorted(set(count.captions)) == sorted(count.captions), "each text once"
+        assert "" in count.captions and "sks, red, round, number 3" in count.captions
+    family, count = counted(wan[0])
+    with opened(config, encoding_of(family, wan[1])):
+        assert count.made == ([] if persistent else ["media", "text"])
+    kept = [name for name in arenas(tmp_path / "runs" / "cache") if name.startswith(("latents", "text"))]
+    assert len(kept) == (2 if persistent else 0)
+    assert not [name for name in arenas(tmp_path / "ram") if name.startswith(("latents", "text"))], "ends with the run"
+
+
+def test_a_dataset_that_grew_has_only_its_new_samples_encoded(tmp_path: Path, wan) -> None:
+    folder = pictures(tmp_path / "images", 4)
+    config = config_of(tmp_path, {"instance_data_dir": folder}, cache={"persistent_cache": True})
+    with opened(config, encoding_of(*wan)):
+        pass
+    pictures(folder, 6)
+    family, count = counted(wan[0])
+    with opened(config, encoding_of(family, wan[1])):
+        assert count.samples == 2 and len(count.captions) == 2
+
+
+def test_equal_files_under_two_names_are_encoded_once(tmp_path: Path, wan) -> None:
+    folder = pictures(tmp_path / "images", 3)
+    (folder / "copy.jpg").write_bytes((folder / "p0.jpg").read_bytes())
+    family, count = counted(wan[0])
+    config = config_of(tmp_path, {"instance_data_dir": folder}, {"instance_data_dir": pictures(tmp_path / "b", 3)})
+    with opened(config, encoding_of(family, wan[1])):
+        assert count.samples == 3
+
+
+def test_encoding_shows_its_progress_and_its_figures(tmp_path: Path, wan) -> None:
+    told = Told()
+    with opened(mixed(tmp_path), encoding_of(*wan), told):
+        pass
+    assert ("encoding samples", 10, 0) in told.phases
+    assert [title for title, _, _ in told.phases] == ["encoding samples", "encoding captions"]
+    figures = {event.what: event.figures for event in told.events if isinstance(event, Measured)}
+    assert figures["cache.latents"]["made"] == 10
+
+
+def test_a_run_that_ends_within_an_epoch_encodes_only_what_it_draws(tmp_path: Path, wan) -> None:
+    family, count = counted(wan[0])
+    config = config_of(tmp_path, {"instance_data_dir": pictures(tmp_path / "images", 8)})
+    with opened(config, encoding_of(family, wan[1]), until=3) as (corpus, encoded):
+        assert count.samples == 3 and len(count.captions) == 3
+        first, *_, last = batches(corpus)
+        encoded.latents(first)
+        encoded.texts(first)
+        assert count.samples == 3
+        beyond = encoded.latents(last), encoded.texts(last)
+    with opened(config, encoding_of(*wan)) as (_, encoded):
+        assert torch.equal(beyond[0]["latents"], encoded.latents(last)["latents"]), "what nobody foresaw is made at use"
+        assert all(torch.equal(a["embeds"], b["embeds"]) for a, b in zip(beyond[1], encoded.texts(last), strict=True))
+
+
+def test_held_out_data_pass_through_a_corpus_of_their_own(tmp_path: Path, wan) -> None:
+    encoding = encoding_of(*wan)
+    train = config_of(tmp_path, {"instance_data_dir": pictures(tmp_path / "images", 4)})
+    held = config_of(tmp_path, {"instance_data_dir": pictures(tmp_path / "held", 6), "id": "held"})
+    family, count = counted(wan[0])
+    with opened(train, encoding) as one, opened(held, encoding_of(family, wan[1])) as other:
+        assert count.samples == 2, "four of the six are the training pictures, encoded already"
+        assert len(served(*one)) == 8 and len(served(*other)) == 12
+
+
+def test_a_bucket_that_the_model_cannot_take_is_refused_before_anything_is_encoded(tmp_path: Path, wan) -> None:
+    family, count = counted(wan[0])
+    folder = videos(tmp_path / "videos")
+    config = config_of(tmp_path, {"instance_data_dir": folder, "dataset_type": "video", "frames": 6})
+    with pytest.raises(ModelError) as caught, opened(config, encoding_of(family, wan[1])):
+        pass
+    message = str(caught.value)
+    assert "datasets[set0]" in message and "6 frames" in message and "frames of that dataset" in message
+    assert not count.made
+
+
+def test_sound_is_refused_by_a_model_of_pictures(tmp_path: Path, wan) -> None:
+    config = config_of(tmp_path, {"instance_data_dir": sounds(tmp_path / "sounds"), "dataset_type": "audio"})
+    config = config.model_copy(
+        update={"datasets": (config.datasets[0].model_copy(update={"audio": short_sounds(config)}),)}
+    )
+    with pytest.raises(ModelError, match="image and video, not on audio"), opened(config, encoding_of(*wan)):
+        pass
+
+
+def short_sounds(config):
+    return config.datasets[0].audio.model_copy(
+        update={"sample_rate": 16_000, "channels": 1, "step_seconds": 0.25, "max_seconds": 1.0}
+    )
+
+
+def test_sounds_pass_through_caches_and_collation(tmp_path: Path, wan) -> None:
+    family = dataclasses.replace(wan[0], media_encoder=lambda *_: SoundEncoder(), why_not=lambda *_: None)
+    model = dataclasses.replace(wan[1], kinds=frozenset({MediaKind.AUDIO}))
+    config = config_of(tmp_path, {"instance_data_dir": sounds(tmp_path / "sounds", 5), "dataset_type": "audio"})
+    config = config.model_copy(
+        update={"datasets": (config.datasets[0].model_copy(update={"audio": short_sounds(config)}),)}
+    )
+    with opened(at_use(config), encoding_of(family, model)) as plain:
+        expected = served(*plain)
+    with opened(config, encoding_of(family, model)) as cached:
+        assert equal(served(*cached), expected)
+    shapes = {tuple(latents["latents"].shape) for latents, _ in expected.values()}
+    assert len(shapes) >= 2 and all("loudness" in latents for latents, _ in expected.values())
+
+
+def test_a_file_that_does_not_decode_is_named_with_the_setting_that_finds_such_files(tmp_path: Path, wan) -> None:
+    folder = pictures(tmp_path / "images", 3)
+    (folder / "p9.png").write_bytes(png_claiming(64, 64))  # its structure is whole, its picture is not
+    config = config_of(tmp_path, {"instance_data_dir": folder})
+    with pytest.raises(CacheError) as caught, opened(config, encoding_of(*wan)):
+        pass
+    assert "'p9'" in str(caught.value) and 'check: "decode"' in str(caught.value)
+
+
+def test_a_damaged_entry_of_a_persistent_cache_is_encoded_again_before_it_is_served(tmp_path: Path, wan) -> None:
+    config = config_of(
+        tmp_path, {"instance_data_dir": pictures(tmp_path / "images", 4)}, cache={"persistent_cache": True}
+    )
+    with opened(config, encoding_of(*wan)) as cached:
+        expected = served(*cached)
+    data = next((tmp_path / "runs" / "cache").glob("latents-*/0000.data"))
+    content = bytearray(data.read_bytes())
+    content[4096 + 10] ^= 1
+    data.write_bytes(content)
+    told = Told()
+    family, count = counted(wan[0])
+    with opened(config, encoding_of(family, wan[1]), told) as cached:
+        assert equal(served(*cached), expected)
+    assert count.samples == 1 and "made again" in told.warnings()
+
+
+def test_a_damaged_entry_of_a_mapped_file_stops_with_its_name_and_the_remedy(tmp_path: Path, wan) -> None:
+    cache = {"persistent_cache": True, "vae_cache_type": "disk"}
+    config = config_of(tmp_path, {"instance_data_dir": pictures(tmp_path / "images", 4)}, cache=cache)
+    with opened(config, encoding_of(*wan)):
+        pass
+    data = next((tmp_path / "runs" / "cache").glob("latents-*/0000.data"))
+    content = bytearray(data.read_bytes())
+    content[4096 + 10] ^= 1
+    data.write_bytes(content)
+    with opened(config, encoding_of(*wan)) as cached, pytest.raises(CacheError, match=r"0000\.data.*cache build"):
+        served(*cached)
+
+
+def test_too_little_disk_is_said_before_it_is_full(tmp_path: Path, wan, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(
+        tmp_path, {"instance_data_dir": pictures(tmp_path / "images", 4)}, cache={"persistent_cache": True}
+    )
+    with open_corpus(config, host=Host(), sink=Silence(), progress=Silence()) as corpus:
+        monkeypatch.setattr(Host, "free_bytes", lambda self, folder: 9000)
+        around = {"run_folder": tmp_path / "run", "host": Host(), "sink": Silence(), "progress": Silence()}
+        with (
+            pytest.raises(CacheError, match=r"4 entries need about .* missing; .*cache_dir"),
+            open_encoded(config, corpus, encoding_of(*wan), **around),
+        ):
+            pass
+
+
+def test_a_folder_with_other_things_in_it_is_not_taken_for_a_cache(tmp_path: Path, wan) -> None:
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "mine.jpg").write_bytes(b"")
+    cache = {"persistent_cache": True, "cache_dir": tmp_path / "photos"}
+    config = config_of(tmp_path, {"instance_data_dir": pictures(tmp_path / "images", 2)}, cache=cache)
+    with pytest.raises(CacheError, match=r"mine\.jpg.*cache_config\.cache_dir"), opened(config, encoding_of(*wan)):
+        pass
+    assert (tmp_path / "photos" / "mine.jpg").exists()
+
+
+def test_captions_are_those_of_the_loader_whatever_the_rules(tmp_path: Path, wan) -> None:
+    folder = pictures(tmp_path / "images", 5, captions=False)
+    for number in range(4):
+        (folder / f"p{number}.txt").write_text("\n".join(f"a {n}, b, [trigger]" for n in range(number)))
+    rules = {"several": True, "dropout": 0.25, "trigger_word": "sks"}
+    config = config_of(tmp_path, {"instance_data_dir": folder, "captions": rules})
+    encoding = encoding_of(*wan)
+    text = wan[0].text_encoder(wan[1], encoding.device, encoding.dtype)
+    seen = set()
+    with opened(config, encoding) as (corpus, encoded):
+        for micro in batches(corpus, epochs=6):
+            rows = zip(micro.draws.sample.tolist(), micro.draws.cycle.tolist(), strict=True)
+            captions = [caption_of(corpus.seed, corpus.parts[0], sample, turn) for sample, turn in rows]
+            seen.update(captions)
+            for mine, theirs in zip(encoded.texts(micro), text.encode(captions), strict=True):
+                assert torch.equal(mine["embeds"], theirs["embeds"])
+    assert {"", "sks", "a 0, b, sks", "a 2, b, sks"} <= seen
+
+
+def test_a_batch_owns_its_latents(tmp_path: Path, wan) -> None:
+    config = config_of(tmp_path, {"instance_data_dir": pictures(tmp_path / "images", 4)})
+    with opened(config, encoding_of(*wan)) as (corpus, encoded):
+        micro = batches(corpus)[0]
+        first = encoded.latents(micro)["latents"]
+        before = first.clone()
+        first.zero_()
+        assert torch.equal(encoded.latents(micro)["latents"], before)
+        assert np.unique(micro.draws.sample).size == len(micro)
+
+
+@pytest.mark.parametrize("cache", [{}, {"persistent_cache": True}, {"vae_cache_type": "disk"}])
+def test_a_start_that_fails_at_its_second_cache_gives_back_the_first(tmp_path: Path, wan, cache: dict) -> None:
+    """Looked at while the error is held, and with it every frame that it came through."""
+    family, model = wan
+    config = config_of(tmp_path, {"instance_data_dir": pictures(tmp_path / "images", 3)}, cache=cache)
+
+    class Broken:
+        def __init__(self, *of) -> None:
+            raise ModelError("the text encoder is not there; put it back")
+
+    broken = dataclasses.replace(family, text_encoder=Broken)
+    with pytest.raises(ModelError) as caught, opened(config, encoding_of(broken, model)):
+        pass
+    assert "put it back" in str(caught.value)
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    held = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    assert [one for one in (*maps, *held) if str(tmp_path) in one and "/latents-" in one] == []

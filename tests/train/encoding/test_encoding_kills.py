@@ -1,0 +1,48 @@
+"""A whole start of a run, killed while it encodes with a real encoder: the next one goes on, to the same bits."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from supertuner.config.settings.tree import RunConfig
+from tests.cache.encoding import arenas, config_of, counted, encoding_of, equal, opened, pictures, served, tiny
+from tests.children import begin, ended, kill
+
+
+def start(config: RunConfig, model: Path) -> None:
+    with opened(config, encoding_of(*tiny("wan2.2", model)), until=20):
+        pass
+
+
+@pytest.mark.parametrize("mode", [None, "refresh_each_epoch"])
+def test_starts_that_are_killed_while_caching_end_with_the_same_bits(tmp_path: Path, wan, mode: str | None) -> None:
+    changing = {"augment": {"flip": 0.5}, "augmentations_cache_mode": mode} if mode else {}
+    config = config_of(
+        tmp_path,
+        {"instance_data_dir": pictures(tmp_path / "images", 10), **changing},
+        {"instance_data_dir": pictures(tmp_path / "more", 4)},
+    )
+    encoding = encoding_of(*wan)
+    with opened(config, encoding, until=20) as run:
+        expected = served(*run)
+    rng, died, model = random.Random(3), 0, Path(wan[1].source.path)
+
+    assert ended(begin(start, config, model)) == 0  # the first also starts the process that children come from
+    began = time.perf_counter()
+    assert ended(begin(start, config, model)) == 0
+    usual_s = time.perf_counter() - began
+    while died < 6:
+        child = begin(start, config, model)
+        time.sleep(rng.uniform(0, usual_s))
+        died += kill(child) == -signal.SIGKILL
+    family, count = counted(wan[0])
+    with opened(config, encoding_of(family, wan[1]), until=20) as run:
+        assert equal(served(*run), expected)
+    assert count.samples <= 10 + 10 + 4
+    left = [name for name in arenas(tmp_path / "ram") if name.startswith(("latents", "text"))]
+    assert left == [], "what killed starts began is finished or removed"

@@ -1,0 +1,300 @@
+"""Adapters that exist already: a new one begins with them, or is trained on top of them, whoever wrote the file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from supertuner.config.settings.model import AdapterSettings
+from supertuner.core.errors import ModelError
+from supertuner.models.adapters.attach import Trained, attach, exported, load_state, state
+from supertuner.models.adapters.initial_weights import freeze, start
+from supertuner.models.adapters.keys_schemes import SCHEMES
+from supertuner.models.quantise import quantise
+from supertuner.train.export.adapter_files import convert, open_adapter, with_expert
+from supertuner.train.export.adapter_init import given, tensors_of
+from tests.models.adapters.modules import drawn, flux, flux_output, wan, wan_output
+
+ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
+KINDS = {
+    "lora": AdapterSettings(rank=4, alpha=3.0),
+    "dora": AdapterSettings(rank=4, alpha=3.0, dora=True),
+    "rslora": AdapterSettings(rank=4, alpha=3.0, rslora=True),
+    "locon": AdapterSettings(type="locon", rank=4, alpha=3.0),
+    "loha": AdapterSettings(type="loha", rank=4, alpha=3.0),
+    "lokr": AdapterSettings(type="lokr", rank=1, alpha=3.0),
+    "lokr, whole": AdapterSettings(type="lokr", lokr_full_matrix=True),
+    "diff": AdapterSettings(type="diff"),
+}
+EVERY_KIND = pytest.mark.parametrize("settings", KINDS.values(), ids=KINDS)
+
+
+def fresh(
+    settings: AdapterSettings, seed: int = 1, name: str = "high_noise", module: nn.Module | None = None
+) -> Trained:
+    return attach(wan() if module is None else module, settings, ATTENTION, seed=seed, name=name)
+
+
+def written(settings: AdapterSettings, path: Path, name: str = "high_noise") -> Trained:
+    """An adapter as if trained, and its file."""
+    trained = fresh(settings, name=name)
+    load_state(trained, {key: tensor + 0.1 * drawn(*tensor.shape) for key, tensor in state(trained).items()})
+    tensors, metadata = exported(trained, "transformer", settings)
+    save_file(tensors, path, metadata)
+    return trained
+
+
+@EVERY_KIND
+def test_an_adapter_begins_with_a_file_of_its_kind(settings: AdapterSettings, tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    before = written(settings, path)
+    trained = fresh(settings, seed=2)
+    told = start(trained, tensors_of(path, "wan2.2", "high_noise", alone=False), path)
+    assert told == f"16 of 16 layers begin with the values of {path}"
+    assert (wan_output(trained.module) - wan_output(before.module)).abs().max() < 1e-5
+    wan_output(trained.module).square().mean().backward()
+    assert all(parameter.grad is not None for parameter in trained.parameters.values()), "and goes on learning"
+
+
+def test_the_alpha_of_the_run_may_be_another_and_what_is_added_is_the_same(tmp_path: Path) -> None:
+    for kind in ("lora", "lokr"):
+        path = tmp_path / f"{kind}.safetensors"
+        before = written(KINDS[kind], path)
+        trained = fresh(KINDS[kind].model_copy(update={"alpha": 0.7}))
+        start(trained, tensors_of(path, "wan2.2", "high_noise", alone=False), path)
+        assert (wan_output(trained.module) - wan_output(before.module)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    "kind, scheme",
+    [
+        *(
+            ("lora", name)
+            for name in ("kohya", "original", "onetrainer", "ai-toolkit-dollars", "lycoris-stages", "peft")
+        ),
+        *(("dora", "original-down-up"), ("lokr", "lycoris-stages"), ("lokr", "original"), ("diff", "lycoris-dots")),
+        *(("locon", "diffusers"), ("loha", "kohya")),
+    ],
+)
+def test_whoever_wrote_the_file_means_the_same_adapter(kind: str, scheme: str, tmp_path: Path) -> None:
+    path, other = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    before = written(KINDS[kind], path)
+    source = open_adapter(path, "wan2.2")
+    if SCHEMES[scheme].marks_experts:
+        source = with_expert(source, "high_noise")
+    convert(source, SCHEMES[scheme], other, family="wan2.2")
+    trained = fresh(KINDS[kind], seed=2)
+    start(trained, tensors_of(other, "wan2.2", "high_noise", alone=False), other)
+    assert (wan_output(trained.module) - wan_output(before.module)).abs().max() < 1e-5
+
+
+@EVERY_KIND
+def test_a_frozen_adapter_counts_and_does_not_learn(settings: AdapterSettings, tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    below = written(settings, path)
+    module = wan()
+    bare = wan_output(module)
+    told = freeze(module, tensors_of(path, "wan2.2", "high_noise", alone=False), path)
+    assert told == f"{path} is frozen below what is trained, on 16 layers"
+    wanted = wan_output(below.module)
+    assert (wanted - bare).abs().max() > 1e-2
+    trained = fresh(AdapterSettings(rank=2), seed=3, module=module)
+    assert (wan_output(module) - wanted).abs().max() < 1e-5
+    frozen = {name: tensor.clone() for name, tensor in module.named_parameters() if not tensor.requires_grad}
+    optimizer = torch.optim.Adam(trained.parameters.values(), lr=0.01)
+    for _ in range(2):
+        wan_output(module).square().mean().backward()
+        optimizer.step()
+    assert all(torch.equal(frozen[name], tensor) for name, tensor in module.named_parameters() if name in frozen)
+    tensors, _ = exported(trained, "transformer", AdapterSettings(rank=2))
+    assert all(2 in tensor.shape for tensor in tensors.values()), "what is exported is the trained one alone"
+
+
+def test_a_frozen_adapter_below_an_8_bit_base_is_added_before_it_is_rounded(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    below = written(KINDS["lora"], path)
+    module = wan()
+    freeze(module, tensors_of(path, "wan2.2", "high_noise", alone=False), path)
+    quantise(module, "int8", torch.device("cpu"))
+    wanted = wan_output(below.module)
+    assert (wan_output(module) - wanted).abs().mean() < 0.2 * (wan_output(wan()) - wanted).abs().mean()
+
+
+def test_flux_begins_with_a_file_too(tmp_path: Path) -> None:
+    settings, path = AdapterSettings(rank=4), tmp_path / "a.safetensors"
+    before = attach(flux(), settings, ATTENTION, seed=1, name="model")
+    load_state(before, {key: tensor + 0.1 * drawn(*tensor.shape) for key, tensor in state(before).items()})
+    tensors, metadata = exported(before, "transformer", settings)
+    save_file(tensors, path, metadata)
+    trained = attach(flux(), settings, ATTENTION, seed=2, name="model")
+    start(trained, tensors_of(path, "flux", "model", alone=True), path)
+    assert torch.equal(flux_output(trained.module), flux_output(before.module))
+
+
+# ── refusals ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_other_experts_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    written(KINDS["lora"], path, name="low_noise")
+    with pytest.raises(ModelError, match=r"a\.safetensors is of low_noise by its metadata or its name, not of high"):
+        tensors_of(path, "wan2.2", "high_noise", alone=False)
+    stray = tmp_path / "style_low_noise.safetensors"
+    save_file(load_file(path), stray)
+    with pytest.raises(ModelError, match=r"is of low_noise .* in adapter\.high_noise"):
+        tensors_of(stray, "wan2.2", "high_noise", alone=False)
+
+
+def test_keys_that_are_not_understood_are_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    written(KINDS["lora"], path)
+    tensors = load_file(path)
+    save_file({**tensors, "transformer.blocks.0.attn1.to_w.lora_A.weight": torch.ones(4, 24)}, path)
+    with pytest.raises(ModelError, match=r"32 of 33 keys matched; not matched: transformer\.blocks\.0\.attn1\.to_w"):
+        tensors_of(path, "wan2.2", "high_noise", alone=False)
+    save_file({"a.b": torch.ones(1)}, path)
+    with pytest.raises(ModelError, match=r"a\.safetensors"):
+        tensors_of(path, "wan2.2", "high_noise", alone=False)
+    path.write_bytes(b"not one")
+    with pytest.raises(ModelError, match=r"a\.safetensors is not a .safetensors file"):
+        tensors_of(path, "wan2.2", "high_noise", alone=False)
+
+
+def test_another_rank_kind_or_set_of_layers_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    written(KINDS["lora"], path)
+    layers = tensors_of(path, "wan2.2", "high_noise", alone=False)
+    for settings in (AdapterSettings(rank=8), KINDS["loha"], KINDS["dora"]):
+        trained = fresh(settings)
+        before = state(trained)
+        with pytest.raises(ModelError, match=r"does not fit the adapter: blocks\.0\.attn1\.to_q needs .* the file has"):
+            start(trained, layers, path)
+        assert all(torch.equal(before[name], parameter) for name, parameter in trained.parameters.items())
+    fewer = attach(wan(), KINDS["lora"], ("to_q",), seed=1, name="high_noise")
+    with pytest.raises(ModelError, match=r"has 12 layers that are not trained .*; say adapter\.targets"):
+        start(fewer, layers, path)
+    with pytest.raises(ModelError, match="16 layers that the model has not"):
+        freeze(flux(), layers, path)
+
+
+@pytest.mark.parametrize(
+    ("key", "tensor"),
+    [
+        ("lora_magnitude_vector", torch.ones(24)),
+        ("lora_B.bias", torch.ones(24)),
+        ("diff", torch.ones(24, 24)),
+        ("lora_mid.weight", torch.ones(4, 4)),
+        ("scalar", torch.tensor(2.0)),
+    ],
+)
+def test_a_tensor_that_the_adapter_has_no_place_for_is_refused(key: str, tensor: torch.Tensor, tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    written(KINDS["lora"], path)
+    save_file({**load_file(path), f"transformer.blocks.0.attn1.to_q.{key}": tensor}, path)
+    trained = fresh(KINDS["lora"])
+    before = state(trained)
+    with pytest.raises(ModelError, match=r"has no place for blocks\.0\.attn1\.to_q: "):
+        start(trained, tensors_of(path, "wan2.2", "high_noise", alone=False), path)
+    assert all(torch.equal(before[name], parameter) for name, parameter in trained.parameters.items())
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [{"scalar": torch.tensor(2.0)}, {"diff": torch.ones(24, 24)}, {"lokr_w1": torch.ones(2, 2)}],
+    ids=lambda tensors: next(iter(tensors)),
+)
+def test_what_is_not_known_to_go_with_a_lora_is_not_frozen_without_it(
+    tensors: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    path = tmp_path / "a.safetensors"
+    written(KINDS["lora"], path)
+    more = {f"transformer.blocks.0.attn1.to_q.{key}": tensor for key, tensor in tensors.items()}
+    save_file({**load_file(path), **more}, path)
+    with pytest.raises(ModelError, match=rf"{next(iter(tensors))}|diff.*beside .* cannot be merged"):
+        freeze(wan(), tensors_of(path, "wan2.2", "high_noise", alone=False), path)
+
+
+def test_the_bias_of_a_frozen_lora_counts_with_its_scale_or_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    key = "lora_unet_blocks_0_self_attn_q"
+    lora = {f"{key}.lora_down.weight": drawn(4, 24), f"{key}.lora_up.weight": drawn(24, 4)}
+    save_file({**lora, f"{key}.lora_up.bias": drawn(24), f"{key}.alpha": torch.tensor(2.0)}, path)
+    module = wan()
+    before = module.blocks[0].attn1.to_q.bias.clone()
+    freeze(module, tensors_of(path, "wan2.2", "high_noise", alone=False), path)
+    assert torch.allclose(module.blocks[0].attn1.to_q.bias, before + 0.5 * drawn(24))
+    module.blocks[0].attn1.to_q.bias = None
+    with pytest.raises(ModelError, match=r"changes the bias of 1 layers that have none \(blocks\.0\.attn1\.to_q\)"):
+        freeze(module, tensors_of(path, "wan2.2", "high_noise", alone=False), path)
+
+
+def test_a_frozen_change_of_a_norm_counts(tmp_path: Path) -> None:
+    path, key = tmp_path / "a.safetensors", "lycoris_blocks_0_attn1_norm_q"
+    save_file({f"{key}.w_norm": drawn(24)}, path)
+    module = wan()
+    before = module.blocks[0].attn1.norm_q.weight.clone()
+    freeze(module, tensors_of(path, "wan2.2", "high_noise", alone=False), path)
+    assert torch.allclose(module.blocks[0].attn1.norm_q.weight, before + drawn(24))
+    save_file({f"{key}.w_norm": drawn(24), f"{key}.b_norm": drawn(24)}, path)
+    with pytest.raises(ModelError, match="changes the bias of 1 layers"):
+        freeze(module, tensors_of(path, "wan2.2", "high_noise", alone=False), path)
+
+
+def test_another_familys_file_is_told_from_a_file_with_strange_keys(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    written(KINDS["lora"], path)
+    for family in ("flux", "qwen-image-edit"):
+        with pytest.raises(
+            ModelError, match=rf"a\.safetensors is an adapter of wan2\.2, and model\.family is '{family}'"
+        ):
+            tensors_of(path, family, "model", alone=True)
+    shared = {f"transformer.transformer_blocks.0.attn{n}.to_q.lora_A.weight": torch.ones(4, 8) for n in ("", "2")}
+    save_file(shared, path)
+    with pytest.raises(ModelError, match=r"is an adapter of sd3\.5, and model\.family is 'flux'; name a file"):
+        tensors_of(path, "flux", "model", alone=True)
+    save_file({**shared, "text_encoder.q.lora_A.weight": torch.ones(1)}, path)
+    with pytest.raises(ModelError, match=r"1 of 3 keys matched; .* adapter convert FILE --to bare --partial"):
+        tensors_of(path, "flux", "model", alone=True)
+
+
+def test_values_that_are_no_numbers_are_refused_by_key(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    written(KINDS["lora"], path)
+    tensors = load_file(path)
+    tensors["transformer.blocks.1.attn2.to_k.lora_B.weight"][3, 1] = float("nan")
+    save_file(tensors, path)
+    settings = AdapterSettings.model_validate({"high_noise": {"frozen": path}})
+    refusal = r"^adapter\.high_noise\.frozen: .*a\.safetensors: blocks\.1\.attn2\.to_k\.lora_up\.weight has values that"
+    with pytest.raises(ModelError, match=refusal):
+        given(settings, "wan2.2", "high_noise", alone=False)
+
+
+def test_a_files_digest_is_of_its_tensors_whatever_they_are_called(tmp_path: Path) -> None:
+    path, other = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    written(AdapterSettings(rank=4), path)
+    convert(with_expert(open_adapter(path), "high_noise"), SCHEMES["kohya"], other)
+
+    def digest(file: Path) -> str:
+        settings = AdapterSettings(frozen=file)
+        return given(settings, "wan2.2", "high_noise", alone=False)["frozen"].digest
+
+    assert digest(path) == digest(other)
+    tensors = load_file(path)
+    next(iter(tensors.values()))[0, 0] += 1
+    save_file(tensors, other)
+    assert digest(path) != digest(other)
+
+
+def test_each_expert_is_given_its_own_files(tmp_path: Path) -> None:
+    paths = {name: tmp_path / f"run_{name}.safetensors" for name in ("high_noise", "low_noise")}
+    for name, path in paths.items():
+        written(KINDS["lora"], path, name=name)
+    settings = AdapterSettings.model_validate(
+        {"high_noise": {"start_from": paths["high_noise"]}, "low_noise": {"frozen": paths["low_noise"]}}
+    )
+    assert list(given(settings, "wan2.2", "high_noise", alone=False)) == ["start_from"]
+    assert list(given(settings, "wan2.2", "low_noise", alone=False)) == ["frozen"]

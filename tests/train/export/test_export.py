@@ -1,0 +1,53 @@
+"""Exports: all of them or none, and a disk that is full is told."""
+
+from __future__ import annotations
+
+import resource
+import signal
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from supertuner.config.sources.load import load
+from supertuner.core.errors import TrainError
+from supertuner.core.events import Silence
+from supertuner.core.host import Host
+from supertuner.train.export.export import export
+from supertuner.train.setup import Outside, open_run
+from tests.train.runs import config
+
+
+@pytest.mark.parametrize("adapter", [{"type": "lora", "rank": 64}, {"type": "full"}], ids=["lora", "full"])
+def test_an_export_that_finds_no_room_is_told_and_leaves_what_was_there(
+    tmp_path: Path, adapter: dict[str, Any]
+) -> None:
+    file = config(tmp_path, "a", adapter=adapter)
+    folder = tmp_path / "a" / "run"
+    folder.mkdir(parents=True)
+    with open_run(load(file).config, "run", folder, Outside(Silence(), Silence(), Host())) as run:
+        whole = {path: path.stat().st_size for path in export(run)}
+        before, limits = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+        try:
+            with pytest.raises(TrainError, match=r"exports cannot be written: .*make room"):
+                export(run)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            signal.signal(signal.SIGXFSZ, before)
+    assert {path: path.stat().st_size for path in whole} == whole
+    assert not [path for path in folder.iterdir() if path.name.startswith(".making")]
+
+
+def test_an_exported_file_is_not_in_memory_as_a_whole(tmp_path: Path) -> None:
+    file = config(tmp_path, "a", adapter={"rank": 1024}, model={"experts": "high_noise"}, train={"ema_decay": None})
+    folder = tmp_path / "a" / "run"
+    folder.mkdir(parents=True)
+    with open_run(load(file).config, "run", folder, Outside(Silence(), Silence(), Host())) as run:
+        export(run)  # all that is imported late
+        tracemalloc.start()
+        (made,) = export(run)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert made.stat().st_size > 3e6 and peak < 1.5e6, "tensors themselves are not Python's memory"
