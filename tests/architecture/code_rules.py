@@ -10,6 +10,8 @@ from functools import cache
 
 FILE_LINES = 500
 FUNCTION_LINES = 80
+PARAMETERS = 7
+FOLDER_FILES = 20
 BROAD = ("Exception", "BaseException")
 MUTABLE_CALLS = (
     "list", "dict", "set", "bytearray", "defaultdict", "deque", "Counter", "OrderedDict", "WeakValueDictionary",
@@ -128,6 +130,24 @@ def oversized(source: str) -> list[str]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and _end(node) - node.lineno >= FUNCTION_LINES:
             found.append(f"line {node.lineno}: {node.name} has more than {FUNCTION_LINES} lines")
     return found
+
+
+def many_parameters(source: str) -> list[str]:
+    """Functions with more than seven parameters. A comment `# many parameters: <reason>` on the `def` line allows it."""
+    lines = source.splitlines()
+    found = []
+    for node in ast.walk(tree_of(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            every = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            count = sum(one.arg not in ("self", "cls") for one in every)
+            if count > PARAMETERS and "# many parameters: " not in lines[node.lineno - 1]:
+                found.append(f"line {node.lineno}: {node.name} has {count} parameters, more than {PARAMETERS}")
+    return found
+
+
+def public_classes(source: str) -> list[str]:
+    """Names of the public classes that a file defines."""
+    return [n.name for n in ast.walk(tree_of(source)) if isinstance(n, ast.ClassDef) and not n.name.startswith("_")]
 
 
 def attribute_names(source: str) -> set[str]:

@@ -14,6 +14,7 @@ LEVELS = {
     "config": 2,
     "sinks": 2,
     "memory": 3,
+    "runs": 3,
     "arena": 4,
     "data": 5,
     "cache": 5,
@@ -21,28 +22,33 @@ LEVELS = {
     "optim": 5,
     "step": 6,
     "plan": 7,
-    "bridges": 8,
-    "train": 8,
-    "tools": 9,
-    "cli": 10,
-    "gh200": 10,
+    "distributed": 8,
+    "train": 9,
+    "api": 10,
+    "bridges": 11,
+    "web": 11,
+    "tools": 11,
+    "cli": 12,
+    "gh200": 12,
 }
 
-# A package or module → the only places that may import it, at any depth. A place ending in "/" is a room.
+# A package or module → the only places that may import it, at any depth. A place that ends in "/" is a folder.
 RESERVED = {
     "cuda": ("memory/cuda.py",),
-    "torch.distributed": ("train/many/",),
-    "accelerate": ("train/many/",),
+    "torch.distributed": ("distributed/", "train/checkpoint/"),
+    "accelerate": ("distributed/",),
     "diffusers": ("models/",),
     "transformers": ("models/",),
     "simpletuner": ("bridges/",),
     "toolkit": ("bridges/",),
+    "starlette": ("web/",),
+    "uvicorn": ("web/",),
 }
 
-# Rooms below which torch is the subject; everywhere else it is imported inside the function that needs it.
-TORCH_ROOMS = ("memory", "cache", "models", "optim", "step", "plan", "train", "bridges")
-# Rooms that know nothing of torch, not even inside a function.
-NO_TORCH_ROOMS = ("core", "config", "sinks")
+# Packages whose subject is torch; everywhere else it is imported inside the function that needs it.
+TORCH_PACKAGES = ("memory", "cache", "models", "optim", "step", "plan", "distributed", "train", "bridges")
+# Packages that do not know torch, not even inside a function.
+NO_TORCH_PACKAGES = ("core", "config", "sinks", "runs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +67,9 @@ def imports(path: str, source: str) -> list[Import]:
 
 
 def layer_violations(path: str, source: str) -> list[str]:
-    """Imports of a room above, or beside, the file's own."""
-    room = room_of(path)
-    if room is None:
+    """Imports of a package above, or beside, the file's own."""
+    package = package_of(path)
+    if package is None:
         return []
     found = []
     for item in imports(path, source):
@@ -71,21 +77,21 @@ def layer_violations(path: str, source: str) -> list[str]:
         if parts[0] != "supertuner" or len(parts) < 2 or parts[1] not in LEVELS:
             continue
         other = parts[1]
-        if other != room and LEVELS[other] >= LEVELS[room]:
-            kind = "beside" if LEVELS[other] == LEVELS[room] else "above"
-            found.append(f"{path}:{item.line}: {room} imports {item.module}, a room {kind} its own")
+        if other != package and LEVELS[other] >= LEVELS[package]:
+            kind = "beside" if LEVELS[other] == LEVELS[package] else "above"
+            found.append(f"{path}:{item.line}: {package} imports {item.module}, a package {kind} its own")
     return found
 
 
-def unknown_rooms(path: str) -> list[str]:
+def unknown_packages(path: str) -> list[str]:
     """A folder that DESIGN does not name has no level, so nothing would be checked in it."""
     top = path.split("/")[0].removesuffix(".py")
-    return [] if top in LEVELS or top in ("__init__", "__main__") else [f"{path}: {top} is not a room with a level"]
+    return [] if top in LEVELS or top in ("__init__", "__main__") else [f"{path}: {top} is not a package with a level"]
 
 
 def core_violations(path: str, source: str) -> list[str]:
     """Imports of core that are neither the standard library nor core itself."""
-    if room_of(path) != "core":
+    if package_of(path) != "core":
         return []
     return [
         f"{path}:{item.line}: core imports {item.module}; it keeps to the standard library"
@@ -107,19 +113,63 @@ def reserved_violations(path: str, source: str) -> list[str]:
 
 def torch_violations(path: str, source: str) -> list[str]:
     """torch where it must not be known, or imported before anybody needs it."""
-    room = room_of(path)
+    package = package_of(path)
     found = []
     for item in imports(path, source):
         if not _within(item.module, "torch"):
             continue
-        if room in NO_TORCH_ROOMS:
-            found.append(f"{path}:{item.line}: {room} knows no torch")
-        elif item.at_import and room not in TORCH_ROOMS:
+        if package in NO_TORCH_PACKAGES:
+            found.append(f"{path}:{item.line}: {package} knows no torch")
+        elif item.at_import and package not in TORCH_PACKAGES:
             found.append(f"{path}:{item.line}: torch comes with the file; import it in the function that needs it")
     return found
 
 
-def room_of(path: str) -> str | None:
+def folder_cycles(imported: dict[str, set[str]]) -> list[str]:
+    """Folders that import each other, directly or through others. `imported`: file → files that it imports, all as
+    paths relative to `supertuner/`.
+
+    A package is looked at from the inside: each of its sub-packages is one node, and its own files together are one
+    more, so `train/*.py` may import `train/offload/`, or the other way round, but not both.
+    """
+    found = []
+    for package in sorted({path.rpartition("/")[0] for path in imported} - {""}):
+        graph: dict[str, set[str]] = {}
+        for path, targets in imported.items():
+            for target in targets:
+                pair = _part(path, package), _part(target, package)
+                if None not in pair and pair[0] != pair[1]:
+                    graph.setdefault(str(pair[0]), set()).add(str(pair[1]))
+        found += [f"{package}: {' → '.join(cycle)}" for cycle in _cycles(graph)]
+    return found
+
+
+def _part(path: str, package: str) -> str | None:
+    """The node of `package` that a file belongs to: a sub-package, or "own files"; None: the file is elsewhere."""
+    if not path.startswith(f"{package}/") or path == f"{package}/__init__.py":
+        return None
+    below = path.removeprefix(f"{package}/").split("/")
+    return below[0] if len(below) > 1 else "own files"
+
+
+def _cycles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """One cycle for each node that can reach itself, each shown once."""
+    found: dict[frozenset[str], list[str]] = {}
+    for start in sorted(graph):
+        ways = [[start]]
+        seen: set[str] = set()
+        while ways:
+            way = ways.pop(0)
+            for node in sorted(graph.get(way[-1], set())):
+                if node == start:
+                    found.setdefault(frozenset(way), [*way, start])
+                elif node not in seen:
+                    seen.add(node)
+                    ways.append([*way, node])
+    return list(found.values())
+
+
+def package_of(path: str) -> str | None:
     top = path.split("/")[0].removesuffix(".py")
     return top if top in LEVELS else None
 
@@ -144,7 +194,7 @@ def _named(node: ast.AST, package: list[str], at_import: bool) -> Iterator[Impor
     elif isinstance(node, ast.ImportFrom):
         base = _absolute(node, package)
         yield Import(base, node.lineno, at_import)
-        # `from supertuner import data` names a room, `from torch import distributed` a module.
+        # `from supertuner import data` names a package, `from torch import distributed` a module.
         for alias in node.names:
             yield Import(f"{base}.{alias.name}", node.lineno, at_import)
     elif isinstance(node, ast.Call) and _is_dynamic_import(node):

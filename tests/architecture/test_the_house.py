@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -47,12 +48,46 @@ def hold(found: list[str]) -> None:
         import_rules.torch_violations,
     ],
 )
-def test_rooms_import_only_what_lies_below_them(rule: Callable[[str, str], list[str]]) -> None:
+def test_packages_import_only_packages_below_them(rule: Callable[[str, str], list[str]]) -> None:
     hold([line for file in FILES for line in rule(relative(file), file.read_text())])
 
 
-def test_every_folder_of_the_package_is_a_room_with_a_level() -> None:
-    hold([line for file in FILES for line in import_rules.unknown_rooms(relative(file))])
+def test_every_folder_of_the_package_has_a_level() -> None:
+    hold([line for file in FILES for line in import_rules.unknown_packages(relative(file))])
+
+
+def test_no_two_folders_import_each_other() -> None:
+    files = {relative(file): file.read_text() for file in FILES}
+    modules = {
+        f"supertuner/{path}".removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in files
+    }
+    imported = {
+        path: {modules[item.module] for item in import_rules.imports(path, text) if item.module in modules}
+        for path, text in files.items()
+    }
+    hold(import_rules.folder_cycles(imported))
+
+
+def test_no_folder_has_too_many_files() -> None:
+    count = Counter(file.parent for file in FILES if file.name != "__init__.py")
+    most = code_rules.FOLDER_FILES
+    hold([f"{folder.relative_to(ROOT)}: {n} files, more than {most}" for folder, n in count.items() if n > most])
+
+
+def test_a_public_class_name_is_defined_once() -> None:
+    places: dict[str, list[str]] = {}
+    for file in FILES:
+        for name in code_rules.public_classes(file.read_text()):
+            places.setdefault(name, []).append(relative(file))
+    hold([f"{name}: {', '.join(files)}" for name, files in sorted(places.items()) if len(files) > 1])
+
+
+def test_no_function_takes_too_many_parameters() -> None:
+    hold(violations(FILES, code_rules.many_parameters))
+    allowed = sum(file.read_text().count("# many parameters: ") for file in FILES)
+    assert allowed <= 5, (
+        f"{allowed} functions say why they take more than {code_rules.PARAMETERS} parameters; at most 5 may"
+    )
 
 
 def test_no_error_is_swallowed() -> None:

@@ -44,8 +44,8 @@ def test_an_import_from_below_or_of_the_same_room_is_fine(path: str, source: str
 
 
 def test_a_folder_without_a_level_is_found() -> None:
-    assert import_rules.unknown_rooms("utils/strings.py") != []
-    assert import_rules.unknown_rooms("data/sources/folder.py") == []
+    assert import_rules.unknown_packages("utils/strings.py") != []
+    assert import_rules.unknown_packages("data/sources/folder.py") == []
 
 
 def test_core_importing_a_package_is_found() -> None:
@@ -198,3 +198,24 @@ def test_a_link_to_nothing_is_found(tmp_path: Path) -> None:
     assert doc_rules.broken_links(page, tmp_path) == []
     page.write_text("[a](gone.md) [b](other.md#elsewhere) [c](../../etc/passwd) ![d](gone.png)\n\n[ref]: gone.md\n")
     assert len(doc_rules.broken_links(page, tmp_path)) == 5
+
+
+def test_folders_that_import_each_other_are_found() -> None:
+    fine = {
+        "train/loop.py": {"train/offload/manager.py"},
+        "train/offload/manager.py": {"plan/x.py"},
+        "plan/x.py": set(),
+    }
+    assert import_rules.folder_cycles(fine) == []
+    direct = {**fine, "train/offload/apply.py": {"train/memory.py"}}
+    assert import_rules.folder_cycles(direct) == ["train: offload → own files → offload"]
+    through = {"a/b/x.py": {"a/c/x.py"}, "a/c/x.py": {"a/d/x.py"}, "a/d/x.py": {"a/b/y.py"}}
+    assert import_rules.folder_cycles(through) == ["a: b → c → d → b"]
+
+
+def test_many_parameters_and_public_classes_are_found() -> None:
+    wide = "def f(self, a, b, c, d, e, f, *, g, h): ..."
+    assert code_rules.many_parameters(wide) != []
+    assert code_rules.many_parameters(f"{wide}  # many parameters: a C function's arguments") == []
+    assert code_rules.many_parameters("def f(self, a, b, c, d, e, *, f, g): ...") == []
+    assert code_rules.public_classes("class A: ...\nclass _B: ...") == ["A"]

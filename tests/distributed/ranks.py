@@ -173,7 +173,7 @@ def run_launched(count: int, work: Callable[..., Value], *of: object) -> list[Va
 
 @contextmanager
 def joined_ranks(count: int, work: Callable[..., object], *of: object) -> Iterator[Ranks]:
-    """`work(group, *of)` in each of `count` processes that are joined (`supertuner.train.many.group`)."""
+    """`work(group, *of)` in each of `count` processes that are joined (`supertuner.distributed.group`)."""
     with launched_ranks(count, _joined, work, *of) as ranks:
         yield ranks
 

@@ -34,7 +34,7 @@ ASK_REAL_BINDINGS = """
 import json
 from supertuner.core.host import Host
 from supertuner.memory.cuda import open_cuda
-from supertuner.memory.nvml import open_nvml
+from supertuner.memory.telemetry.nvml import open_nvml
 from supertuner.memory.probe import probe
 
 facts = probe(Host(), open_cuda(), open_nvml())

@@ -367,7 +367,7 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
 def test_stock_torch_refuses_the_seeds_keys_and_starts_when_they_are_kept_from_it() -> None:
     use = "import torch; torch.empty(1, device='cuda')"
     assert "Unrecognized key 'use_uvm'" in run(use).stderr
-    kept = f"from supertuner.config.environment import keep_from_torch as keep; keep(); {use}"
+    kept = f"from supertuner.config.sources.environment import keep_from_torch as keep; keep(); {use}"
     also = "; import os; assert os.environ['PYTORCH_CUDA_ALLOC_CONF'] == 'max_split_size_mb:512'"
     done = run(kept + also)
     assert done.returncode == 0, done.stderr

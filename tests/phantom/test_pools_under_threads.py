@@ -160,10 +160,10 @@ def test_pools_that_are_closed_inside_a_class_stay_closed(bench: Bench) -> None:
 SECOND_GPU = """
 import tempfile, torch
 from pathlib import Path
-from supertuner.config.memory import Overflow as Settings
+from supertuner.config.settings.memory import Overflow as Settings
 from supertuner.memory.cuda import open_cuda
-from supertuner.memory.overflow import Overflow, built
-from supertuner.memory.pools import open_pools
+from supertuner.memory.overflow.plugin import Overflow, built
+from supertuner.memory.overflow.pools import open_pools
 from tests.phantom.test_overflow_on_torch import Bench
 
 bench, GIB = Bench(Path(tempfile.mkdtemp())), 1 << 30

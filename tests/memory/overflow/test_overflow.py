@@ -300,7 +300,7 @@ def test_each_access_pattern_reaches_the_driver_as_advice(bench: FakeBench) -> N
 
 def test_a_driver_before_cuda_12_2_gets_advice_in_its_older_form(tmp_path) -> None:
     code = """
-from supertuner.memory.overflow import Limits
+from supertuner.memory.overflow.plugin import Limits
 from tests.memory.plugin import Plugin
 plugin = Plugin(Limits(gpu_reserve_bytes=64 << 20))
 assert plugin.alloc(2 << 20, "cpu_first") and plugin.alloc(2 << 20, "balanced")

@@ -17,7 +17,7 @@ from tests.fakes.building import fake_nvml
 ASK = """
 import ctypes, dataclasses, json, sys
 from supertuner.memory.driver import Missing
-from supertuner.memory.nvml import open_nvml
+from supertuner.memory.telemetry.nvml import open_nvml
 
 nvml = open_nvml()
 if isinstance(nvml, Missing):
