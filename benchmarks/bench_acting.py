@@ -13,17 +13,17 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from benchmarks.harness import Row, Spread, at_most, interleave, paired, report, say
+from benchmarks.harness import ClaimRow, FigureSpread, at_most, interleave, paired, report, say
 from supertuner.config.settings.optim import OptimizerSettings
-from supertuner.models.objective.diffusion import Objective
+from supertuner.models.objective.diffusion import TrainingObjective
 from supertuner.models.spec import Expert, Tensors
-from supertuner.optim.table import build
-from supertuner.plan.placement.plan import BlockPlan, Fate, Plan, Residence, Stepping
+from supertuner.optim.table import build_optimizer
+from supertuner.plan.placement.plan import ActivationPolicy, BlockPlan, MemoryPlan, OptimizerPlacement, WeightPlacement
 from supertuner.step.batch import StepBatch
-from supertuner.step.precision import Precision
-from supertuner.step.window import Rules, Trainee, train_window
-from supertuner.train.offload.apply import act
-from supertuner.train.offload.transfer import InPlace
+from supertuner.step.precision import ComputePrecision
+from supertuner.step.window import ExpertState, StepOptions, train_window
+from supertuner.train.offload.apply import apply_plan
+from supertuner.train.offload.transfer import SynchronousTransfer
 
 CPU = torch.device("cpu")
 BLOCKS, WIDTH, WINDOWS = 40, 16, 10
@@ -31,7 +31,7 @@ NOTHING_LIMIT = 1.02
 BLOCK_LIMIT_MS = 1.0
 
 
-class Layer(nn.Module):
+class MostlyFrozenBlock(nn.Module):
     """Frozen weights, and a little that is trained."""
 
     def __init__(self) -> None:
@@ -46,10 +46,10 @@ class Layer(nn.Module):
         return made
 
 
-class Stack(nn.Module):
+class BlockStack(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Layer() for _ in range(BLOCKS))
+        self.blocks = nn.ModuleList(MostlyFrozenBlock() for _ in range(BLOCKS))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -57,27 +57,27 @@ class Stack(nn.Module):
         return hidden
 
 
-def trainee() -> Trainee:
+def trainee() -> ExpertState:
     torch.manual_seed(0)
-    module = Stack()
+    module = BlockStack()
     parameters = {name: one for name, one in module.named_parameters() if one.requires_grad}
-    optimizer = build(OptimizerSettings.model_validate({"name": "adamw"}), parameters, "model")
-    return Trainee(Expert("model", "transformer"), module, parameters, optimizer)
+    optimizer = build_optimizer(OptimizerSettings.model_validate({"name": "adamw"}), parameters, "model")
+    return ExpertState(Expert("model", "transformer"), module, parameters, optimizer)
 
 
-def plan(weights: Residence, fate: Fate) -> Plan:
+def plan(weights: WeightPlacement, fate: ActivationPolicy) -> MemoryPlan:
     rows = tuple(BlockPlan(f"blocks.{number}", weights, fate, "a bench") for number in range(BLOCKS))
-    return Plan("train", "cpu", True, rows, 1, Stepping.GPU, False, None)
+    return MemoryPlan("train", "cpu", True, rows, 1, OptimizerPlacement.GPU, False, None)
 
 
-def windows(one: Trainee) -> Callable[[], None]:
-    rules = Rules(_denoise, Objective(), Precision("fp32", CPU))
+def windows(one: ExpertState) -> Callable[[], None]:
+    rules = StepOptions(_denoise, TrainingObjective(), ComputePrecision("fp32", CPU))
     shape = (2, 4, WIDTH)
     batch = StepBatch(torch.ones(shape), torch.ones(shape), torch.full((2,), 0.5), {}, {})
 
     def run() -> None:
         for _ in range(WINDOWS):
-            train_window(one, [batch], samples=2, rate=1e-4, rules=rules)
+            train_window(one, [batch], samples=2, learning_rate=1e-4, options=rules)
 
     return run
 
@@ -87,16 +87,16 @@ def _denoise(module: nn.Module, noisy: torch.Tensor, _levels: torch.Tensor, _t: 
     return found
 
 
-def rows() -> list[Row]:
+def rows() -> list[ClaimRow]:
     rivals = {"none": windows(trainee()), "again": windows(trainee())}
     for name, weights, fate in (
-        ("nothing", Residence.GPU, Fate.KEEP),
-        ("streamed", Residence.STREAMED, Fate.KEEP),
-        ("sent", Residence.GPU, Fate.SEND),
-        ("recomputed", Residence.GPU, Fate.RECOMPUTE),
+        ("nothing", WeightPlacement.GPU, ActivationPolicy.KEEP),
+        ("streamed", WeightPlacement.STREAMED, ActivationPolicy.KEEP),
+        ("sent", WeightPlacement.GPU, ActivationPolicy.SEND),
+        ("recomputed", WeightPlacement.GPU, ActivationPolicy.RECOMPUTE),
     ):
         one = trainee()
-        act(one, plan(weights, fate), InPlace(CPU), least_sent_bytes=1)
+        apply_plan(one, plan(weights, fate), SynchronousTransfer(CPU), min_offload_bytes=1)
         rivals[name] = windows(one)
     times = interleave(rivals, rounds=15)
     for name, timing in times.items():
@@ -115,7 +115,7 @@ def rows() -> list[Row]:
             (a - b) / (WINDOWS * BLOCKS) * 1e3
             for a, b in zip(times[name].rounds_s, times["none"].rounds_s, strict=True)
         )
-        spread = Spread(beyond[len(beyond) // 2], beyond[0], beyond[-1])
+        spread = FigureSpread(beyond[len(beyond) // 2], beyond[0], beyond[-1])
         found.append(at_most(f"a block that is {name}, both passes", spread, BLOCK_LIMIT_MS, unit="ms"))
     return found
 

@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from benchmarks.harness import Row, Spread, at_most, noted, report, skipped
+from benchmarks.harness import ClaimRow, FigureSpread, at_most, noted, report, skipped
 from tests.fakes.building import environment
 
 LIVE = (10, 1_000, 100_000)
@@ -39,18 +39,18 @@ def rounds_of(program: Path, live: int, managed: bool) -> list[tuple[float, floa
     return [(float(line.split()[0]), float(line.split()[1])) for line in said.splitlines()]
 
 
-def spread(figures: list[float]) -> Spread:
-    return Spread(statistics.median(figures), min(figures), max(figures))
+def spread(figures: list[float]) -> FigureSpread:
+    return FigureSpread(statistics.median(figures), min(figures), max(figures))
 
 
-def rows() -> list[Row]:
+def rows() -> list[ClaimRow]:
     try:
         return _rows()
     except FileNotFoundError as error:
         return [skipped("allocator, time over the driver's own", LIMIT_US, f"no C compiler: {error.filename}")]
 
 
-def _rows() -> list[Row]:
+def _rows() -> list[ClaimRow]:
     found = []
     with tempfile.TemporaryDirectory() as folder:
         program = built(Path(folder))
@@ -69,7 +69,7 @@ def _rows() -> list[Row]:
     return found
 
 
-def _ratio(pairs: list[tuple[float, float]]) -> Spread:
+def _ratio(pairs: list[tuple[float, float]]) -> FigureSpread:
     return spread([plugin / driver for driver, plugin in pairs])
 
 

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.harness import Row, Spread, at_most, in_memory_folder, report, say
+from benchmarks.harness import ClaimRow, FigureSpread, at_most, in_memory_folder, report, say
 from supertuner.arena.home import Home
-from supertuner.core.host import Host
+from supertuner.core.host import HostFacts
 
 RECORDS = 1_000_000
 ATTACHES = 25
@@ -85,8 +85,8 @@ def epoch_apart(home: Home, name: str) -> float:
     return float(json.loads(ran.stdout))
 
 
-def million_rows(home: Home) -> list[Row]:
-    room = Host().memory_available() or 0
+def million_rows(home: Home) -> list[ClaimRow]:
+    room = HostFacts().memory_available() or 0
     # Each record takes a page. Where 4 GB are too much, empty records: the index is the same, the pages are not there.
     payload = b"x" if room > 8 << 30 else b""
     begin = time.perf_counter()
@@ -96,7 +96,7 @@ def million_rows(home: Home) -> list[Row]:
         f"{(home.path / 'million' / 'index').stat().st_size / 1e6:.0f} MB"
     )
     taken = attach_ms(home, "million")
-    spread = Spread(statistics.median(taken), min(taken), max(taken))
+    spread = FigureSpread(statistics.median(taken), min(taken), max(taken))
     rows = [at_most("attach to a million records", spread, ATTACH_LIMIT_MS, unit="ms")]
     if payload:
         rows.append(
@@ -106,7 +106,7 @@ def million_rows(home: Home) -> list[Row]:
     return rows
 
 
-def sample_rows(home: Home) -> list[Row]:
+def sample_rows(home: Home) -> list[ClaimRow]:
     rows = []
     for count in SAMPLES:
         build(home, "samples", count, os.urandom(SAMPLE_NBYTES))
@@ -118,7 +118,7 @@ def sample_rows(home: Home) -> list[Row]:
     return rows
 
 
-def rows() -> list[Row]:
+def rows() -> list[ClaimRow]:
     with in_memory_folder() as folder:
         home = Home(folder)
         return million_rows(home) + sample_rows(home)

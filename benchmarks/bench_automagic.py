@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from benchmarks.harness import Row, at_least, at_most, interleave, noted, paired, report, say
+from benchmarks.harness import ClaimRow, at_least, at_most, interleave, noted, paired, report, say
 from supertuner.optim.automagic.optimizer import Automagic
-from supertuner.optim.automagic.packed_rates import Limits
+from supertuner.optim.automagic.packed_rates import LearningRateLimits
 
 BLOCKS, WIDTH, HIDDEN, RANK = 40, 5120, 13824, 16
-LIMITS = Limits(start=1e-6, bump=1e-6, lowest=1e-7, highest=1e-3)
+LIMITS = LearningRateLimits(start=1e-6, bump=1e-6, lowest=1e-7, highest=1e-3)
 PLAIN_LIMIT, ADAMW_LIMIT, BYTES_LIMIT = 3.0, 2.5, 1.4
 
 
@@ -36,7 +36,7 @@ def lora(blocks: int = BLOCKS) -> dict[str, nn.Parameter]:
 
 
 @dataclass
-class Memory:
+class PlainAutomagicState:
     """What the plain form keeps of a tensor."""
 
     row: torch.Tensor
@@ -60,7 +60,7 @@ def plain(
     parameters: list[nn.Parameter], kept: Callable[[torch.Tensor], tuple[torch.Tensor, float]]
 ) -> Callable[[], None]:
     memories = [
-        Memory(
+        PlainAutomagicState(
             torch.zeros(p.shape[0]),
             torch.zeros(p.shape[1]),
             *kept(torch.full(p.shape, LIMITS.start)),
@@ -78,7 +78,7 @@ def plain(
     return step
 
 
-def _plain_step(parameter: nn.Parameter, memory: Memory) -> None:
+def _plain_step(parameter: nn.Parameter, memory: PlainAutomagicState) -> None:
     assert parameter.grad is not None
     gradient = parameter.grad.float()
     squares = gradient.square() + 1e-30
@@ -107,7 +107,7 @@ def state_bytes(ours: Automagic) -> float:
     return kept / sum(p.numel() for p in ours.state)
 
 
-def rows() -> list[Row]:
+def rows() -> list[ClaimRow]:
     torch.set_num_threads(1)
     parameters = lora()
     weights = list(parameters.values())

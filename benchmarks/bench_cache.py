@@ -22,15 +22,15 @@ from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.harness import Row, at_least, in_memory_folder, interleave, paired, report, say
+from benchmarks.harness import ClaimRow, at_least, in_memory_folder, interleave, paired, report, say
 from supertuner.arena.home import Home
-from supertuner.cache.capacity import Place
-from supertuner.cache.entries import Tensors
-from supertuner.cache.fill import Places, Wanted
-from supertuner.cache.keys import Space
-from supertuner.cache.store import Store
-from supertuner.core.events import Silence
-from supertuner.core.host import Host
+from supertuner.cache.capacity import CacheLocation
+from supertuner.cache.entries import NamedTensors
+from supertuner.cache.fill import EntryIndices, EntryRequest
+from supertuner.cache.keys import CacheNamespace
+from supertuner.cache.store import CacheStore
+from supertuner.core.events import NullSink
+from supertuner.core.host import HostFacts
 
 Batch = Callable[[NDArray[np.int64]], torch.Tensor]
 
@@ -45,9 +45,9 @@ LIMITS = {"128 KiB": {"torch.load": 20.0, "safetensors": 10.0}, "512 KiB": {"tor
 MEMCPY_SHARE = 0.6
 
 
-def rows() -> list[Row]:
+def rows() -> list[ClaimRow]:
     torch.set_num_threads(1)
-    found: list[Row] = []
+    found: list[ClaimRow] = []
     for label, shape in SIZES.items():
         count = DATA_BYTES // (2 * int(np.prod(shape)))
         bits = torch.from_numpy(np.random.default_rng(1).integers(-(1 << 15), 1 << 15, (count, *shape), np.int16))
@@ -56,7 +56,7 @@ def rows() -> list[Row]:
     return found
 
 
-def size_rows(label: str, latents: torch.Tensor) -> list[Row]:
+def size_rows(label: str, latents: torch.Tensor) -> list[ClaimRow]:
     chance = np.random.default_rng(2)
 
     def play(batch: Batch, batches: int) -> Callable[[], None]:
@@ -98,16 +98,16 @@ def size_rows(label: str, latents: torch.Tensor) -> list[Row]:
 @contextmanager
 def cached(folder: Path, latents: torch.Tensor) -> Iterator[Batch]:
     """The latents in a store, read as training does: numbers → references → one new tensor."""
-    space = Space("latents", "bench", "bfloat16")
-    place = Place(Home(folder), "run", True, "on_demand", "", "")
-    keys = space.keys(f"{number}".encode() for number in range(len(latents)))
+    space = CacheNamespace("latents", "bench", "bfloat16")
+    place = CacheLocation(Home(folder), "run", True, "on_demand", "", "")
+    keys = space.entry_keys(f"{number}".encode() for number in range(len(latents)))
 
-    def make(places: Places) -> Generator[tuple[int, Tensors], None, None]:
+    def make(places: EntryIndices) -> Generator[tuple[int, NamedTensors], None, None]:
         for number in places.tolist():
             yield number, {"latents": latents[number]}
 
-    with Store(place, space, Silence()) as store:
-        store.fill(Wanted(keys, make), host=Host(), progress=Silence())
+    with CacheStore(place, space, NullSink()) as store:
+        store.fill(EntryRequest(keys, make), host=HostFacts(), progress=NullSink())
         refs = store.find(keys)
         yield lambda numbers: store.entries.gather(refs[numbers])["latents"]
 

@@ -22,21 +22,24 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
-from benchmarks.harness import Row, at_least, interleave, paired, report, say
+from benchmarks.harness import ClaimRow, at_least, interleave, paired, report, say
 from supertuner.arena.home import Home, default_home
 from supertuner.config.settings import data as settings
-from supertuner.core.events import Silence
-from supertuner.core.host import Host
-from supertuner.data.batching.batches import Decoders
-from supertuner.data.batching.prefetch import Prefetcher
-from supertuner.data.batching.resize import Filter, crop_box
-from supertuner.data.corpus import Corpus, corpus_of
-from supertuner.data.ordering.windows import single
-from supertuner.data.staging.stage import Stager
+from supertuner.core.events import NullSink
+from supertuner.core.host import HostFacts
+from supertuner.data.batching.batches import DecoderPool
+from supertuner.data.batching.prefetch import BatchPrefetcher
+from supertuner.data.batching.resize import ResizeFilter, crop_box
+from supertuner.data.corpus import Corpus, build_corpus
+from supertuner.data.ordering.windows import single_micro_batch
+from supertuner.data.staging.stage import DatasetStager
 
 SIDE, BATCH, ROUNDS, CPUS = 1024, 4, 7, 2
 LIMIT = 1.3
-PILLOW: dict[Filter, Image.Resampling] = {"lanczos": Image.Resampling.LANCZOS, "bilinear": Image.Resampling.BILINEAR}
+PILLOW: dict[ResizeFilter, Image.Resampling] = {
+    "lanczos": Image.Resampling.LANCZOS,
+    "bilinear": Image.Resampling.BILINEAR,
+}
 CASES = {"1400×1100": ((1400, 1100), 48), "4000×3000": ((4000, 3000), 16)}
 """Size of the files, and how many of them there are: an epoch."""
 
@@ -52,10 +55,10 @@ def make_folder(folder: Path, size: tuple[int, int], files: int) -> None:
         Image.fromarray((picture + noise).clip(0, 255).astype(np.uint8)).save(folder / f"{number:04d}.jpg", quality=90)
 
 
-class Folder(Dataset[torch.Tensor]):
+class JpegFolderDataset(Dataset[torch.Tensor]):
     """The peer's dataset: opens, decodes, crops and resizes a file."""
 
-    def __init__(self, folder: Path, by: Filter) -> None:
+    def __init__(self, folder: Path, by: ResizeFilter) -> None:
         self.files = sorted(folder.glob("*.jpg"))
         self.by = PILLOW[by]
 
@@ -76,9 +79,9 @@ def one_thread(_: int) -> None:
     torch.set_num_threads(1)
 
 
-def peer(folder: Path, by: Filter) -> Callable[[], None]:
+def peer(folder: Path, by: ResizeFilter) -> Callable[[], None]:
     loader = DataLoader(
-        Folder(folder, by),
+        JpegFolderDataset(folder, by),
         batch_size=BATCH,
         shuffle=True,
         num_workers=CPUS,
@@ -94,27 +97,27 @@ def peer(folder: Path, by: Filter) -> Callable[[], None]:
     return epoch
 
 
-def ours(corpus: Corpus, decoders: Decoders) -> Callable[[], None]:
+def ours(corpus: Corpus, decoders: DecoderPool) -> Callable[[], None]:
     epochs = count()
 
     def epoch() -> None:
         number = next(epochs)
         order = corpus.order
         draws = order.batches(order.epoch_begin(number), order.epoch_begin(number + 1))
-        for batch in Prefetcher(decoders, (single(order, one) for one in draws), ahead=2):
+        for batch in BatchPrefetcher(decoders, (single_micro_batch(order, one) for one in draws), batches_ahead=2):
             assert batch.media.shape == (BATCH, 3, SIDE, SIDE)
 
     return epoch
 
 
-def race(name: str, by: Filter, folder: Path, home: Path) -> Row:
-    silence = Silence()
-    dataset = settings.Dataset(
+def race(name: str, by: ResizeFilter, folder: Path, home: Path) -> ClaimRow:
+    silence = NullSink()
+    dataset = settings.DatasetSettings(
         id="bench", instance_data_dir=folder, resolution=(SIDE,), max_aspect_ratio=1.0, resize_filter=by
     )
-    _, staged = Stager(Home(home), Host(), silence, silence).open(dataset)
-    corpus = corpus_of([(dataset, staged)], seed=0, batch_size=BATCH)
-    with staged, Decoders(corpus, CPUS) as decoders:
+    _, staged = DatasetStager(Home(home), HostFacts(), silence, silence).open(dataset)
+    corpus = build_corpus([(dataset, staged)], seed=0, batch_size=BATCH)
+    with staged, DecoderPool(corpus, CPUS) as decoders:
         rivals = {"ours": ours(corpus, decoders), "DataLoader": peer(folder, by)}
         timings = interleave(rivals, rounds=ROUNDS)
     for rival, timing in timings.items():
@@ -124,7 +127,7 @@ def race(name: str, by: Filter, folder: Path, home: Path) -> Row:
     return at_least(label, paired(timings["DataLoader"], timings["ours"]), LIMIT, note=note)
 
 
-def rows() -> list[Row]:
+def rows() -> list[ClaimRow]:
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CPUS])
     torch.set_num_threads(1)
     work = Path(tempfile.mkdtemp(prefix="bench-decode-"))

@@ -24,10 +24,21 @@ from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.harness import Row, Timing, at_least, in_memory_folder, interleave, noted, paired, report, say, skipped
+from benchmarks.harness import (
+    ClaimRow,
+    RivalTiming,
+    at_least,
+    in_memory_folder,
+    interleave,
+    noted,
+    paired,
+    report,
+    say,
+    skipped,
+)
 from benchmarks.peers import PEERS, Bytes, Gather, Opener, dataloader_rounds, webdataset_gather
 from supertuner.arena.home import Home
-from supertuner.core.host import Host
+from supertuner.core.host import HostFacts
 
 DATA_BYTES = 2 << 30
 ROUND_BYTES = 200 << 20
@@ -53,7 +64,7 @@ MANY_FILES = 50_000
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class GatherScenario:
     """The samples of one size, and a new round of random batches whenever one is asked for."""
 
     label: str
@@ -94,18 +105,18 @@ class Scene:
         return play
 
 
-def rows() -> list[Row]:
-    found: list[Row] = []
+def rows() -> list[ClaimRow]:
+    found: list[ClaimRow] = []
     for label, nbytes in SIZES.items():
         chance = np.random.default_rng(nbytes)
         count = DATA_BYTES // nbytes
-        scene = Scene(label, chance.integers(0, 256, (count, nbytes), np.uint8), chance)
+        scene = GatherScenario(label, chance.integers(0, 256, (count, nbytes), np.uint8), chance)
         say(f"{label}: {count:,} samples, batches of {scene.batch}, {scene.round_samples:,} samples a round")
         found += scene_rows(scene)
     return found
 
 
-def scene_rows(scene: Scene) -> list[Row]:
+def scene_rows(scene: GatherScenario) -> list[ClaimRow]:
     with in_memory_folder() as folder, arena_of(scene, folder / "arenas") as ours:
         check(scene, ours)
         scene.read_all(ours)
@@ -124,9 +135,9 @@ def scene_rows(scene: Scene) -> list[Row]:
     return found
 
 
-def by_all_cpus(scene: Scene, ours: Callable[..., None]) -> Row:
+def by_all_cpus(scene: GatherScenario, ours: Callable[..., None]) -> ClaimRow:
     """Large batches, each copied by as many threads as there are CPUs, against memcpy on one."""
-    threads = Host().cpus()
+    threads = HostFacts().cpus()
     many = partial(ours, threads=threads)
     check(scene, many)
     timings = interleave({"arena": scene.rounds_of(many), "memcpy": scene.rounds_of(memcpy_of(scene))}, ROUNDS)
@@ -135,7 +146,7 @@ def by_all_cpus(scene: Scene, ours: Callable[..., None]) -> Row:
     return noted(name, paired(timings["memcpy"], timings["arena"]))
 
 
-def against(scene: Scene, ours: Gather, peer: str, begin: Callable[[Path], Callable[[], None]]) -> Row:
+def against(scene: GatherScenario, ours: Gather, peer: str, begin: Callable[[Path], Callable[[], None]]) -> ClaimRow:
     """Time the arena and one peer in turns."""
     name = f"gather of {scene.label}, times {peer}"
     limit = LIMITS.get(peer) if scene.label == LIMITED else None
@@ -163,7 +174,7 @@ def seconds_of(play: Callable[[], None]) -> float:
     return time.perf_counter() - begin
 
 
-def peer_rounds(scene: Scene, opener: Opener, folder: Path) -> Callable[[], None]:
+def peer_rounds(scene: GatherScenario, opener: Opener, folder: Path) -> Callable[[], None]:
     gather = opener(folder, scene.samples)
     if opener is not webdataset_gather:  # it gives the samples in sequence, whatever is asked for
         check(scene, gather)
@@ -171,12 +182,12 @@ def peer_rounds(scene: Scene, opener: Opener, folder: Path) -> Callable[[], None
     return scene.rounds_of(gather)
 
 
-def loader_rounds(scene: Scene, folder: Path) -> Callable[[], None]:
+def loader_rounds(scene: GatherScenario, folder: Path) -> Callable[[], None]:
     play = dataloader_rounds(folder, scene.samples)
     return lambda: play(scene.batches())
 
 
-def memcpy_of(scene: Scene) -> Gather:
+def memcpy_of(scene: GatherScenario) -> Gather:
     """A batch that lies in one piece: what the hardware allows."""
     last = len(scene.samples) - scene.batch
 
@@ -188,7 +199,7 @@ def memcpy_of(scene: Scene) -> Gather:
 
 
 @contextmanager
-def arena_of(scene: Scene, home: Path) -> Iterator[Callable[..., None]]:
+def arena_of(scene: GatherScenario, home: Path) -> Iterator[Callable[..., None]]:
     """The samples in an arena, read through the reader that training uses."""
     arenas = Home(home)
     with arenas.build("gather") as build:
@@ -202,7 +213,7 @@ def arena_of(scene: Scene, home: Path) -> Iterator[Callable[..., None]]:
         yield reader.gather
 
 
-def check(scene: Scene, gather: Gather) -> None:
+def check(scene: GatherScenario, gather: Gather) -> None:
     """Speed means nothing if the bytes are wrong."""
     numbers = scene.batches()[0]
     out = np.zeros((len(numbers), scene.samples.shape[1]), np.uint8)
@@ -210,7 +221,7 @@ def check(scene: Scene, gather: Gather) -> None:
     assert np.array_equal(out, scene.samples[numbers])
 
 
-def tell(scene: Scene, name: str, timing: Timing) -> None:
+def tell(scene: GatherScenario, name: str, timing: RivalTiming) -> None:
     per_second = scene.round_samples / timing.median_s
     gigabytes = per_second * scene.samples.shape[1] / 1e9
     say(f"  {name:<28} {per_second:>12,.0f} samples/s  {gigabytes:6.2f} GB/s   a round: {timing}")

@@ -15,7 +15,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.harness import Row, Timing, at_most, interleave, noted, paired, report
+from benchmarks.harness import ClaimRow, RivalTiming, at_most, interleave, noted, paired, report
 from supertuner.memory.emulator.superchip import Superchip
 from supertuner.memory.hints.api import Hints
 from supertuner.memory.machines import MACHINES
@@ -40,7 +40,7 @@ def typical() -> dict[str, torch.Tensor]:
     }
 
 
-def rows() -> list[Row]:
+def rows() -> list[ClaimRow]:
     batch, hints = typical(), Hints(Superchip(MACHINES["gh200-96"]))
     counts = hints.place_batch(batch)
     assert sum(counts.values()) == len(batch)
@@ -67,7 +67,7 @@ def repeated(act: Callable[[], object]) -> Callable[[], None]:
     return play
 
 
-def micro(timing: Timing) -> float:
+def micro(timing: RivalTiming) -> float:
     """One repetition."""
     return timing.median_s / REPEATS * 1e6
 

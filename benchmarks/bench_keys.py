@@ -17,10 +17,10 @@ from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.harness import Row, at_most, interleave, noted, paired, report
-from supertuner.models.adapters.keys import Name, read, write
-from supertuner.models.adapters.keys_schemes import SCHEMES, Scheme
-from supertuner.train.export.adapter_files import convert, open_adapter
+from benchmarks.harness import ClaimRow, at_most, interleave, noted, paired, report
+from supertuner.models.adapters.keys import AdapterTensorName, format_key, read_keys
+from supertuner.models.adapters.keys_schemes import KEY_SCHEMES, KeyScheme
+from supertuner.train.export.adapter_files import convert_adapter, open_adapter
 
 RANK, WIDTH, HIDDEN, BLOCKS = 16, 5120, 13824, 40
 LIMIT_S = 1.0
@@ -28,7 +28,7 @@ ROUNDS = 7
 FAMILY = "wan2.2"
 
 
-def lora(scheme: Scheme, alpha: float) -> dict[str, torch.Tensor]:
+def lora(scheme: KeyScheme, alpha: float) -> dict[str, torch.Tensor]:
     sizes = {f"{attn}.to_{to}": (WIDTH, WIDTH) for attn in ("attn1", "attn2") for to in ("q", "k", "v", "out.0")}
     sizes |= {"ffn.net.0.proj": (WIDTH, HIDDEN), "ffn.net.2": (HIDDEN, WIDTH)}
     made = {}
@@ -40,27 +40,27 @@ def lora(scheme: Scheme, alpha: float) -> dict[str, torch.Tensor]:
                 "alpha": torch.tensor(alpha),
             }
             for tensor, value in tensors.items():
-                made[write(Name(None, f"blocks.{block}.{layer}", tensor), scheme, FAMILY)] = value
+                made[format_key(AdapterTensorName(None, f"blocks.{block}.{layer}", tensor), scheme, FAMILY)] = value
     return made
 
 
 def plainly(source: Path, target: Path) -> None:
     """All tensors in memory, new names, written again."""
     given = load_file(source)
-    names = read(given, FAMILY).names
-    scheme = SCHEMES["diffusers"]
-    save_file({write(names[key], scheme, FAMILY): tensor for key, tensor in given.items()}, target)
+    names = read_keys(given, FAMILY).names
+    scheme = KEY_SCHEMES["diffusers"]
+    save_file({format_key(names[key], scheme, FAMILY): tensor for key, tensor in given.items()}, target)
 
 
-def rows() -> list[Row]:
+def rows() -> list[ClaimRow]:
     with tempfile.TemporaryDirectory(prefix="bench-keys-") as folder:
         named, scaled = Path(folder) / "named.safetensors", Path(folder) / "scaled.safetensors"
-        save_file(lora(SCHEMES["kohya"], float(RANK)), named)
-        save_file(lora(SCHEMES["kohya"], 8.0), scaled)
+        save_file(lora(KEY_SCHEMES["kohya"], float(RANK)), named)
+        save_file(lora(KEY_SCHEMES["kohya"], 8.0), scaled)
         out = Path(folder) / "out.safetensors"
 
         def ours(source: Path) -> None:
-            convert(open_adapter(source), SCHEMES["diffusers"], out, overwrite=True)
+            convert_adapter(open_adapter(source), KEY_SCHEMES["diffusers"], out, overwrite=True)
 
         timings = interleave(
             {"names": lambda: ours(named), "scale": lambda: ours(scaled), "plain": lambda: plainly(named, out)},

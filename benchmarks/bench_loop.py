@@ -12,10 +12,10 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.harness import Row, Spread, at_most, in_memory_folder, interleave, report, say
-from benchmarks.runs import NearlyNothing, lighten, nearly_nothing, opened, rewind, write_config
+from benchmarks.harness import ClaimRow, FigureSpread, at_most, in_memory_folder, interleave, report, say
+from benchmarks.runs import SingleScaleModel, denoise_with_scale, lighten, opened, rewind, write_config
 from supertuner.train.loop import train
-from supertuner.train.run import Run
+from supertuner.train.run import TrainingRun
 
 STEPS, MICRO, BATCH = 100, 4, 8
 OVERHEAD_LIMIT_MS = 1.0
@@ -23,15 +23,15 @@ STEP_S = 0.05
 WAIT_LIMIT = 0.5
 
 
-def bare_loop(run: Run) -> Callable[[], None]:
+def bare_loop(run: TrainingRun) -> Callable[[], None]:
     """The same mathematics as a person would write it down: random batches of what the caches hold."""
-    order = run.maker.corpus.order
+    order = run.collator.corpus.order
     from supertuner.data.ordering.windows import micro_batches
 
     micros = micro_batches(order, range(order.epoch_length(0)), 1)
-    latents = torch.cat([run.maker.encoded.latents(micro)["latents"] for micro in micros])
-    texts = [run.maker.encoded.texts(micro)[0] for micro in micros]
-    module = NearlyNothing()
+    latents = torch.cat([run.collator.encoded.latents(micro)["latents"] for micro in micros])
+    texts = [run.collator.encoded.texts(micro)[0] for micro in micros]
+    module = SingleScaleModel()
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
 
     def loop() -> None:
@@ -56,7 +56,7 @@ def bare_loop(run: Run) -> Callable[[], None]:
     return loop
 
 
-def overhead() -> Row:
+def overhead() -> ClaimRow:
     blocks = {"train": {"batch_size": BATCH, "gradient_accumulation_steps": MICRO, "max_steps": STEPS}}
     with in_memory_folder() as folder, opened(write_config(folder, **blocks)) as (_, run):
         lighten(run)
@@ -73,38 +73,38 @@ def overhead() -> Row:
     middle = sorted(beyond)[len(beyond) // 2]
     return at_most(
         "loop, beyond a bare loop, per micro-batch",
-        Spread(middle, min(beyond), max(beyond)),
+        FigureSpread(middle, min(beyond), max(beyond)),
         OVERHEAD_LIMIT_MS,
         unit="ms",
         note=f"ours / bare {times['ours'].median_s / times['bare'].median_s:.2f}",
     )
 
 
-def waiting() -> Row:
+def waiting() -> ClaimRow:
     """A step of 50 ms that leaves the CPU alone, as one on a GPU does."""
 
     def sleepy(*arguments: object) -> torch.Tensor:
         time.sleep(STEP_S)
-        return nearly_nothing(*arguments)  # type: ignore[arg-type]
+        return denoise_with_scale(*arguments)  # type: ignore[arg-type]
 
     blocks = {"train": {"batch_size": BATCH, "max_steps": STEPS}}
     waited: list[float] = []
     with in_memory_folder() as folder, opened(write_config(folder, **blocks)) as (_, run):
         lighten(run, sleepy)
-        with run.feed() as feed:
+        with run.dataloader() as feed:
             from supertuner.train import loop
 
             for window in feed:
-                loop._train(run, window)
+                loop._train_step(run, window)
                 waited.append(window.waited_s)
     shares = [100 * seconds / STEP_S for seconds in waited[1:]]  # the first batch is made while nothing else goes on
     mean = sum(shares) / len(shares)
     return at_most(
-        "waiting for data, share of a 50 ms step", Spread(mean, min(shares), max(shares)), WAIT_LIMIT, unit="%"
+        "waiting for data, share of a 50 ms step", FigureSpread(mean, min(shares), max(shares)), WAIT_LIMIT, unit="%"
     )
 
 
-def rows() -> list[Row]:
+def rows() -> list[ClaimRow]:
     torch.set_num_threads(1)
     return [overhead(), waiting()]
 

@@ -20,12 +20,12 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the ranks run this file as a script
 
-from benchmarks.harness import Row, at_most, in_memory_folder, noted, say
+from benchmarks.harness import ClaimRow, at_most, in_memory_folder, noted, say
 from benchmarks.ranks import (
     BATCH,
     MICRO,
     TURN,
-    Layers,
+    ResidualLinearModel,
     beyond,
     main_of,
     measure,
@@ -34,16 +34,19 @@ from benchmarks.ranks import (
     samples,
     timed,
 )
-from benchmarks.runs import NearlyNothing, nearly_nothing
-from supertuner.train.run import Run
+from benchmarks.runs import SingleScaleModel, denoise_with_scale
+from supertuner.train.run import TrainingRun
 
 LIMIT_MS = 1.0
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {"one number": NearlyNothing, "66 tensors": partial(Layers, 32, 128)}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "one number": SingleScaleModel,
+    "66 tensors": partial(ResidualLinearModel, 32, 128),
+}
 
 
-def rows() -> list[Row]:
+def rows() -> list[ClaimRow]:
     found = []
     with in_memory_folder() as folder:
         for model in MODELS:
@@ -60,32 +63,37 @@ def rows() -> list[Row]:
 
 def run_rank(folder: str, model: str, answer: Path) -> None:
     place = place_here()
-    micro = 2 * MICRO // place.ranks
-    with opened_run(f"many-{place.ranks}-{model.replace(' ', '-')}", Path(folder), place, micro) as run:
+    micro = 2 * MICRO // place.world_size
+    with opened_run(f"many-{place.world_size}-{model.replace(' ', '-')}", Path(folder), place, micro) as run:
         _lighten(run, MODELS[model])
         measure(run, _bare(run, MODELS[model]()), micro, answer)
 
 
-def _lighten(run: Run, make: Callable[[], nn.Module]) -> None:
+def _lighten(run: TrainingRun, make: Callable[[], nn.Module]) -> None:
     """Let the run train another module; data, caches, logs and reports stay as they are."""
-    from supertuner.optim.table import build
-    from supertuner.step.window import Trainee
+    from supertuner.optim.table import build_optimizer
+    from supertuner.step.window import ExpertState
 
     trainees = []
-    for trainee in run.trainees:
+    for trainee in run.expert_states:
         module = make()
         parameters = dict(module.named_parameters())
         trainees.append(
-            Trainee(trainee.expert, module, parameters, build(run.config.optimizer, parameters, trainee.expert.name))
+            ExpertState(
+                trainee.expert,
+                module,
+                parameters,
+                build_optimizer(run.config.optimizer, parameters, trainee.expert.name),
+            )
         )
-    run.rules, run.trainees = replace(run.rules, denoise=nearly_nothing), tuple(trainees)
+    run.step_options, run.expert_states = replace(run.step_options, denoise=denoise_with_scale), tuple(trainees)
 
 
-def _bare(run: Run, module: nn.Module) -> Callable[[int], None]:
+def _bare(run: TrainingRun, module: nn.Module) -> Callable[[int], None]:
     """A window of the same mathematics as a person would write it down."""
     from torch.nn.parallel import DistributedDataParallel
 
-    many, draw = run.parallel.ranks > 1, samples(run)
+    many, draw = run.process_group.world_size > 1, samples(run)
     wrapped: nn.Module = DistributedDataParallel(module) if many else module
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
 

@@ -15,7 +15,18 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.harness import Row, Spread, Timing, at_least, at_most, interleave, noted, paired, report, say
+from benchmarks.harness import (
+    ClaimRow,
+    FigureSpread,
+    RivalTiming,
+    at_least,
+    at_most,
+    interleave,
+    noted,
+    paired,
+    report,
+    say,
+)
 from supertuner.memory.driver import HOST, Gpu, Kind, Span
 from supertuner.memory.emulator.superchip import Superchip
 from supertuner.memory.machines import MACHINES
@@ -32,7 +43,7 @@ TOUCHES_A_SECOND = 1.0
 MADE_MS = 10.0
 
 
-def rows() -> list[Row]:
+def rows() -> list[ClaimRow]:
     made = interleave({"made": make}, ROUNDS)["made"]
     found = [at_most("a GH200 of full size, made", spread(made, 1e3), MADE_MS, unit="ms")]
     found += compare("first use of fresh pages", WITHIN_BYTES, fresh)
@@ -43,7 +54,7 @@ def rows() -> list[Row]:
     return [*found, small_pieces()]
 
 
-def small_pieces() -> Row:
+def small_pieces() -> ClaimRow:
     """One call for each block: the cost of a call, not of a page, decides. Said for the record."""
     model, span = managed(BEYOND_BYTES)
     model.touch(span, GPU)
@@ -60,7 +71,7 @@ def small_pieces() -> Row:
     timings = interleave({"both": play, "rest": rest}, ROUNDS)
     taken = [b - r for b, r in zip(timings["both"].rounds_s, timings["rest"].rounds_s, strict=True)]
     rates = sorted((8 << 30) // PAGE / seconds / 1e6 for seconds in taken)
-    figure = Spread(rates[len(rates) // 2], rates[0], rates[-1])
+    figure = FigureSpread(rates[len(rates) // 2], rates[0], rates[-1])
     return noted("beyond the GPU by single blocks of 2 MiB, million touches a second", figure, unit="M/s")
 
 
@@ -133,20 +144,20 @@ def raw(pages: int) -> Callable[[], None]:
     return play
 
 
-def compare(name: str, nbytes: int, begin: Callable[[], Callable[[], None]]) -> list[Row]:
+def compare(name: str, nbytes: int, begin: Callable[[], Callable[[], None]]) -> list[ClaimRow]:
     pages = nbytes // PAGE
     timings = interleave({"model": begin(), "numpy": raw(pages)}, ROUNDS)
     ours = timings["model"]
     say(f"{name}: {pages:,} pages in {ours}; numpy's update alone {timings['numpy']}")
-    rate = Spread(*(pages / seconds / 1e6 for seconds in (ours.median_s, ours.high_s, ours.low_s)))
+    rate = FigureSpread(*(pages / seconds / 1e6 for seconds in (ours.median_s, ours.high_s, ours.low_s)))
     return [
         at_least(f"{name}, million touches a second", rate, TOUCHES_A_SECOND, unit="M/s"),
         noted(f"{name}, share of numpy's update", paired(timings["numpy"], ours)),
     ]
 
 
-def spread(timing: Timing, scale: float) -> Spread:
-    return Spread(timing.median_s * scale, timing.low_s * scale, timing.high_s * scale)
+def spread(timing: RivalTiming, scale: float) -> FigureSpread:
+    return FigureSpread(timing.median_s * scale, timing.low_s * scale, timing.high_s * scale)
 
 
 def main() -> int:

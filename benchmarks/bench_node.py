@@ -15,16 +15,16 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks import large_set, node_faults
-from benchmarks.harness import Row, Spread, at_most, in_memory_folder, noted, report, say
+from benchmarks.harness import ClaimRow, FigureSpread, at_most, in_memory_folder, noted, report, say
 from benchmarks.node_faults import gathered
 from supertuner.arena.home import Home
 from supertuner.arena.peers import Peers, meet
-from supertuner.core.events import Silence
-from supertuner.core.host import Host
+from supertuner.core.events import NullSink
+from supertuner.core.host import HostFacts
 from supertuner.data.opened import open_corpus
-from supertuner.data.ordering.windows import single
-from supertuner.data.staging.follower import follow, staged_told
-from supertuner.train.encoding.encoded import open_encoded
+from supertuner.data.ordering.windows import single_micro_batch
+from supertuner.data.staging.follower import announce_staged, follow_staging
+from supertuner.train.encoding.encoded import open_encoded_corpus
 
 MILLION = 1_000_000
 CACHED = 100_000
@@ -50,7 +50,7 @@ def own_mb(home: Path) -> float:
 
 def rank(folder: Path, number: int, count: int) -> dict[str, float]:
     """One rank: what opening the data and using them took of its own memory, and how long the opening took."""
-    config, host, silence = large_set.config_of(folder), Host(), Silence()
+    config, host, silence = large_set.config_of(folder), HostFacts(), NullSink()
     home, encoding = Home(folder / "home"), large_set.encoding_of()
     gc.collect()
     before = own_mb(home.path)
@@ -58,7 +58,7 @@ def rank(folder: Path, number: int, count: int) -> dict[str, float]:
         begin = time.perf_counter()
         with (
             open_corpus(config, host=host, sink=silence, progress=silence, peers=peers) as corpus,
-            open_encoded(
+            open_encoded_corpus(
                 config,
                 corpus,
                 encoding,
@@ -71,7 +71,7 @@ def rank(folder: Path, number: int, count: int) -> dict[str, float]:
         ):
             opened_s = time.perf_counter() - begin
             for at, draws in enumerate(corpus.order.batches()):
-                micro = single(corpus.order, draws)
+                micro = single_micro_batch(corpus.order, draws)
                 encoded.latents(micro)
                 encoded.texts(micro)
                 if at >= BATCHES:
@@ -101,25 +101,25 @@ def measured(folder: Path, samples: int, ranks: int = RANKS) -> list[dict[str, f
             one.wait()
 
 
-def attach_rows() -> list[Row]:
+def attach_rows() -> list[ClaimRow]:
     with in_memory_folder() as folder:
         home, dataset = Home(folder / "home"), large_set.config_of(folder).datasets[0]
         name = large_set.stage(home, dataset, MILLION)
         room = home.beside(".bench")
-        staged_told(Peers(0, 2, room), dataset.id, name)
+        announce_staged(Peers(0, 2, room), dataset.id, name)
         taken = []
         with home.attach(name):
             for _ in range(ATTACHES):
                 gc.collect()
                 begin = time.perf_counter()
-                staged = follow(home, dataset.id, "on_demand", Peers(1, 2, room), Silence())
+                staged = follow_staging(home, dataset.id, "on_demand", Peers(1, 2, room), NullSink())
                 taken.append((time.perf_counter() - begin) * 1e3)
                 staged.close()
-    spread = Spread(sorted(taken)[len(taken) // 2], min(taken), max(taken))
+    spread = FigureSpread(sorted(taken)[len(taken) // 2], min(taken), max(taken))
     return [at_most("attach of a rank to a staged set of a million samples", spread, ATTACH_LIMIT_MS, unit="ms")]
 
 
-def memory_rows() -> list[Row]:
+def memory_rows() -> list[ClaimRow]:
     with in_memory_folder() as folder:
         first, *others = measured(folder, CACHED)
     opened = ", ".join(f"{one['opened_s']:.2f} s" for one in (first, *others))
@@ -131,7 +131,7 @@ def memory_rows() -> list[Row]:
     ]
 
 
-def fault_rows() -> list[Row]:
+def fault_rows() -> list[ClaimRow]:
     found = []
     for kind in node_faults.KINDS:
         with in_memory_folder() as folder:
@@ -140,7 +140,7 @@ def fault_rows() -> list[Row]:
     return found
 
 
-def rows() -> list[Row]:
+def rows() -> list[ClaimRow]:
     return attach_rows() + memory_rows() + fault_rows()
 
 

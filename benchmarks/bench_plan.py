@@ -16,19 +16,19 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.harness import Row, at_least, at_most, noted, report, say
-from benchmarks.paging_model import Paged
-from benchmarks.plan_baselines import Baselines, baselines
+from benchmarks.harness import ClaimRow, at_least, at_most, noted, report, say
+from benchmarks.paging_model import PagedWindow
+from benchmarks.plan_baselines import BaselineTimes, compute_baselines
 from benchmarks.workloads import WORKLOADS, table
 from supertuner.core.types import GIB
 from supertuner.memory.machines import MACHINES
-from supertuner.plan.placement.choice import Choice, Step
-from supertuner.plan.placement.plan import Fate, Plan, Residence
-from supertuner.plan.placement.plan_step import place
-from supertuner.plan.placement.replay import replay
+from supertuner.plan.placement.choice import PlacementChoice, TimedStep
+from supertuner.plan.placement.plan import ActivationPolicy, MemoryPlan, WeightPlacement
+from supertuner.plan.placement.plan_step import plan_step
+from supertuner.plan.placement.replay import replay_plan
 from supertuner.plan.placement.search import link_seconds
 from supertuner.plan.placement.step_table import StepTable
-from supertuner.plan.placement.throughput import Limits, Rates
+from supertuner.plan.placement.throughput import MachineRates, MemoryLimits
 
 CARDS_HOST_BYTES = 512 * GIB
 """Assumed: the table of machines does not know what a card is put into."""
@@ -37,11 +37,11 @@ NEAR, TWICE, RECOMPUTING, SECONDS = 1.10, 2.0, 1.2, 5.0
 
 
 @dataclass(frozen=True)
-class Judged:
-    plan: Plan
+class PlanMeasurement:
+    plan: MemoryPlan
     seconds: float
     bound_s: float
-    others: Baselines
+    others: BaselineTimes
     compute_s: float
     link_s: float
     """The link is busy under the plan."""
@@ -50,55 +50,55 @@ class Judged:
     @property
     def roomy(self) -> bool:
         """Whether host memory has room for every activation that the GPU's has none for."""
-        return all(block.activations is not Fate.RECOMPUTE for block in self.plan.blocks)
+        return all(block.activations is not ActivationPolicy.RECOMPUTE for block in self.plan.blocks)
 
 
-def judged(step_table: StepTable, machine_key: str) -> Judged | None:
+def measure_plan(step_table: StepTable, machine_key: str) -> PlanMeasurement | None:
     """None: no plan fits."""
     machine = MACHINES[machine_key]
-    limits = Limits.of(machine, host_bytes=None if machine.host_bytes.value else CARDS_HOST_BYTES)
+    limits = MemoryLimits.from_machine(machine, host_bytes=None if machine.host_bytes.value else CARDS_HOST_BYTES)
     begin = time.process_time()
-    plan = place(step_table, machine, limits)
+    plan = plan_step(step_table, machine, limits)
     planning_s = time.process_time() - begin
     if not plan.fits or plan.modelled is None:
         say(f"    {plan.reasons[0]}; bound {plan.modelled.bound_s if plan.modelled else math.nan:.3g}")
         return None
-    rates = Rates.of(machine)
-    step = Step.of(step_table, rates)
-    return Judged(
+    rates = MachineRates.from_machine(machine)
+    step = TimedStep.from_table(step_table, rates)
+    return PlanMeasurement(
         plan,
-        replay(step_table, plan, machine, limits).seconds,
+        replay_plan(step_table, plan, machine, limits).seconds,
         plan.modelled.bound_s,
-        baselines(step_table, machine, limits),
-        step_table.micro_batches * step.micro_s + step.update_s,
-        link_seconds(step, Choice.of(plan)),
+        compute_baselines(step_table, machine, limits),
+        step_table.micro_batches * step.micro_batch_s + step.update_s,
+        link_seconds(step, PlacementChoice.from_plan(plan)),
         planning_s,
     )
 
 
-def rows() -> list[Row]:
+def rows() -> list[ClaimRow]:
     found = []
     for name, workload in WORKLOADS.items():
         for key in (GOAL, "gb10", "h100-80-pcie"):
             say(f"{workload.title} on {MACHINES[key].title}")
-            one = judged(table(name), key)
+            one = measure_plan(table(name), key)
             if one is not None:
                 tell(one)
                 found += claims(f"{workload.title}, {MACHINES[key].title}", one, key == GOAL)
     return found
 
 
-def tell(one: Judged) -> None:
+def tell(one: PlanMeasurement) -> None:
     """The modelled seconds, and what the plan does."""
     others = one.others
     say(
         f"    modelled: plan {one.seconds:.3f} s, bound {one.bound_s:.3f} s ({_by(one)}); "
         f"all in HBM {_text(others.all_in_hbm)}, checkpointing {_text(others.checkpointing)}, "
         f"block swapping {_text(others.block_swapping)}, "
-        f"paging {_paged(others.paging)}, seeds {_paged(others.seeds)}"
+        f"paging {_paged(others.paging)}, seeds {_paged(others.gh200_forks)}"
     )
-    fates = {fate: sum(block.activations is fate for block in one.plan.blocks) for fate in Fate}
-    streamed = sum(block.weights is Residence.STREAMED for block in one.plan.blocks)
+    fates = {fate: sum(block.activations is fate for block in one.plan.blocks) for fate in ActivationPolicy}
+    streamed = sum(block.weights is WeightPlacement.STREAMED for block in one.plan.blocks)
     what = ", ".join(f"{count} {fate.value}" for fate, count in fates.items() if count)
     say(
         f"    plan: activations {what}; weights of {streamed} blocks streamed, {one.plan.ahead} ahead; optimizer "
@@ -107,12 +107,12 @@ def tell(one: Judged) -> None:
     )
 
 
-def claims(name: str, one: Judged, goal: bool) -> list[Row]:
+def claims(name: str, one: PlanMeasurement, goal: bool) -> list[ClaimRow]:
     others, took = one.others, one.seconds
     found = [at_most(f"{name}: seconds to plan", one.planning_s, SECONDS, unit="s")]
     near = at_most if goal else (lambda name, figure, _limit: noted(name, figure))
     found.append(near(f"{name}: plan over bound", took / one.bound_s, NEAR))
-    for title, other in (("paging", others.paging), ("the seeds' policy", others.seeds)):
+    for title, other in (("paging", others.paging), ("the seeds' policy", others.gh200_forks)):
         if other is not None:
             transfers = other.link_s > one.compute_s
             found.append(_claim(f"{name}: times {title}", other.seconds / took, TWICE, goal and transfers))
@@ -127,17 +127,19 @@ def claims(name: str, one: Judged, goal: bool) -> list[Row]:
     return found
 
 
-def _claim(name: str, figure: float, limit: float, counts: bool) -> Row:
+def _claim(name: str, figure: float, limit: float, counts: bool) -> ClaimRow:
     return at_least(name, figure, limit) if counts else noted(name, figure)
 
 
-def _by(one: Judged) -> str:
+def _by(one: PlanMeasurement) -> str:
     return "none" if one.plan.modelled is None else one.plan.modelled.bounded_by
 
 
-def _paged(other: Paged | None) -> str:
+def _paged(other: PagedWindow | None) -> str:
     return (
-        "does not fit" if other is None else f"{other.seconds:.3f} s ({other.fates.value}, link {other.link_s:.3f} s)"
+        "does not fit"
+        if other is None
+        else f"{other.seconds:.3f} s ({other.activations.value}, link {other.link_s:.3f} s)"
     )
 
 

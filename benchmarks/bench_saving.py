@@ -19,14 +19,14 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from benchmarks.harness import Row, Spread, at_most, noted, report
+from benchmarks.harness import ClaimRow, FigureSpread, at_most, noted, report
 from benchmarks.runs import opened, rewind, write_config
 from supertuner.models.spec import Tensors
-from supertuner.optim.table import build
-from supertuner.step.window import Trainee
+from supertuner.optim.table import build_optimizer
+from supertuner.step.window import ExpertState
 from supertuner.train import loop
-from supertuner.train.checkpoint.async_saver import Saver
-from supertuner.train.run import Run
+from supertuner.train.checkpoint.async_saver import CheckpointSaver
+from supertuner.train.run import TrainingRun
 
 STEP_S = 0.5
 STATE_BYTES = 16 << 20
@@ -36,7 +36,7 @@ PAIRS = 15
 LIMIT_PERCENT = 2.0
 
 
-class Weighty(nn.Module):
+class ManyWeightsModel(nn.Module):
     """Computes next to nothing, and has many weights."""
 
     def __init__(self) -> None:
@@ -57,32 +57,32 @@ def asleep(
     return predicted
 
 
-def weigh_down(run: Run) -> None:
+def weigh_down(run: TrainingRun) -> None:
     """Let the run train `Weighty` instead of its model."""
-    run.rules = replace(run.rules, denoise=asleep)
+    run.step_options = replace(run.step_options, denoise=asleep)
     trainees, trained = [], {}
-    for trainee in run.trainees:
-        module = Weighty()
+    for trainee in run.expert_states:
+        module = ManyWeightsModel()
         parameters = dict(module.named_parameters())
-        optimizer = build(run.config.optimizer, parameters, trainee.expert.name)
-        trainees.append(Trainee(trainee.expert, module, parameters, optimizer))
+        optimizer = build_optimizer(run.config.optimizer, parameters, trainee.expert.name)
+        trainees.append(ExpertState(trainee.expert, module, parameters, optimizer))
         name = trainee.expert.name
-        trained[name] = replace(run.trained[name], module=module, parameters=parameters)
-    run.trainees, run.trained = tuple(trainees), trained
+        trained[name] = replace(run.trainable_experts[name], module=module, parameters=parameters)
+    run.expert_states, run.trainable_experts = tuple(trainees), trained
 
 
-def longer(run: Run) -> tuple[Spread, Spread]:
+def longer(run: TrainingRun) -> tuple[FigureSpread, FigureSpread]:
     """Percent of a step, per save: (what a stretch of steps with a save takes longer than one without, the CPU time of
     the thread that trains in it: what would be left of that on a machine with nothing else to do)."""
     rewind(run)
     loops: list[float] = []
     savers: list[float] = []
-    with Saver(run) as saver, run.feed() as feed:
+    with CheckpointSaver(run) as saver, run.dataloader() as feed:
         for number, window in enumerate(feed):
             begun = time.perf_counter()
-            loop._train(run, window)
+            loop._train_step(run, window)
             between = time.thread_time()
-            saver.settle()
+            saver.report_if_finished()
             if number % (2 * TOGETHER) == 0:
                 saver.save()
             savers.append(time.thread_time() - between)
@@ -90,16 +90,16 @@ def longer(run: Run) -> tuple[Spread, Spread]:
     return _apart(loops), _apart(savers)
 
 
-def _apart(seconds: list[float]) -> Spread:
+def _apart(seconds: list[float]) -> FigureSpread:
     """The stretch that begins with a save's own end of a step, against the one that follows. The first two pairs are
     left out: they import, and touch memory for the first time."""
     stretches = [sum(seconds[at : at + TOGETHER]) for at in range(0, len(seconds), TOGETHER)]
     shares = [100 * (a - b) / STEP_S for a, b in zip(stretches[0::2], stretches[1::2], strict=True)][2:]
-    return Spread(statistics.median(shares), min(shares), max(shares))
+    return FigureSpread(statistics.median(shares), min(shares), max(shares))
 
 
 @contextmanager
-def a_run(folder: Path, background: bool) -> Iterator[Run]:
+def a_run(folder: Path, background: bool) -> Iterator[TrainingRun]:
     blocks = {
         "train": {"batch_size": 1, "max_steps": 2 * TOGETHER * (PAIRS + 2), "mixed_precision": "fp32"},
         "model": {"experts": "high_noise"},
@@ -110,7 +110,7 @@ def a_run(folder: Path, background: bool) -> Iterator[Run]:
         yield run
 
 
-def rows() -> list[Row]:
+def rows() -> list[ClaimRow]:
     torch.set_num_threads(1)
     found = {}
     for background in (True, False):

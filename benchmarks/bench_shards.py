@@ -17,12 +17,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the ranks run this file as a script
 
-from benchmarks.harness import Row, at_most, in_memory_folder, say
+from benchmarks.harness import ClaimRow, at_most, in_memory_folder, say
 from benchmarks.ranks import (
     BATCH,
     MICRO,
     TURN,
-    Layers,
+    ResidualLinearModel,
     beyond,
     main_of,
     measure,
@@ -31,14 +31,14 @@ from benchmarks.ranks import (
     samples,
     timed,
 )
-from benchmarks.runs import nearly_nothing
-from supertuner.train.run import Run
+from benchmarks.runs import denoise_with_scale
+from supertuner.train.run import TrainingRun
 
 RANKS = 2
 LIMIT_MS = 1.0
 
 
-def rows() -> list[Row]:
+def rows() -> list[ClaimRow]:
     with in_memory_folder() as folder:
         times = timed(__file__, RANKS, str(folder))
     ours, bare = times["ours"], times["bare"]
@@ -54,28 +54,30 @@ def run_rank(folder: str, answer: Path) -> None:
         measure(run, _bare(run), MICRO, answer)
 
 
-def _lighten(run: Run) -> None:
+def _lighten(run: TrainingRun) -> None:
     """Let the run train another module; data, caches, logs and reports stay as they are."""
-    from supertuner.models.adapters.attach import Trained
-    from supertuner.optim.table import build
-    from supertuner.step.window import Trainee
+    from supertuner.models.adapters.attach import TrainableExpert
+    from supertuner.optim.table import build_optimizer
+    from supertuner.step.window import ExpertState
 
-    (trainee,), sharing = run.trainees, run.parallel.sharing
+    (trainee,), sharing = run.expert_states, run.process_group.sharder
     assert sharing is not None
-    module, expert = Layers(4, 256), trainee.expert
-    trained = sharing.share_out(Trained(expert.name, "full", module, dict(module.named_parameters())))
+    module, expert = ResidualLinearModel(4, 256), trainee.expert
+    trained = sharing.shard_expert(TrainableExpert(expert.name, "full", module, dict(module.named_parameters())))
     parameters = dict(trained.parameters)
-    run.rules = replace(run.rules, denoise=nearly_nothing)
-    run.trainees = (Trainee(expert, module, parameters, build(run.config.optimizer, parameters, expert.name)),)
-    run.trained = {expert.name: trained}
+    run.step_options = replace(run.step_options, denoise=denoise_with_scale)
+    run.expert_states = (
+        ExpertState(expert, module, parameters, build_optimizer(run.config.optimizer, parameters, expert.name)),
+    )
+    run.trainable_experts = {expert.name: trained}
 
 
-def _bare(run: Run) -> Callable[[int], None]:
+def _bare(run: TrainingRun) -> Callable[[int], None]:
     """A window of the same mathematics as a person would write it down."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    module: Any = Layers(4, 256)
+    module: Any = ResidualLinearModel(4, 256)
     draw, mesh = samples(run), init_device_mesh("cpu", (RANKS,))
     for block in (*module.layers, module):
         fully_shard(block, mesh=mesh)

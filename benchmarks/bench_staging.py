@@ -24,13 +24,13 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.harness import Row, Spread, at_least, at_most, report, say
+from benchmarks.harness import ClaimRow, FigureSpread, at_least, at_most, report, say
 from supertuner.arena.home import Home, default_home
-from supertuner.config.settings.data import Dataset
-from supertuner.core.events import Silence
-from supertuner.core.host import Host
+from supertuner.config.settings.data import DatasetSettings
+from supertuner.core.events import NullSink
+from supertuner.core.host import HostFacts
 from supertuner.core.types import bytes_text
-from supertuner.data.staging.stage import Stager
+from supertuner.data.staging.stage import DatasetStager
 
 CASES = {"100 KB": (4000, 384), "1 MB": (400, 1216)}
 """Files, and the side of the picture that each holds."""
@@ -81,9 +81,9 @@ def read_all(folder: Path, threads: int, read: Callable[[str], bytes]) -> list[b
 
 
 def stage(folder: Path, home: Path, threads: int, files: int) -> int:
-    silence = Silence()
-    dataset = Dataset(id="bench", instance_data_dir=folder, in_memory={"num_workers": threads})  # type: ignore[arg-type]
-    result = Stager(Home(home), Host(), silence, silence).stage(dataset)
+    silence = NullSink()
+    dataset = DatasetSettings(id="bench", instance_data_dir=folder, in_memory={"num_workers": threads})  # type: ignore[arg-type]
+    result = DatasetStager(Home(home), HostFacts(), silence, silence).stage(dataset)
     assert result.files == files and not result.reused, result
     return result.stored_bytes
 
@@ -116,14 +116,14 @@ def _status(field: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))
 
 
-def rows() -> list[Row]:
+def rows() -> list[ClaimRow]:
     return [row for name, (files, side) in CASES.items() for row in _case(name, files, side)]
 
 
-def _case(name: str, files: int, side: int) -> list[Row]:
+def _case(name: str, files: int, side: int) -> list[ClaimRow]:
     folder = Path(tempfile.mkdtemp(prefix="bench-staging-"))
     home = default_home().with_name(f"bench-staging-{os.getpid()}")
-    threads = Host().cpus()
+    threads = HostFacts().cpus()
     try:
         total = make_folder(folder, files, side)
         say(f"{files} JPEG files of about {name}, {bytes_text(total)}, {threads} threads, {ROUNDS} rounds in turns")
@@ -151,7 +151,7 @@ def _rounds(rivals: dict[str, Callable[[], object]], home: Path) -> dict[str, li
     return found
 
 
-def _claims(size: str, found: dict[str, list[dict[str, float]]], total: int) -> list[Row]:
+def _claims(size: str, found: dict[str, list[dict[str, float]]], total: int) -> list[ClaimRow]:
     for name, rounds in found.items():
         taken = [one["seconds"] for one in rounds]
         cpu = statistics.median(one["cpu"] for one in rounds)
@@ -170,13 +170,13 @@ def _claims(size: str, found: dict[str, list[dict[str, float]]], total: int) -> 
     ]
 
 
-def _ratio(theirs: list[dict[str, float]], ours: list[dict[str, float]], figure: str) -> Spread:
+def _ratio(theirs: list[dict[str, float]], ours: list[dict[str, float]], figure: str) -> FigureSpread:
     """How fast we are as a share of them, round by round."""
     return _spread([one[figure] / other[figure] for one, other in zip(theirs, ours, strict=True)])
 
 
-def _spread(values: list[float]) -> Spread:
-    return Spread(statistics.median(values), min(values), max(values))
+def _spread(values: list[float]) -> FigureSpread:
+    return FigureSpread(statistics.median(values), min(values), max(values))
 
 
 def main() -> int:

@@ -8,9 +8,9 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks.harness import Row, Spread, at_most, in_memory_folder, report, say
+from benchmarks.harness import ClaimRow, FigureSpread, at_most, in_memory_folder, report, say
 from benchmarks.runs import write_config
-from supertuner.train.loss_log import read
+from supertuner.train.loss_log import read_losses
 
 ROUNDS = 5
 LIMIT_S = 3.0
@@ -34,25 +34,25 @@ def first_step_s(config: Path, folder: Path, number: int) -> float:
     log = folder / "runs" / f"start-{number}" / "losses.jsonl"
     begin = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        while not read(log):
+        while not read_losses(log):
             time.sleep(0.002)
-            assert process.poll() is None or read(log), "the run ended before its first step"
+            assert process.poll() is None or read_losses(log), "the run ended before its first step"
         taken = time.perf_counter() - begin
     assert process.returncode == 0, process.returncode
     return taken
 
 
-def answered(*arguments: str) -> Spread:
+def answered(*arguments: str) -> FigureSpread:
     """Seconds of a whole command."""
     taken = []
     for _ in range(ROUNDS):
         begin = time.perf_counter()
         subprocess.run([sys.executable, "-c", TRAIN, *arguments], check=True, stdout=subprocess.DEVNULL)
         taken.append(time.perf_counter() - begin)
-    return Spread(sorted(taken)[len(taken) // 2], min(taken), max(taken))
+    return FigureSpread(sorted(taken)[len(taken) // 2], min(taken), max(taken))
 
 
-def rows() -> list[Row]:
+def rows() -> list[ClaimRow]:
     beyond = []
     with in_memory_folder() as folder:
         config = write_config(folder, train={"max_steps": 2})
@@ -63,7 +63,7 @@ def rows() -> list[Row]:
             beyond.append(ours - imports)
         helped, checked = answered("--help"), answered("config", "validate", str(config))
     middle = sorted(beyond)[len(beyond) // 2]
-    figure = Spread(middle, min(beyond), max(beyond))
+    figure = FigureSpread(middle, min(beyond), max(beyond))
     return [
         at_most("start to first step, beyond imports", figure, LIMIT_S, unit="s", note="warm caches"),
         at_most("supertuner --help", helped, 0.3, unit="s", note="a whole process"),

@@ -10,14 +10,14 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from benchmarks.harness import Row, Spread, at_most, in_memory_folder, noted, report, say, seconds_text
-from supertuner.core.events import Event, Silence, Together
-from supertuner.core.host import Host
+from benchmarks.harness import ClaimRow, FigureSpread, at_most, in_memory_folder, noted, report, say, seconds_text
+from supertuner.core.events import Event, NullSink, TeeSink
+from supertuner.core.host import HostFacts
 from supertuner.memory.driver import Missing
 from supertuner.memory.probe import probe
 from supertuner.memory.telemetry.sampler import Sampler
-from supertuner.sinks.jsonlines import JsonLines
-from supertuner.sinks.tensorboard import TensorBoard
+from supertuner.sinks.jsonlines import JsonLinesFile
+from supertuner.sinks.tensorboard import TensorBoardSink
 
 STEP_S = 0.05
 LIMIT_PERCENT = 0.5
@@ -27,7 +27,7 @@ MISSING = Missing("no GPU in this benchmark")
 
 
 def sampler(hints: Callable[[], Mapping[str, int]] | None = None) -> Sampler:
-    host = Host()
+    host = HostFacts()
     return Sampler(probe(host, MISSING, MISSING), host, MISSING, MISSING, hints=hints)
 
 
@@ -38,13 +38,13 @@ def each_s(act: Callable[[int], object], calls: int) -> float:
     return (time.perf_counter() - begin) / calls
 
 
-def percent(seconds: list[float]) -> Spread:
+def percent(seconds: list[float]) -> FigureSpread:
     """Of a step; the median, and the range over the rounds."""
     shares = sorted(100 * s / STEP_S for s in seconds)
-    return Spread(shares[len(shares) // 2], shares[0], shares[-1])
+    return FigureSpread(shares[len(shares) // 2], shares[0], shares[-1])
 
 
-def one_sample() -> Row:
+def one_sample() -> ClaimRow:
     with sampler() as ours:
         ours.sample()
         figure = percent([each_s(lambda _: ours.sample(), CALLS) for _ in range(ROUNDS)])
@@ -52,10 +52,10 @@ def one_sample() -> Row:
     return at_most("a sample, share of a 50 ms step", figure, LIMIT_PERCENT, unit="%")
 
 
-def one_event(folder: Path) -> Row:
+def one_event(folder: Path) -> ClaimRow:
     """Before it is rationed: a sampler that has never sent is always due."""
-    with JsonLines(folder / "events.jsonl") as events, TensorBoard(folder / "board") as board:
-        sink, seconds = Together(events, board), []
+    with JsonLinesFile(folder / "events.jsonl") as events, TensorBoardSink(folder / "board") as board:
+        sink, seconds = TeeSink(events, board), []
         for step in range(ROUNDS * 2):
             with sampler() as ours:
                 ours.sample()
@@ -65,10 +65,10 @@ def one_event(folder: Path) -> Row:
     return noted("a sample, its JSON line and its scalars, share of one 50 ms step", percent(seconds[2:]), unit="%")
 
 
-class Spent:
+class TimedSink:
     """A sink in front of another, and the time that telemetry took with it."""
 
-    def __init__(self, ours: Sampler, sink: Together | Silence) -> None:
+    def __init__(self, ours: Sampler, sink: TeeSink | NullSink) -> None:
         self._ours, self._sink = ours, sink
         self.seconds, self.events = 0.0, 0
 
@@ -83,10 +83,10 @@ class Spent:
         self._sink.emit(event)
 
 
-def whole_run(name: str, ours: Sampler, sink: Together | Silence, steps: int) -> Row:
+def whole_run(name: str, ours: Sampler, sink: TeeSink | NullSink, steps: int) -> ClaimRow:
     """Steps that only wait, telemetry after each; the first event, which is never rationed, is not counted."""
     ours.emit(sink, 0)
-    spent = Spent(ours, sink)
+    spent = TimedSink(ours, sink)
     taken = each_s(lambda number: spent.step(number + 1), steps) * steps
     say(f"{name}: {spent.events} events in {steps} steps")
     return at_most(name, 100 * spent.seconds / taken, LIMIT_PERCENT, unit="%", note=f"{spent.events}/{steps} steps")
@@ -97,15 +97,15 @@ def slow_source() -> dict[str, int]:
     return {"applied": 1}
 
 
-def rows() -> list[Row]:
+def rows() -> list[ClaimRow]:
     found = [one_sample()]
     with in_memory_folder() as folder:
         found.append(one_event(folder))
-        with JsonLines(folder / "run.jsonl") as events, TensorBoard(folder / "run") as board, sampler() as ours:
-            sink = Together(events, board)
+        with JsonLinesFile(folder / "run.jsonl") as events, TensorBoardSink(folder / "run") as board, sampler() as ours:
+            sink = TeeSink(events, board)
             found.append(whole_run("telemetry with its sinks, share of a run of 50 ms steps", ours, sink, STEPS))
     with sampler(hints=slow_source) as slow:
-        found.append(whole_run("… with a source that takes 5 ms", slow, Silence(), 2 * STEPS))
+        found.append(whole_run("… with a source that takes 5 ms", slow, NullSink(), 2 * STEPS))
     return found
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
 
-from benchmarks.harness import Row, at_most, report, say
+from benchmarks.harness import ClaimRow, at_most, report, say
 
 NAME = "Wan-AI/Wan2.2-T2V-A14B-Diffusers"
 MEDIA = (3, 81, 720, 1280)
@@ -21,31 +21,31 @@ PHASE_S, RSS_GB, AGAIN_S = 60.0, 1.5, 0.5
 def measured() -> dict[str, float]:
     """Phase → seconds of CPU of this process; `rss_gb` at the end; `again_s`, the longest second look."""
     from supertuner.config.settings.tree import RunConfig
-    from supertuner.core.events import Silence
-    from supertuner.models.published import described
+    from supertuner.core.events import NullSink
+    from supertuner.models.published import describe_model
     from supertuner.plan.trace import cached_traces as remembered
-    from supertuner.plan.trace.cuda_kernels import Cuda
-    from supertuner.plan.trace.shapes import Shaper
-    from supertuner.plan.trace.trace_store import Kept, versions
+    from supertuner.plan.trace.cuda_kernels import CudaDevice
+    from supertuner.plan.trace.shapes import EncoderShapeProbe
+    from supertuner.plan.trace.trace_store import TraceCache, program_versions
 
     config = RunConfig.model_validate({"model": {"family": "wan2.2", "path": NAME}})
-    family, model, _ = described(config.model)
-    shape, device = Shaper(config, family, model).batch(1, MEDIA), Cuda()
+    family, model, _ = describe_model(config.model)
+    shape, device = EncoderShapeProbe(config, family, model).batch_shape(1, MEDIA), CudaDevice()
     found: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
-        kept = Kept(Path(folder), versions(), Silence())
+        kept = TraceCache(Path(folder), program_versions(), NullSink())
 
         def trained(checkpointing: bool) -> Callable[[], object]:
-            return lambda: remembered.training(
+            return lambda: remembered.cached_training_trace(
                 kept, config, family, model, model.experts[0], shape, checkpointing=checkpointing, device=device
             )
 
         phases: dict[str, Callable[[], object]] = {
-            "encode media": lambda: remembered.media(kept, family, model, MEDIA, device=device),
-            "encode text": lambda: remembered.text(kept, config, family, model, device=device),
+            "encode media": lambda: remembered.cached_media_trace(kept, family, model, MEDIA, device=device),
+            "encode text": lambda: remembered.cached_text_trace(kept, config, family, model, device=device),
             "train, all kept": trained(False),
             "train, all recomputed": trained(True),
-            "sample": lambda: remembered.sampling(kept, config, family, model, shape, device=device),
+            "sample": lambda: remembered.cached_sampling_trace(kept, config, family, model, shape, device=device),
         }
         for name, phase in phases.items():
             begin = time.process_time()
@@ -61,7 +61,7 @@ def measured() -> dict[str, float]:
     return found
 
 
-def rows() -> list[Row]:
+def rows() -> list[ClaimRow]:
     code = "import json; from benchmarks.bench_trace import measured; print(json.dumps(measured()))"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     found = json.loads(done.stdout.splitlines()[-1])

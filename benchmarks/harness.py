@@ -26,7 +26,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
+class RivalTiming:
     """The wall-clock seconds of each round of one rival."""
 
     rounds_s: tuple[float, ...]
@@ -48,7 +48,7 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class FigureSpread:
     """A figure with the lowest and highest that the rounds gave."""
 
     median: float
@@ -57,7 +57,7 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ClaimRow:
     """One claim: a figure, its limit, and whether it was met; `met` is None for what has no limit or was not tried."""
 
     name: str
@@ -71,7 +71,9 @@ class Row:
     note: str = ""
 
 
-def interleave(rivals: Mapping[str, Callable[[], object]], rounds: int = 11, *, warmup: int = 1) -> dict[str, Timing]:
+def interleave(
+    rivals: Mapping[str, Callable[[], object]], rounds: int = 11, *, warmup: int = 1
+) -> dict[str, RivalTiming]:
     """Time every rival once per round, in an order that turns, so that nobody always runs after the same neighbour."""
     names = list(rivals)
     for _ in range(warmup):
@@ -86,37 +88,37 @@ def interleave(rivals: Mapping[str, Callable[[], object]], rounds: int = 11, *, 
                 rivals[name]()
                 seconds[name].append(time.perf_counter() - begin)
             gc.collect()
-    return {name: Timing(tuple(taken)) for name, taken in seconds.items()}
+    return {name: RivalTiming(tuple(taken)) for name, taken in seconds.items()}
 
 
-def paired(slow: Timing, fast: Timing, scale: float = 1.0) -> Spread:
+def paired(slow: RivalTiming, fast: RivalTiming, scale: float = 1.0) -> FigureSpread:
     """How many times as fast `fast` is as `slow`, round by round. `scale`: work of `fast` per work of `slow`."""
     ratios = [scale * s / f for s, f in zip(slow.rounds_s, fast.rounds_s, strict=True)]
-    return Spread(statistics.median(ratios), min(ratios), max(ratios))
+    return FigureSpread(statistics.median(ratios), min(ratios), max(ratios))
 
 
-def at_least(name: str, figure: Spread | float, limit: float, *, unit: str = "×", note: str = "") -> Row:
+def at_least(name: str, figure: FigureSpread | float, limit: float, *, unit: str = "×", note: str = "") -> ClaimRow:
     value, spread = _split(figure)
-    return Row(name, value, limit, value >= limit, unit, False, spread, note)
+    return ClaimRow(name, value, limit, value >= limit, unit, False, spread, note)
 
 
-def at_most(name: str, figure: Spread | float, limit: float, *, unit: str = "×", note: str = "") -> Row:
+def at_most(name: str, figure: FigureSpread | float, limit: float, *, unit: str = "×", note: str = "") -> ClaimRow:
     value, spread = _split(figure)
-    return Row(name, value, limit, value <= limit, unit, True, spread, note)
+    return ClaimRow(name, value, limit, value <= limit, unit, True, spread, note)
 
 
-def noted(name: str, figure: Spread | float, *, unit: str = "×", note: str = "") -> Row:
+def noted(name: str, figure: FigureSpread | float, *, unit: str = "×", note: str = "") -> ClaimRow:
     """A figure without a limit: said for the record."""
     value, spread = _split(figure)
-    return Row(name, value, float("nan"), None, unit, False, spread, note)
+    return ClaimRow(name, value, float("nan"), None, unit, False, spread, note)
 
 
-def skipped(name: str, limit: float, reason: str) -> Row:
+def skipped(name: str, limit: float, reason: str) -> ClaimRow:
     """A claim that could not be tried here; it counts as neither met nor missed, and is printed as such."""
-    return Row(name, float("nan"), limit, None, note=reason)
+    return ClaimRow(name, float("nan"), limit, None, note=reason)
 
 
-def report(rows: Sequence[Row], title: str = "") -> int:
+def report(rows: Sequence[ClaimRow], title: str = "") -> int:
     """Print the table of claims; the exit code is 1 if any was missed."""
     out = sys.stdout
     if title:
@@ -146,7 +148,7 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds / 1e-9:.3g} ns"
 
 
-def _line(row: Row) -> str:
+def _line(row: ClaimRow) -> str:
     sign = "≤" if row.at_most else "≥"
     limit = "none" if math.isnan(row.limit) else f"{sign} {row.limit:.3g} {row.unit}"
     if math.isnan(row.ratio):
@@ -157,8 +159,8 @@ def _line(row: Row) -> str:
     return f"{f'{row.ratio:.3g} {row.unit}':>10}  {limit:>10}  {spread:>19}  {verdict}{note}"
 
 
-def _split(figure: Spread | float) -> tuple[float, tuple[float, float] | None]:
-    if isinstance(figure, Spread):
+def _split(figure: FigureSpread | float) -> tuple[float, tuple[float, float] | None]:
+    if isinstance(figure, FigureSpread):
         return figure.median, (figure.low, figure.high)
     return float(figure), None
 

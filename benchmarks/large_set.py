@@ -16,22 +16,22 @@ import numpy as np
 import torch
 
 from supertuner.arena.home import Home
-from supertuner.cache.entries import Tensors
-from supertuner.cache.fill import Places, Wanted
-from supertuner.cache.store import Store
-from supertuner.config.settings.data import Dataset
+from supertuner.cache.entries import NamedTensors
+from supertuner.cache.fill import EntryIndices, EntryRequest
+from supertuner.cache.store import CacheStore
+from supertuner.config.settings.data import DatasetSettings
 from supertuner.config.settings.tree import RunConfig
-from supertuner.core.events import Silence
-from supertuner.core.host import Host
+from supertuner.core.events import NullSink
+from supertuner.core.host import HostFacts
 from supertuner.core.types import JSON
 from supertuner.data.opened import open_corpus
-from supertuner.data.staged import SET_ASIDE
+from supertuner.data.staged import SET_ASIDE_TABLE
 from supertuner.data.staging.columns import CAPTION_BYTES, CAPTION_INDEX, CAPTION_OFFSETS, COLUMNS
-from supertuner.data.staging.fingerprint import STAGED_VERSION, origin
-from supertuner.models.spec import Family, Model
-from supertuner.train.encoding.cache_dirs import places
-from supertuner.train.encoding.cache_plan import KINDS, needs_of, plan_of
-from supertuner.train.encoding.encoders import Encoding, Identities
+from supertuner.data.staging.fingerprint import STAGED_VERSION, origin_digest
+from supertuner.models.spec import Family, ModelDescription
+from supertuner.train.encoding.cache_dirs import cache_placement
+from supertuner.train.encoding.cache_plan import CACHE_KINDS, build_cache_plan, cache_requirements
+from supertuner.train.encoding.encoders import EncoderFingerprints, EncodingSpec
 
 SIDES = (512, 640, 768)
 LATENTS = (4, 8, 8)
@@ -44,7 +44,7 @@ def config_of(folder: Path) -> RunConfig:
     return RunConfig.model_validate(given)
 
 
-def stage(home: Home, dataset: Dataset, count: int) -> str:
+def stage(home: Home, dataset: DatasetSettings, count: int) -> str:
     """An arena that holds `count` samples of the dataset; its name."""
     name = f"{dataset.id}-of-{count}"
     with home.build(name) as build:
@@ -62,7 +62,7 @@ def stage(home: Home, dataset: Dataset, count: int) -> str:
             "kind": "image",
             "fingerprint": f"{count} samples",
             "source": str(dataset.instance_data_dir),
-            "origin": origin(dataset),
+            "origin": origin_digest(dataset),
             "bytes": 0,
             "formats": {},
             "set_aside": 0,
@@ -74,32 +74,32 @@ def stage(home: Home, dataset: Dataset, count: int) -> str:
 
 def fill_caches(config: RunConfig) -> None:
     """Every entry that a run on the staged samples needs."""
-    host, silence, encoding = Host(), Silence(), encoding_of()
+    host, silence, encoding = HostFacts(), NullSink(), encoding_of()
     with open_corpus(config, host=host, sink=silence, progress=silence) as corpus:
-        needs = needs_of(config, corpus, encoding.identities, encoding.dtype)
-        plan = plan_of(needs)
-        for what in KINDS:
-            kept = places("unified_memory", config, config.run.output_dir, "until_removed").kept
+        needs = cache_requirements(config, corpus, encoding.fingerprints, encoding.dtype)
+        plan = build_cache_plan(needs)
+        for what in CACHE_KINDS:
+            kept = cache_placement("unified_memory", config, config.run.output_dir, "until_removed").primary
             shape = LATENTS if what == "latents" else (0,)
-            with Store(kept, needs.space(what), silence) as store:
-                store.fill(Wanted(plan.keys(what), _Made(shape).make), host=host, progress=silence)
+            with CacheStore(kept, needs.namespace(what), silence) as store:
+                store.fill(EntryRequest(plan.keys(what), _StubEntries(shape).make), host=host, progress=silence)
 
 
-def encoding_of() -> Encoding:
+def encoding_of() -> EncodingSpec:
     """Encoders that are never asked for anything."""
     stub: Any = SimpleNamespace(why_not=lambda model, shape: None, kinds=frozenset({"image"}), edits=False)
-    family, model = Family.__new__(Family), Model.__new__(Model)
+    family, model = Family.__new__(Family), ModelDescription.__new__(ModelDescription)
     object.__setattr__(family, "why_not", stub.why_not)
     for field in ("kinds", "edits"):
         object.__setattr__(model, field, getattr(stub, field))
-    return Encoding(family, model, Identities("media", "text"), torch.device("cpu"), torch.bfloat16)
+    return EncodingSpec(family, model, EncoderFingerprints("media", "text"), torch.device("cpu"), torch.bfloat16)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Made:
+class _StubEntries:
     shape: tuple[int, ...]
 
-    def make(self, numbers: Places) -> Generator[tuple[int, Tensors], None, None]:
+    def make(self, numbers: EntryIndices) -> Generator[tuple[int, NamedTensors], None, None]:
         field = "latents" if math.prod(self.shape) else "embeds"
         entry = {field: torch.zeros(self.shape, dtype=torch.bfloat16)}
         for number in numbers.tolist():
@@ -117,5 +117,5 @@ def _columns(count: int) -> dict[str, np.ndarray[Any, np.dtype[Any]]]:
     columns[CAPTION_INDEX] = np.arange(count + 1, dtype=np.int64)
     columns[CAPTION_OFFSETS] = np.concatenate([[0], np.cumsum([len(one) for one in captions])]).astype(np.int64)
     columns[CAPTION_BYTES] = np.frombuffer(b"".join(captions), np.uint8)
-    columns[SET_ASIDE] = np.frombuffer(b"[]", np.uint8)
+    columns[SET_ASIDE_TABLE] = np.frombuffer(b"[]", np.uint8)
     return columns

@@ -16,15 +16,15 @@ import torch
 from benchmarks import large_set
 from supertuner.arena.home import Home
 from supertuner.arena.peers import Peers, meet
-from supertuner.cache.entries import Tensors
-from supertuner.cache.fill import Places, Wanted
-from supertuner.cache.keys import Space
-from supertuner.cache.store import Store
+from supertuner.cache.entries import NamedTensors
+from supertuner.cache.fill import EntryIndices, EntryRequest
+from supertuner.cache.keys import CacheNamespace
+from supertuner.cache.store import CacheStore
 from supertuner.core.errors import PeerError
-from supertuner.core.events import Silence
-from supertuner.core.host import Host
-from supertuner.data.staging.follower import follow
-from supertuner.train.encoding.cache_dirs import places
+from supertuner.core.events import NullSink
+from supertuner.core.host import HostFacts
+from supertuner.data.staging.follower import follow_staging
+from supertuner.train.encoding.cache_dirs import cache_placement
 
 RANKS = 3
 KINDS = ("stager", "encoder")
@@ -48,24 +48,24 @@ def stager(folder: Path, peers: Peers) -> None:
     """The first never says that the dataset is there."""
     if peers.first:
         for_ever(folder)
-    follow(Home(folder / "home"), "large", "on_demand", peers, Silence())
+    follow_staging(Home(folder / "home"), "large", "on_demand", peers, NullSink())
 
 
 def encoder(folder: Path, peers: Peers) -> None:
     """The second never makes what it took."""
 
-    def make(numbers: Places) -> Generator[tuple[int, Tensors], None, None]:
+    def make(numbers: EntryIndices) -> Generator[tuple[int, NamedTensors], None, None]:
         if peers.number == 1:
             for_ever(folder)
         for number in numbers.tolist():
             time.sleep(0.05)
             yield number, {"latents": torch.zeros(4)}
 
-    place = places("unified_memory", large_set.config_of(folder), folder, "run").kept
-    space = Space("latents", "encoder", "float32")
-    with Store(place, space, Silence()) as store:
-        keys = space.keys(str(number).encode() for number in range(200))
-        store.fill(Wanted(keys, make), host=Host(), progress=Silence(), peers=peers)
+    place = cache_placement("unified_memory", large_set.config_of(folder), folder, "run").primary
+    space = CacheNamespace("latents", "encoder", "float32")
+    with CacheStore(place, space, NullSink()) as store:
+        keys = space.entry_keys(str(number).encode() for number in range(200))
+        store.fill(EntryRequest(keys, make), host=HostFacts(), progress=NullSink(), peers=peers)
 
 
 def rank(kind: str, folder: Path, number: int) -> int:

@@ -168,7 +168,7 @@ def webdataset_gather(folder: Path, samples: Bytes) -> Gather:
     return gather
 
 
-class Files:
+class FilePerSampleDataset:
     """One file per sample, as a torch Dataset; a whole batch is asked for at once, as DataLoader allows."""
 
     def __init__(self, folder: Path, nbytes: int) -> None:
@@ -185,7 +185,7 @@ class Files:
         return batch
 
 
-class Turns:
+class ReplayBatchSampler:
     """A batch sampler for persistent workers: each epoch of the loader is the batches that were asked for last."""
 
     def __init__(self) -> None:
@@ -208,8 +208,8 @@ def dataloader_rounds(folder: Path, samples: Bytes) -> Callable[[list[NDArray[np
 
     for number, row in enumerate(samples):
         (folder / f"{number:08}.bin").write_bytes(row.data)
-    turns = Turns()
-    dataset: Any = Files(folder, samples.shape[1])
+    turns = ReplayBatchSampler()
+    dataset: Any = FilePerSampleDataset(folder, samples.shape[1])
     loader = DataLoader(
         dataset, batch_sampler=turns, num_workers=2, persistent_workers=True, prefetch_factor=4, collate_fn=_as_it_is
     )

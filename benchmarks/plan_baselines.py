@@ -15,69 +15,84 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from benchmarks.paging_model import Paged, paged
+from benchmarks.paging_model import PagedWindow, simulate_paging
 from supertuner.memory.machines import Machine
-from supertuner.plan.placement.choice import Choice, Step
-from supertuner.plan.placement.fast_simulate import Verdict, judge
-from supertuner.plan.placement.plan import Fate
-from supertuner.plan.placement.search import spread, steppings
+from supertuner.plan.placement.choice import PlacementChoice, TimedStep
+from supertuner.plan.placement.fast_simulate import ChoiceEvaluation, evaluate_choice
+from supertuner.plan.placement.plan import ActivationPolicy
+from supertuner.plan.placement.search import evenly_spread_order, optimizer_placements
 from supertuner.plan.placement.step_table import StepTable
-from supertuner.plan.placement.throughput import Limits, Rates
+from supertuner.plan.placement.throughput import MachineRates, MemoryLimits
 
 
 @dataclass(frozen=True, slots=True)
-class Baselines:
+class BaselineTimes:
     """Modelled seconds of a window; None: it does not fit."""
 
     all_in_hbm: float | None
     checkpointing: float | None
     block_swapping: float | None
-    paging: Paged | None
-    seeds: Paged | None
+    paging: PagedWindow | None
+    gh200_forks: PagedWindow | None
 
 
-def baselines(table: StepTable, machine: Machine, limits: Limits, *, rates: Rates | None = None) -> Baselines:
-    step = Step.of(table, Rates.of(machine) if rates is None else rates)
-    return Baselines(
-        _seconds(judge(step, Choice.nothing(len(step.weights)), limits)),
-        _seconds(checkpointing(step, limits)),
-        _seconds(block_swapping(step, limits)),
-        paged(step, machine, limits),
-        paged(step, machine, limits, latents_at_home=True),
+def compute_baselines(
+    table: StepTable, machine: Machine, limits: MemoryLimits, *, rates: MachineRates | None = None
+) -> BaselineTimes:
+    step = TimedStep.from_table(table, MachineRates.from_machine(machine) if rates is None else rates)
+    return BaselineTimes(
+        _seconds(evaluate_choice(step, PlacementChoice.all_on_gpu(len(step.weight_bytes)), limits)),
+        _seconds(best_checkpointing(step, limits)),
+        _seconds(best_block_swapping(step, limits)),
+        simulate_paging(step, machine, limits),
+        simulate_paging(step, machine, limits, batch_on_host=True),
     )
 
 
-def checkpointing(step: Step, limits: Limits) -> Verdict | None:
+def best_checkpointing(step: TimedStep, limits: MemoryLimits) -> ChoiceEvaluation | None:
     """Every block that can be is recomputed; all else is as good as streaming ahead makes it."""
-    return _best(step, limits, [_all(step, Fate.RECOMPUTE)], (1, 2, 3))
+    return _best_streaming(step, limits, [_same_policy(step, ActivationPolicy.RECOMPUTE)], (1, 2, 3))
 
 
-def block_swapping(step: Step, limits: Limits) -> Verdict | None:
+def best_block_swapping(step: TimedStep, limits: MemoryLimits) -> ChoiceEvaluation | None:
     """Weights come when they are needed, and computation waits for them."""
-    return _best(step, limits, [_all(step, Fate.KEEP), _all(step, Fate.RECOMPUTE)], (0,))
+    return _best_streaming(
+        step, limits, [_same_policy(step, ActivationPolicy.KEEP), _same_policy(step, ActivationPolicy.RECOMPUTE)], (0,)
+    )
 
 
-def _best(step: Step, limits: Limits, fates: Sequence[tuple[Fate, ...]], distances: Sequence[int]) -> Verdict | None:
+def _best_streaming(
+    step: TimedStep, limits: MemoryLimits, policies: Sequence[tuple[ActivationPolicy, ...]], distances: Sequence[int]
+) -> ChoiceEvaluation | None:
     """The best number of blocks at home, for each place of the optimizer."""
-    found = []
-    count = len(step.weights)
-    order = spread([b for b in range(count) if step.travels[b] and step.movable[b]]) if step.rates.has_link else []
-    for fate in fates:
-        for stepping in steppings(step, limits):
+    evaluations = []
+    count = len(step.weight_bytes)
+    order = (
+        evenly_spread_order([b for b in range(count) if step.streamable_bytes[b] and step.movable[b]])
+        if step.rates.has_link
+        else []
+    )
+    for activations in policies:
+        for optimizer in optimizer_placements(step, limits):
             for ahead in distances:
-                start = Choice((False,) * count, fate, ahead, stepping, step.rates.has_link)
-                found += [judge(step, _away(start, order[:n]), limits) for n in range(len(order) + 1)]
-    return min((v for v in found if v.played is not None), key=lambda v: v.seconds, default=None)
+                start = PlacementChoice((False,) * count, activations, ahead, optimizer, step.rates.has_link)
+                evaluations += [
+                    evaluate_choice(step, _with_streamed(start, order[:n]), limits) for n in range(len(order) + 1)
+                ]
+    return min((v for v in evaluations if v.simulated is not None), key=lambda v: v.seconds, default=None)
 
 
-def _away(choice: Choice, blocks: Sequence[int]) -> Choice:
-    gone = set(blocks)
-    return replace(choice, streamed=tuple(b in gone for b in range(len(choice.streamed))))
+def _with_streamed(choice: PlacementChoice, blocks: Sequence[int]) -> PlacementChoice:
+    streamed_blocks = set(blocks)
+    return replace(choice, streamed=tuple(b in streamed_blocks for b in range(len(choice.streamed))))
 
 
-def _all(step: Step, fate: Fate) -> tuple[Fate, ...]:
-    return tuple(fate if fate is Fate.KEEP or block.recomputable else Fate.KEEP for block in step.table.blocks)
+def _same_policy(step: TimedStep, policy: ActivationPolicy) -> tuple[ActivationPolicy, ...]:
+    return tuple(
+        policy if policy is ActivationPolicy.KEEP or block.recomputable else ActivationPolicy.KEEP
+        for block in step.table.blocks
+    )
 
 
-def _seconds(verdict: Verdict | None) -> float | None:
-    return None if verdict is None or verdict.played is None else verdict.seconds
+def _seconds(evaluation: ChoiceEvaluation | None) -> float | None:
+    return None if evaluation is None or evaluation.simulated is None else evaluation.seconds

@@ -13,9 +13,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from supertuner.tools.baseline.job import own_peak, versions
-from supertuner.tools.baseline.record import Job, read_order, write_job
-from supertuner.tools.baseline.recorder import Recorder
+from supertuner.tools.baseline.job import package_versions, peak_resident_memory
+from supertuner.tools.baseline.record import MeasuredJob, read_request, write_job
+from supertuner.tools.baseline.recorder import MeasurementRecorder
 
 TARGETS = ["to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"]
 TRAIN_STEPS = 1000
@@ -24,18 +24,18 @@ BATCH = 32
 
 
 def main(file: str) -> int:
-    order = read_order(Path(file))
-    recorder = Recorder(order.begun, order.turn_steps)
+    order = read_request(Path(file))
+    recorder = MeasurementRecorder(order.begun, order.turn_steps)
     settings = json.loads(Path(order.config).read_bytes())
     train(settings, Path(order.config).parent, order.schedule, recorder)
-    job = Job(
+    job = MeasuredJob(
         steps=tuple(recorder.steps),
-        start=recorder.start(),
-        peaks=own_peak(),
+        start=recorder.startup_times(),
+        peaks=peak_resident_memory(),
         hints={},
         memory=(),
         losses="",
-        versions=versions(),
+        versions=package_versions(),
         code=__file__,
         seconds=time.monotonic() - order.begun,
     )
@@ -43,7 +43,9 @@ def main(file: str) -> int:
     return 0
 
 
-def train(settings: dict[str, Any], folder: Path, schedule: tuple[tuple[int, str], ...], recorder: Recorder) -> None:
+def train(
+    settings: dict[str, Any], folder: Path, schedule: tuple[tuple[int, str], ...], recorder: MeasurementRecorder
+) -> None:
     import torch
     from diffusers import WanPipeline
     from peft import LoraConfig
@@ -59,7 +61,7 @@ def train(settings: dict[str, Any], folder: Path, schedule: tuple[tuple[int, str
         expert.add_adapter(LoraConfig(r=rank, lora_alpha=rank, target_modules=TARGETS))
         weights = [weight for weight in expert.parameters() if weight.requires_grad]
         trained[name] = (weights, torch.optim.AdamW(weights, lr=settings["optimizer"]["learning_rate"], fused=True))
-    recorder.began(time.monotonic())
+    recorder.begin_training(time.monotonic())
     for window, name in schedule:
         begun = time.perf_counter()
         weights, optimizer = trained[name]
@@ -83,7 +85,7 @@ def train(settings: dict[str, Any], folder: Path, schedule: tuple[tuple[int, str
         torch.nn.utils.clip_grad_norm_(weights, clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        recorder.stepped(window=window, expert=name, loss=loss / window, seconds=time.perf_counter() - begun)
+        recorder.record_step(window=window, expert=name, loss=loss / window, seconds=time.perf_counter() - begun)
 
 
 def encoded(pipe: Any, folder: Path) -> tuple[Any, Any]:

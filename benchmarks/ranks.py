@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.harness import Row, Spread, Timing, report
+from benchmarks.harness import ClaimRow, FigureSpread, RivalTiming, report
 from benchmarks.runs import write_config
-from supertuner.config.sources.launcher import Launched
-from supertuner.core.events import Event, Measured
-from supertuner.sinks.training import STEP
-from supertuner.train.run import Run
+from supertuner.config.sources.launcher import LauncherEnvironment
+from supertuner.core.events import Event, MeasurementEvent
+from supertuner.sinks.training import TRAIN_STEP
+from supertuner.train.run import TrainingRun
 
 TURN, MICRO, BATCH = 8, 4, 4
 """Windows of a turn, micro-batches of a window and process, samples of a micro-batch."""
@@ -36,7 +36,7 @@ STEPS = TURN * (TURNS + WARM_UP)
 RIVALS = ("ours", "bare")
 
 
-class Layers(nn.Module):
+class ResidualLinearModel(nn.Module):
     """Layers of `width` × `width` weights: sums have something to carry, and shards something to gather."""
 
     def __init__(self, count: int, width: int) -> None:
@@ -54,7 +54,7 @@ class Layers(nn.Module):
         return predicted
 
 
-def main_of(rows: Callable[[], list[Row]], run_rank: Callable[..., None]) -> int:
+def main_of(rows: Callable[[], list[ClaimRow]], run_rank: Callable[..., None]) -> int:
     """A benchmark's command: the whole of it, or one of its processes."""
     if sys.argv[1:2] == ["--rank"]:
         *of, answer = sys.argv[2:]
@@ -63,41 +63,41 @@ def main_of(rows: Callable[[], list[Row]], run_rank: Callable[..., None]) -> int
     return report(rows())
 
 
-def timed(file: str, ranks: int, *arguments: str) -> dict[str, Timing]:
+def timed(file: str, ranks: int, *arguments: str) -> dict[str, RivalTiming]:
     """The rivals' turns as the first of the processes measured them; each runs `file --rank ARGUMENTS ANSWER`."""
     with tempfile.TemporaryDirectory() as answers:
         answer = Path(answers) / "times.json"
         with _processes(file, ranks, [*arguments, str(answer)]) as processes:
             codes = [process.wait() for process in processes]
         assert not any(codes), f"exit codes {codes}"
-        return {name: Timing(tuple(rounds)) for name, rounds in json.loads(answer.read_text()).items()}
+        return {name: RivalTiming(tuple(rounds)) for name, rounds in json.loads(answer.read_text()).items()}
 
 
-def beyond(times: dict[str, Timing]) -> Spread:
+def beyond(times: dict[str, RivalTiming]) -> FigureSpread:
     """Milliseconds per micro-batch that ours takes longer."""
     pairs = zip(*(times[who].rounds_s for who in RIVALS), strict=True)
     each = sorted((ours - bare) / (TURN * MICRO) * 1e3 for ours, bare in pairs)
-    return Spread(each[len(each) // 2], each[0], each[-1])
+    return FigureSpread(each[len(each) // 2], each[0], each[-1])
 
 
-def place_here() -> Launched:
+def place_here() -> LauncherEnvironment:
     """Which of the processes this is."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    return Launched(rank, ranks, rank, ranks)
+    return LauncherEnvironment(rank, ranks, rank, ranks)
 
 
-class _Turns:
+class _AlternatingSink:
     """A sink of the run: after every `TURN` steps of ours it is the other's turn, in the middle of the training."""
 
-    def __init__(self, run: Run, bare: Callable[[], None]) -> None:
-        self._sink, self._parallel, self._bare = run.sink, run.parallel, bare
+    def __init__(self, run: TrainingRun, bare: Callable[[], None]) -> None:
+        self._sink, self._parallel, self._bare = run.sink, run.process_group, bare
         self.times: dict[str, list[float]] = {who: [] for who in RIVALS}
         self._steps = 0
         self._begun = time.perf_counter()
 
     def emit(self, event: Event, /) -> None:
         self._sink.emit(event)
-        if not isinstance(event, Measured) or event.what != STEP:
+        if not isinstance(event, MeasurementEvent) or event.what != TRAIN_STEP:
             return
         self._steps += 1
         if self._steps % TURN == 0:
@@ -111,31 +111,31 @@ class _Turns:
     def _begin(self) -> None:
         """All processes together, and without what the other left to clean up."""
         gc.collect(0)
-        self._parallel.agree([0])
+        self._parallel.all_reduce_max([0])
         self._begun = time.perf_counter()
 
 
-def measure(run: Run, bare: Callable[[int], None], micro: int, answer: Path) -> None:
+def measure(run: TrainingRun, bare: Callable[[int], None], micro: int, answer: Path) -> None:
     """A rank's side: both rivals in turns. `bare` is told the micro-batches of a window."""
     from supertuner.train.loop import train
 
-    turns = _Turns(run, lambda: bare(micro))
+    turns = _AlternatingSink(run, lambda: bare(micro))
     run.sink = turns
     gc.disable()
     train(run)
     gc.enable()
-    if run.parallel.rank == 0:
+    if run.process_group.rank == 0:
         answer.write_text(json.dumps({who: found[WARM_UP:] for who, found in turns.times.items()}))
 
 
-def samples(run: Run) -> Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+def samples(run: TrainingRun) -> Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Gives (clean, noise, level) of a micro-batch, of tensors that lie ready in memory."""
     from supertuner.data.ordering.windows import micro_batches
 
-    order = run.maker.corpus.order
+    order = run.collator.corpus.order
     micros = micro_batches(order, range(order.epoch_length(0)), 1)
-    latents = torch.cat([run.maker.encoded.latents(micro)["latents"] for micro in micros])
-    texts = [run.maker.encoded.texts(micro)[0] for micro in micros]
+    latents = torch.cat([run.collator.encoded.latents(micro)["latents"] for micro in micros])
+    texts = [run.collator.encoded.texts(micro)[0] for micro in micros]
 
     def draw() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         picked = torch.randint(len(latents), (BATCH,))
@@ -147,35 +147,37 @@ def samples(run: Run) -> Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Te
 
 
 @contextmanager
-def opened_run(name: str, folder: Path, place: Launched, micro: int, **settings: Any) -> Iterator[Run]:
+def opened_run(
+    name: str, folder: Path, place: LauncherEnvironment, micro: int, **settings: Any
+) -> Iterator[TrainingRun]:
     """The run of one of several processes, with every report that a user gets by default."""
-    from supertuner.config.sources.load import load
-    from supertuner.distributed.setup import open_parallel
-    from supertuner.distributed.watchdog.heartbeat import MarkedProgress, MarkedSink, Pulse
-    from supertuner.tools.session import session
-    from supertuner.tools.training import with_reports
-    from supertuner.train.setup import Outside, open_run
+    from supertuner.config.sources.load import load_config
+    from supertuner.distributed.setup import open_process_group
+    from supertuner.distributed.watchdog.heartbeat import Heartbeat, HeartbeatProgress, HeartbeatSink
+    from supertuner.tools.session import open_session
+    from supertuner.tools.training import open_report_sinks
+    from supertuner.train.setup import RunContext, open_run
 
     torch.set_num_threads(1)
     config = folder / f"{name}.json"
-    if place.first:
+    if place.is_main_process:
         windows = {"batch_size": BATCH, "gradient_accumulation_steps": micro, "max_steps": STEPS}
         # fp32: what the peer computes in
         made = write_config(folder, train={**windows, "mixed_precision": "fp32"}, run={"name": name}, **settings)
         made.rename(config)
     while not config.exists():  # the first writes it
         time.sleep(0.01)
-    loaded, pulse = load(config), Pulse()
+    loaded, pulse = load_config(config), Heartbeat()
     with ExitStack() as opened:
 
         def enter(one: AbstractContextManager[Any]) -> Any:
             return opened.enter_context(one)
 
-        parallel = enter(open_parallel(loaded.config.parallel, place, torch.device("cpu"), pulse))
-        work = enter(session(loaded, place))
-        sink = MarkedSink(with_reports(work, opened), pulse)
-        outside = Outside(sink, MarkedProgress(work.console, pulse), work.host)
-        yield enter(open_run(work.config, work.path.name, work.path, outside, parallel=parallel))
+        parallel = enter(open_process_group(loaded.config.parallel, place, torch.device("cpu"), pulse))
+        work = enter(open_session(loaded, place))
+        sink = HeartbeatSink(open_report_sinks(work, opened), pulse)
+        outside = RunContext(sink, HeartbeatProgress(work.console, pulse), work.host)
+        yield enter(open_run(work.config, work.path.name, work.path, outside, process_group=parallel))
 
 
 @contextmanager

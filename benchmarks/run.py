@@ -17,7 +17,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))  # so that `benchmarks` is a package when this file is run as a script
 
-from benchmarks.harness import Row, report, say  # noqa: E402
+from benchmarks.harness import ClaimRow, report, say  # noqa: E402
 
 
 def bench_names() -> list[str]:
@@ -27,20 +27,20 @@ def bench_names() -> list[str]:
 def run_one(name: str, rows_file: Path) -> None:
     """The child's side: run one bench and leave its rows where the parent looks."""
     module = importlib.import_module(f"benchmarks.bench_{name}")
-    rows: list[Row] = module.rows()
+    rows: list[ClaimRow] = module.rows()
     report(rows, title=name)
     rows_file.write_text(json.dumps([dataclasses.asdict(row) for row in rows]))
 
 
-def run_apart(name: str) -> list[Row]:
+def run_apart(name: str) -> list[ClaimRow]:
     """The rows of one bench; a bench that dies is a missed claim, and the others still run."""
     say(f"\n── {name} " + "─" * max(4, 76 - len(name)))
     with tempfile.TemporaryDirectory() as folder:
         rows_file = Path(folder) / "rows.json"
         done = subprocess.run([sys.executable, str(HERE / "run.py"), "--one", name, str(rows_file)], check=False)
         if done.returncode != 0 or not rows_file.exists():
-            return [Row(f"{name} ran to its end", 0.0, 1.0, False, note=f"exit code {done.returncode}")]
-        return [Row(**fields) for fields in json.loads(rows_file.read_text())]
+            return [ClaimRow(f"{name} ran to its end", 0.0, 1.0, False, note=f"exit code {done.returncode}")]
+        return [ClaimRow(**fields) for fields in json.loads(rows_file.read_text())]
 
 
 def main(arguments: list[str]) -> int:

@@ -13,14 +13,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from supertuner.config.sources.load import load
+from supertuner.config.sources.load import load_config
 from supertuner.models.spec import Tensors
-from supertuner.optim.table import build
-from supertuner.step.window import Trainee
-from supertuner.tools.session import Session, session
-from supertuner.tools.training import with_reports
-from supertuner.train.run import Run
-from supertuner.train.setup import Outside, open_run
+from supertuner.optim.table import build_optimizer
+from supertuner.step.window import ExpertState
+from supertuner.tools.session import RunSession, open_session
+from supertuner.tools.training import open_report_sinks
+from supertuner.train.run import TrainingRun
+from supertuner.train.setup import RunContext, open_run
 
 SIDE = 256
 PICTURES = 32
@@ -53,7 +53,7 @@ def write_config(folder: Path, **blocks: Any) -> Path:
     return config
 
 
-class NearlyNothing(nn.Module):
+class SingleScaleModel(nn.Module):
     """One number: what a step costs beside the model."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class NearlyNothing(nn.Module):
         return noisy * self.scale
 
 
-def nearly_nothing(
+def denoise_with_scale(
     module: nn.Module, noisy: torch.Tensor, levels: torch.Tensor, text: Tensors, conditions: Tensors
 ) -> torch.Tensor:
     predicted: torch.Tensor = module(noisy)
@@ -72,30 +72,30 @@ def nearly_nothing(
 
 
 @contextmanager
-def opened(config: Path) -> Iterator[tuple[Session, Run]]:
+def opened(config: Path) -> Iterator[tuple[RunSession, TrainingRun]]:
     """The run of a configuration, ready to train, with every report that a user gets by default."""
     from contextlib import ExitStack
 
-    with session(load(config)) as work, ExitStack() as reports:
-        outside = Outside(with_reports(work, reports), work.console, work.host)
-        with open_run(work.config, "bench", work.path, outside) as run:
+    with open_session(load_config(config)) as work, ExitStack() as reports:
+        outside = RunContext(open_report_sinks(work, reports), work.console, work.host)
+        with open_run(work.config, "bench", work.run_dir, outside) as run:
             yield work, run
 
 
-def lighten(run: Run, denoise: Any = nearly_nothing) -> None:
+def lighten(run: TrainingRun, denoise: Any = denoise_with_scale) -> None:
     """Let the run train `NearlyNothing` instead of its model; data, caches, logs and reports stay as they are."""
-    run.rules = replace(run.rules, denoise=denoise)
-    run.trainees = tuple(_light(run, trainee) for trainee in run.trainees)
+    run.step_options = replace(run.step_options, denoise=denoise)
+    run.expert_states = tuple(_light(run, trainee) for trainee in run.expert_states)
 
 
-def _light(run: Run, trainee: Trainee) -> Trainee:
-    module = NearlyNothing()
+def _light(run: TrainingRun, trainee: ExpertState) -> ExpertState:
+    module = SingleScaleModel()
     parameters = dict(module.named_parameters())
-    optimizer = build(run.config.optimizer, parameters, trainee.expert.name)
-    return Trainee(trainee.expert, module, parameters, optimizer)
+    optimizer = build_optimizer(run.config.optimizer, parameters, trainee.expert.name)
+    return ExpertState(trainee.expert, module, parameters, optimizer)
 
 
-def rewind(run: Run) -> None:
+def rewind(run: TrainingRun) -> None:
     """To the first step again."""
     run.step = 0
-    run.losses.begin()
+    run.loss_log.reset()

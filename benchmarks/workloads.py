@@ -15,13 +15,13 @@ from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from supertuner.plan.placement.step_table import Block, StepTable, Work
+from supertuner.plan.placement.step_table import BlockCosts, OperatorWork, StepTable
 
 TABLES = Path(__file__).resolve().parent / "plan_tables"
 
 
 @dataclass(frozen=True)
-class Workload:
+class PlanWorkload:
     title: str
     family: str
     path: str
@@ -39,22 +39,22 @@ _FLUX = "black-forest-labs/FLUX.1-dev"
 _FULL = {"type": "full"}
 _LORA = {"rank": 32}
 _FILM, _SQUARE = (3, 81, 720, 1280), (3, 1024, 1024)
-WORKLOADS: Final[Mapping[str, Workload]] = {
-    "wan-lora": Workload(
+WORKLOADS: Final[Mapping[str, PlanWorkload]] = {
+    "wan-lora": PlanWorkload(
         "Wan2.2 14B LoRA, both experts, 81 frames of 1280×720", "wan2.2", _WAN, _FILM, 1, _LORA, both_experts=True
     ),
-    "wan-full": Workload("Wan2.2 14B full, one expert, 81 frames of 1280×720", "wan2.2", _WAN, _FILM, 1, _FULL),
-    "qwen-edit-lora": Workload(
+    "wan-full": PlanWorkload("Wan2.2 14B full, one expert, 81 frames of 1280×720", "wan2.2", _WAN, _FILM, 1, _FULL),
+    "qwen-edit-lora": PlanWorkload(
         "Qwen-Image-Edit 20B LoRA, batch 8, 1024×1024", "qwen-image-edit", "Qwen/Qwen-Image-Edit", _SQUARE, 8, _LORA,
         picture=_SQUARE,
     ),
-    "flux-full": Workload("Flux dev full, batch 1, 1024×1024", "flux", _FLUX, _SQUARE, 1, _FULL),
-    "flux-full-8": Workload("Flux dev full, batch 8, 1024×1024", "flux", _FLUX, _SQUARE, 8, _FULL),
-    "wan-lora-480": Workload(
+    "flux-full": PlanWorkload("Flux dev full, batch 1, 1024×1024", "flux", _FLUX, _SQUARE, 1, _FULL),
+    "flux-full-8": PlanWorkload("Flux dev full, batch 8, 1024×1024", "flux", _FLUX, _SQUARE, 8, _FULL),
+    "wan-lora-480": PlanWorkload(
         "Wan2.2 14B LoRA, both experts, 81 frames of 832×480", "wan2.2", _WAN, (3, 81, 480, 832), 1, _LORA,
         both_experts=True,
     ),
-    "flux-lora": Workload("Flux dev LoRA, batch 1, 512×512", "flux", _FLUX, (3, 512, 512), 1, _LORA),
+    "flux-lora": PlanWorkload("Flux dev LoRA, batch 1, 512×512", "flux", _FLUX, (3, 512, 512), 1, _LORA),
 }  # fmt: skip
 """The four of the plan's goals, Flux at two batch sizes; one whose activations fit host memory; one that fits a GPU."""
 
@@ -63,15 +63,15 @@ def table(name: str) -> StepTable:
     """As it was traced."""
     kept = json.loads((TABLES / f"{name}.json").read_text())
     fields = {key: value for key, value in kept.items() if key not in ("blocks", "update", "made")}
-    return StepTable(blocks=tuple(_blocks(kept["blocks"])), update=Work(**kept["update"]), **fields)
+    return StepTable(blocks=tuple(_blocks(kept["blocks"])), update=OperatorWork(**kept["update"]), **fields)
 
 
-def _blocks(rows: Sequence[Mapping[str, Any]]) -> list[Block]:
+def _blocks(rows: Sequence[Mapping[str, Any]]) -> list[BlockCosts]:
     found = []
     for row in rows:
         fields: dict[str, Any] = {key: value for key, value in row.items() if key != "names"}
-        fields |= {key: Work(**row[key]) for key in ("forward", "backward")}
-        found += [Block(name=name, **fields) for name in row["names"]]
+        fields |= {key: OperatorWork(**row[key]) for key in ("forward", "backward")}
+        found += [BlockCosts(name=name, **fields) for name in row["names"]]
     return found
 
 
@@ -90,12 +90,12 @@ def _kept(made: StepTable, how: str) -> dict[str, Any]:
 def trace(name: str) -> StepTable:
     """The step as it is today."""
     from supertuner.config.settings.tree import RunConfig
-    from supertuner.models.published import described
-    from supertuner.plan.trace.cuda_kernels import Cuda
-    from supertuner.plan.trace.shapes import Shaper
-    from supertuner.plan.trace.summary import table_of
-    from supertuner.plan.trace.training import trace_training
-    from supertuner.step.trainee import experts_of
+    from supertuner.models.published import describe_model
+    from supertuner.plan.trace.cuda_kernels import CudaDevice
+    from supertuner.plan.trace.shapes import EncoderShapeProbe
+    from supertuner.plan.trace.summary import build_step_table
+    from supertuner.plan.trace.training import trace_training_step
+    from supertuner.step.trainee import selected_experts
 
     one = WORKLOADS[name]
     config = RunConfig.model_validate(
@@ -105,10 +105,12 @@ def trace(name: str) -> StepTable:
             "train": {"batch_size": one.samples, "max_steps": 1},
         }
     )
-    family, model, _ = described(config.model)
-    shape = Shaper(config, family, model).batch(one.samples, one.media, one.picture)
-    expert = experts_of(config, model)[0]
-    found = table_of(trace_training(config, family, model, expert, shape, checkpointing=False, device=Cuda()))
+    family, model, _ = describe_model(config.model)
+    shape = EncoderShapeProbe(config, family, model).batch_shape(one.samples, one.media, one.picture)
+    expert = selected_experts(config, model)[0]
+    found = build_step_table(
+        trace_training_step(config, family, model, expert, shape, checkpointing=False, device=CudaDevice())
+    )
     other = found.weight_bytes + sum(block.state_bytes for block in found.blocks)
     return replace(found, idle_bytes=other if one.both_experts else 0)
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from supertuner.cli import main
-from supertuner.tools.quickstart import drawn_data
+from supertuner.tools.quickstart import prepare_data
 
 ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / "build" / "baseline"
@@ -24,7 +24,7 @@ SETS = (
 
 
 def arguments(capture: bool, more: list[str]) -> list[str]:
-    config = drawn_data(WORK)
+    config = prepare_data(WORK)
     peer = ROOT / "benchmarks" / "quickstart_peer.py"
     sets = [word for one in SETS for word in ("--set", one)]
     what = ["capture", "--replace", "--repeats", "5"] if capture else ["check"]

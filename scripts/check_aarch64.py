@@ -34,12 +34,12 @@ FALLBACKS: Mapping[tuple[str, str], str] = {}
 ALWAYS_THERE = "pip"
 
 
-class IndexOutOfReach(Exception):
+class PackageIndexUnreachable(Exception):
     """The package index did not answer, so nothing is proved either way."""
 
 
 @dataclass(frozen=True, slots=True)
-class Wheel:
+class WheelInfo:
     file: str
     requires: tuple[str, ...]
 
@@ -117,20 +117,20 @@ def prove(requirements: Sequence[str], pins: Mapping[str, str], python: str) -> 
     return dict(sorted(found.items())), missing
 
 
-def find_wheels(asked: Mapping[str, str], python: str) -> dict[str, Wheel]:
+def find_wheels(asked: Mapping[str, str], python: str) -> dict[str, WheelInfo]:
     """The wheels of these packages. They are asked for together; one that has none makes us ask one by one."""
     together = ask_index(list(asked.values()), python)
     if together is not None:
         return together
     if ask_index([ALWAYS_THERE], python) is None:
-        raise IndexOutOfReach
-    wheels: dict[str, Wheel] = {}
+        raise PackageIndexUnreachable
+    wheels: dict[str, WheelInfo] = {}
     for requirement in asked.values():
         wheels.update(ask_index([requirement], python) or {})
     return wheels
 
 
-def ask_index(requirements: Sequence[str], python: str) -> dict[str, Wheel] | None:
+def ask_index(requirements: Sequence[str], python: str) -> dict[str, WheelInfo] | None:
     """What pip would install on that machine, or None if one of them cannot be had as a wheel."""
     platforms = [word for platform in PLATFORMS for word in ("--platform", platform)]
     with tempfile.TemporaryDirectory() as nowhere:
@@ -153,7 +153,7 @@ def ask_index(requirements: Sequence[str], python: str) -> dict[str, Wheel] | No
     for item in report["install"]:
         file = item["download_info"]["url"].rsplit("/", 1)[-1]
         metadata = item["metadata"]
-        wheels[normal(metadata["name"])] = Wheel(file, tuple(metadata.get("requires_dist", ())))
+        wheels[normal(metadata["name"])] = WheelInfo(file, tuple(metadata.get("requires_dist", ())))
     return wheels
 
 
@@ -162,7 +162,7 @@ def prove_all(pyproject: str, constraints: str) -> tuple[dict[str, dict[str, str
     pins = constraint_pins(constraints)
     print(f"aarch64: asking the package index about Python {', '.join(PYTHONS)}; this takes minutes")
     if ask_index([ALWAYS_THERE], PYTHONS[0]) is None:
-        raise IndexOutOfReach
+        raise PackageIndexUnreachable
     with ThreadPoolExecutor(len(PYTHONS)) as pool:
         answers = list(pool.map(lambda python: prove(requirements, pins, python), PYTHONS))
     wheels = {python: found for python, (found, _) in zip(PYTHONS, answers, strict=True)}
@@ -176,7 +176,7 @@ def main(arguments: Sequence[str]) -> int:
     if proof.get("digest") != question_digest(pyproject, constraints, proof["wheels"]) or "--refresh" in arguments:
         try:
             wheels, missing = prove_all(pyproject, constraints)
-        except IndexOutOfReach:
+        except PackageIndexUnreachable:
             print("aarch64: the dependencies changed, and the package index is out of reach;", file=sys.stderr)
             print("run `python scripts/check_aarch64.py` with a network, and commit the result", file=sys.stderr)
             return 1

@@ -48,7 +48,7 @@ word comes to mean one thing."""
 
 
 @dataclass(frozen=True, slots=True)
-class Captions:
+class EncodedCaptions:
     """Every caption of the base, encoded once: rows of `tokens`, of which the first `lengths` are not padding."""
 
     texts: tuple[str, ...]
@@ -59,7 +59,7 @@ class Captions:
         return self.texts.index(text)
 
 
-class PaddingAsOne(WanAttnProcessor):  # type: ignore[misc]
+class MergedPaddingAttnProcessor(WanAttnProcessor):  # type: ignore[misc]
     """Attention to a short text with the result of a text padded to many tokens: equal keys add up to a bias."""
 
     bias: torch.Tensor | None = None
@@ -93,7 +93,7 @@ def main() -> None:
             train_vae(pipeline.vae, given.vae_steps, given.seed)
         save(pipeline, given.out, pipeline.components)
     pipeline.register_modules(vae=AutoencoderKLWan.from_pretrained(given.out, subfolder="vae").float())  # as stored
-    drawn = shapes.drawings(shapes.chalk_pairs(), 160, Random(given.seed))
+    drawn = shapes.random_drawings(shapes.chalk_pairs(), 160, Random(given.seed))
     with flat_convolutions():
         latents = encode(pipeline.vae, drawn)
     captions = encode_captions(pipeline)
@@ -187,7 +187,7 @@ def train_vae(vae: AutoencoderKLWan, steps: int, seed: int, batch: int = 16) -> 
     """On shapes of any colour on any ground, most of the time on parts of pictures; then the config gets the latents'
     mean and spread."""
     random = Random(seed)
-    pictures = pixels(shapes.draw_all([any_drawing(random) for _ in range(6000)]))
+    pictures = pixels(shapes.render_drawings([any_drawing(random) for _ in range(6000)]))
     optimizer = torch.optim.AdamW(vae.parameters(), lr=0.0, betas=(0.9, 0.99), weight_decay=0.0)
     chance = torch.Generator().manual_seed(seed)
     vae.train()
@@ -195,7 +195,7 @@ def train_vae(vae: AutoencoderKLWan, steps: int, seed: int, batch: int = 16) -> 
         optimizer.param_groups[0]["lr"] = rate
         wanted = pictures[torch.randint(len(pictures), (batch,), generator=chance)]
         if step < 0.75 * steps:
-            top, left = torch.randint(shapes.SIDE - PART + 1, (2,), generator=chance).tolist()
+            top, left = torch.randint(shapes.SIDE_PIXELS - PART + 1, (2,), generator=chance).tolist()
             wanted = wanted[..., top : top + PART, left : left + PART]
         mean = vae.encode(wanted).latent_dist.mean
         got = vae.decode(mean + SPREAD * torch.randn(mean.shape, generator=chance)).sample
@@ -204,27 +204,27 @@ def train_vae(vae: AutoencoderKLWan, steps: int, seed: int, batch: int = 16) -> 
         if step % 100 == 0:
             print(f"  vae {step}: {away.item():.4f}, latents {mean.std().item():.3f}", flush=True)
     vae.eval().requires_grad_(False)
-    latents = encode(vae, shapes.drawings((*shapes.chalk_pairs(), *shapes.train_pairs()), 20, random))
+    latents = encode(vae, shapes.random_drawings((*shapes.chalk_pairs(), *shapes.train_pairs()), 20, random))
     vae.register_to_config(
         latents_mean=latents.mean((0, 2, 3, 4)).tolist(), latents_std=latents.std((0, 2, 3, 4)).tolist()
     )
 
 
-def any_drawing(random: Random) -> shapes.Drawing:
+def any_drawing(random: Random) -> shapes.ShapeDrawing:
     """A drawing of a known colour, on paper or on any ground."""
     shape, named = random.choice(shapes.SHAPES), random.choice(list(shapes.COLOURS))
     anything = (random.randrange(256), random.randrange(256), random.randrange(256))
     ground = random.choice([shapes.PAPER, shapes.PAPER, anything])
     centre = (random.uniform(0.4, 0.6), random.uniform(0.4, 0.6))
-    return shapes.Drawing(named, shape, ground, centre, random.uniform(0.22, 0.38))
+    return shapes.ShapeDrawing(named, shape, ground, centre, random.uniform(0.22, 0.38))
 
 
 def train_expert(
     model: WanTransformer3DModel,
     name: str,
     latents: torch.Tensor,
-    drawn: Sequence[shapes.Drawing],
-    captions: Captions,
+    drawn: Sequence[shapes.ShapeDrawing],
+    captions: EncodedCaptions,
     levels: tuple[float, float],
     steps: int,
     seed: int,
@@ -235,7 +235,7 @@ def train_expert(
     named = torch.tensor([captions.row(one.caption) for one in drawn])
     no_colour = torch.tensor([captions.row(shapes.caption(one.shape)) for one in drawn])
     no_shape = torch.tensor([captions.row(shapes.caption(one.colour)) for one in drawn])
-    padding = PaddingAsOne()
+    padding = MergedPaddingAttnProcessor()
     for block in model.blocks:
         block.attn2.set_processor(padding)
     average = copy.deepcopy(model)
@@ -302,24 +302,25 @@ def pixels(pictures: np.ndarray[Any, np.dtype[np.uint8]]) -> torch.Tensor:
 
 
 @torch.no_grad()
-def encode(vae: AutoencoderKLWan, drawn: Sequence[shapes.Drawing]) -> torch.Tensor:
+def encode(vae: AutoencoderKLWan, drawn: Sequence[shapes.ShapeDrawing]) -> torch.Tensor:
     """Latents of drawings, by the VAE's mean and spread."""
     mean = torch.tensor(vae.config.latents_mean).view(1, -1, 1, 1, 1)
     std = torch.tensor(vae.config.latents_std).view(1, -1, 1, 1, 1)
     parts = [
-        vae.encode(pixels(shapes.draw_all(drawn[i : i + 64]))).latent_dist.mode() for i in range(0, len(drawn), 64)
+        vae.encode(pixels(shapes.render_drawings(drawn[i : i + 64]))).latent_dist.mode()
+        for i in range(0, len(drawn), 64)
     ]
     return (torch.cat(parts) - mean) / std
 
 
 @torch.no_grad()
-def encode_captions(pipeline: WanPipeline) -> Captions:
+def encode_captions(pipeline: WanPipeline) -> EncodedCaptions:
     words = ((), *((word,) for word in (*shapes.SHAPES, *shapes.CHALKS)), *shapes.chalk_pairs())
     texts = tuple(shapes.caption(*some) if some else "" for some in words)
     tokens, _ = pipeline.encode_prompt(list(texts), do_classifier_free_guidance=False, max_sequence_length=SHORT_TEXT)
     lengths = torch.tensor([len(ids) for ids in pipeline.tokenizer(list(texts)).input_ids])
     assert int(lengths.max()) < SHORT_TEXT
-    return Captions(texts, tokens, lengths)
+    return EncodedCaptions(texts, tokens, lengths)
 
 
 def save(pipeline: WanPipeline, folder: Path, parts: Collection[str]) -> None:

@@ -26,7 +26,7 @@ from supertuner.memory.hints.api import (
     prefetch_to_device,
     set_uvm_hint_override,
 )
-from supertuner.optim.schedule import Ramp, accumulation, window_samples
+from supertuner.optim.schedule import BatchRamp, accumulation_steps, window_samples
 
 __all__ = [
     "Counted",
@@ -47,12 +47,12 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _RampSegment:
     """Consecutive windows of equally many micro-batches."""
 
-    begin: int
+    first_micro_batch: int
     """The first micro-batch."""
-    steps: int
+    accumulation_steps: int
 
 
 class GH200GradientRamp:
@@ -74,34 +74,34 @@ class GH200GradientRamp:
         world_size: int = 1,
     ) -> None:
         samples = batch_rampup_steps * train_batch_size
-        self.ramp = Ramp(initial_effective_batch_size, target_effective_batch_size, samples)
-        self._parts = _parts(self.ramp, train_batch_size, world_size)
+        self.ramp = BatchRamp(initial_effective_batch_size, target_effective_batch_size, samples)
+        self._segments = _ramp_segments(self.ramp, train_batch_size, world_size)
 
     def gradient_accumulation_steps(self, micro_batch: int) -> int:
         """Of the window that micro-batch `micro_batch` of each process is in; the first is 0."""
-        return self._part(micro_batch).steps
+        return self._segment_at(micro_batch).accumulation_steps
 
     def begins_window(self, micro_batch: int) -> bool:
-        part = self._part(micro_batch)
-        return (micro_batch - part.begin) % part.steps == 0
+        segment = self._segment_at(micro_batch)
+        return (micro_batch - segment.first_micro_batch) % segment.accumulation_steps == 0
 
     def ends_window(self, micro_batch: int) -> bool:
         """Whether the optimizer steps after it."""
         return self.begins_window(micro_batch + 1)
 
-    def _part(self, micro_batch: int) -> _Part:
+    def _segment_at(self, micro_batch: int) -> _RampSegment:
         assert micro_batch >= 0, f"micro-batch {micro_batch}"
-        return self._parts[bisect_right(self._parts, micro_batch, key=lambda part: part.begin) - 1]
+        return self._segments[bisect_right(self._segments, micro_batch, key=lambda part: part.first_micro_batch) - 1]
 
 
-def _parts(ramp: Ramp, batch_size: int, processes: int) -> tuple[_Part, ...]:
+def _ramp_segments(ramp: BatchRamp, batch_size: int, world_size: int) -> tuple[_RampSegment, ...]:
     """The ramp, window by window, as far as it grows; the last part goes on for ever."""
-    found: list[_Part] = []
-    micro = consumed = 0
+    segments: list[_RampSegment] = []
+    micro_batch = consumed = 0
     while True:
-        steps = accumulation(window_samples(consumed, ramp), batch_size, processes)
-        if not found or found[-1].steps != steps:
-            found.append(_Part(micro, steps))
+        steps = accumulation_steps(window_samples(consumed, ramp), batch_size, world_size)
+        if not segments or segments[-1].accumulation_steps != steps:
+            segments.append(_RampSegment(micro_batch, steps))
         if consumed >= ramp.samples:
-            return tuple(found)
-        micro, consumed = micro + steps, consumed + steps * batch_size * processes
+            return tuple(segments)
+        micro_batch, consumed = micro_batch + steps, consumed + steps * batch_size * world_size

@@ -20,7 +20,7 @@ from supertuner.arena.format import TABLES, UNITS, Head, segment_name
 from supertuner.arena.index import write_index
 from supertuner.arena.segments import collect, committed_keys, sync_data
 from supertuner.arena.writer import Writer
-from supertuner.core.errors import ArenaBusy, ArenaError
+from supertuner.core.errors import ArenaBusyError, ArenaError
 from supertuner.core.types import JSON
 
 _GATE_S = 60.0
@@ -110,7 +110,7 @@ class Build(Joined):
         gate = self._folder.open_file(HEAD)
         try:
             if not locks.lock(gate, exclusive=True, wait_s=_GATE_S):
-                raise ArenaBusy(f"{self._folder.path}: a writer of another process is stuck while opening")
+                raise ArenaBusyError(f"{self._folder.path}: a writer of another process is stuck while opening")
             self._seal(meta or {})
         finally:
             os.close(gate)

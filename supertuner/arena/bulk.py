@@ -13,13 +13,13 @@ from supertuner.arena.files import naming
 from supertuner.arena.format import Kind, end_of, place
 from supertuner.arena.journal import one_field_packer
 from supertuner.arena.writer import Writer, encoded_key
-from supertuner.core.bulk_io import Together
+from supertuner.core.bulk_io import BulkReader
 
 
 class Bulk:
     """Adds units of one raw field to `writer`, from `buffer`. Flush before either is used in any other way."""
 
-    def __init__(self, writer: Writer, field: str, buffer: Together) -> None:
+    def __init__(self, writer: Writer, field: str, buffer: BulkReader) -> None:
         self._writer = writer
         self._buffer = buffer
         self._pack = one_field_packer(field.encode(), writer._kind(Kind("uint8", None)))

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from supertuner.arena.format import ABSENT, BIG_PAGE, PAGE, TABLES, Kind, round_up, unpack_kind
 from supertuner.arena.journal import Entry
-from supertuner.core.errors import ArenaDamaged
+from supertuner.core.errors import ArenaDamagedError
 from supertuner.core.types import JSON
 
 U64: TypeAlias = NDArray[np.uint64]
@@ -211,7 +211,7 @@ class Collected:
         try:
             return name.decode()
         except UnicodeDecodeError as error:
-            raise ArenaDamaged("journal", f"a field's name is not UTF-8: {name!r}") from error
+            raise ArenaDamagedError("journal", f"a field's name is not UTF-8: {name!r}") from error
 
     def _column(self, name: bytes, firsts: list[int], order: NDArray[np.intp] | None) -> U32:
         units, orders, records = self._fields[name]

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from supertuner.arena.catalog import U32, U64, Catalog, Segment
 from supertuner.arena.format import ABSENT, BIG_PAGE, DTYPES, MAX_NBYTES, PAGE, unpack_kind
-from supertuner.core.errors import ArenaDamaged
+from supertuner.core.errors import ArenaDamagedError
 
 _CHUNK = 1 << 15
 _MANY_KINDS = 4096
@@ -34,12 +34,12 @@ def check_catalog(file: object, catalog: Catalog) -> None:
 def _check_segments(file: object, catalog: Catalog) -> None:
     numbers = [s.number for s in catalog.segments]
     if len(numbers) != len(set(numbers)):
-        raise ArenaDamaged(file, "names a segment twice")
+        raise ArenaDamagedError(file, "names a segment twice")
     for segment in catalog.segments:
         if segment.nbytes < PAGE or segment.nbytes > MAX_NBYTES or segment.base + segment.nbytes > MAX_NBYTES:
-            raise ArenaDamaged(file, f"states {segment.nbytes} bytes for segment {segment.number}")
+            raise ArenaDamagedError(file, f"states {segment.nbytes} bytes for segment {segment.number}")
     if sum(s.records for s in catalog.segments) != len(catalog.offset):
-        raise ArenaDamaged(file, "its segments do not hold as many records as it lists")
+        raise ArenaDamagedError(file, "its segments do not hold as many records as it lists")
 
 
 def _check_records(file: object, catalog: Catalog, segment: Segment, first: int) -> None:
@@ -72,7 +72,7 @@ def _check_records(file: object, catalog: Catalog, segment: Segment, first: int)
 def _blame(file: object, catalog: Catalog, segment: Segment, begin: int, wrong: NDArray[np.bool_], how: str) -> None:
     record = begin + int(np.flatnonzero(wrong)[0])
     offset, nbytes = int(catalog.offset[record]) - segment.base, int(catalog.nbytes[record])
-    raise ArenaDamaged(
+    raise ArenaDamagedError(
         file,
         f"record {record} ({nbytes} bytes at {offset}) lies {how} segment {segment.number} of {segment.nbytes} bytes",
     )
@@ -95,7 +95,7 @@ def _check_kinds(file: object, rows: NDArray[np.void]) -> _Kinds:
         for row in rows:
             unpack_kind(file, row.tobytes())
     elif (sizes[rows["dtype"]] == 0).any() or (rows["dims"] > 8).any() or (rows["flat"] > 1).any():
-        raise ArenaDamaged(file, "a record's kind is unknown")  # the rest of each row is checked when it is used
+        raise ArenaDamagedError(file, "a record's kind is unknown")  # the rest of each row is checked when it is used
     itemsize = sizes[rows["dtype"]]
     used = np.arange(8) < rows["dims"][:, None]
     with np.errstate(over="ignore"):
@@ -107,7 +107,7 @@ def _check_meaning(file: object, catalog: Catalog, part: slice, kinds: _Kinds) -
     """Sizes agree with dtype, shape and codec."""
     kind, raw_nbytes = catalog.kind[part], catalog.raw_nbytes[part]
     if kind.max() >= len(kinds.flat):
-        raise ArenaDamaged(
+        raise ArenaDamagedError(
             file, f"record {part.start + int(kind.argmax())} is of kind {kind.max()}, which is not listed"
         )
     wrong = raw_nbytes > MAX_NBYTES
@@ -119,7 +119,7 @@ def _check_meaning(file: object, catalog: Catalog, part: slice, kinds: _Kinds) -
         wrong |= ~kinds.flat[kind] & (raw_nbytes != kinds.total[kind])
     if wrong.any():
         record = part.start + int(np.flatnonzero(wrong)[0])
-        raise ArenaDamaged(
+        raise ArenaDamagedError(
             file,
             f"record {record} states {catalog.nbytes[record]} stored and {catalog.raw_nbytes[record]} real bytes, "
             f"which {catalog.kind_of(int(catalog.kind[record]))} cannot have",
@@ -134,14 +134,14 @@ def _check_numbers(file: object, catalog: Catalog) -> None:
             _check_column(file, name, column[begin : begin + _CHUNK], count)
     for name, record in catalog.tables.items():
         if not 0 <= record < count:
-            raise ArenaDamaged(file, f"table {name!r} is record {record} of {count}")
+            raise ArenaDamagedError(file, f"table {name!r} is record {record} of {count}")
 
 
 def _check_column(file: object, name: str, records: U32, count: int) -> None:
     if records.size and records.max() >= count:
         present = records[records != ABSENT]
         if present.size and present.max() >= count:
-            raise ArenaDamaged(file, f"field {name!r} names record {present.max()} of {count}")
+            raise ArenaDamagedError(file, f"field {name!r} names record {present.max()} of {count}")
 
 
 def check_used_once(file: object, catalog: Catalog) -> None:
@@ -152,7 +152,7 @@ def check_used_once(file: object, catalog: Catalog) -> None:
     np.add.at(uses, np.fromiter(catalog.tables.values(), np.int64), 1)
     if (uses != 1).any():
         record = int(np.flatnonzero(uses != 1)[0])
-        raise ArenaDamaged(file, f"record {record} is used {uses[record]} times; every record belongs to one unit")
+        raise ArenaDamagedError(file, f"record {record} is used {uses[record]} times; every record belongs to one unit")
 
 
 def check_keys(file: object, catalog: Catalog, pulse: Callable[[], None]) -> None:
@@ -162,9 +162,9 @@ def check_keys(file: object, catalog: Catalog, pulse: Callable[[], None]) -> Non
         pulse()
         key = catalog.keys.at(unit)
         if key <= before:
-            raise ArenaDamaged(file, f"key {unit} ({key[:80]!r}) is not after the key before it")
+            raise ArenaDamagedError(file, f"key {unit} ({key[:80]!r}) is not after the key before it")
         try:
             key.decode()
         except UnicodeDecodeError as error:
-            raise ArenaDamaged(file, f"key {unit} is not UTF-8: {key[:80]!r}") from error
+            raise ArenaDamagedError(file, f"key {unit} is not UTF-8: {key[:80]!r}") from error
         before = key

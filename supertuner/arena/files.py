@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 from supertuner.arena import locks
-from supertuner.core.errors import ArenaDamaged, ArenaError, ArenaFull, ArenaMissing
+from supertuner.core.errors import ArenaDamagedError, ArenaError, ArenaFullError, ArenaMissingError
 from supertuner.core.types import bytes_text
 
 GONE = ".gone-"
@@ -41,7 +41,9 @@ class Folder:
             return cls(path, os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC))
         except (NotADirectoryError, OSError) as error:
             if error.errno in (errno.ENOTDIR, errno.ELOOP):
-                raise ArenaDamaged(path, "is a link or a file, not an arena's folder", "remove it by hand") from error
+                raise ArenaDamagedError(
+                    path, "is a link or a file, not an arena's folder", "remove it by hand"
+                ) from error
             raise
 
     def close(self) -> None:
@@ -86,10 +88,10 @@ class Folder:
             what = {errno.ENOENT: "is missing", errno.ELOOP: "is a link"}.get(
                 error.errno or 0, f"cannot be read: {error}"
             )
-            raise ArenaDamaged(self.file(name), what) from error
+            raise ArenaDamagedError(self.file(name), what) from error
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             os.close(fd)
-            raise ArenaDamaged(self.file(name), "is not a regular file")
+            raise ArenaDamagedError(self.file(name), "is not a regular file")
         return fd
 
     def read(self, name: str, limit: int) -> bytes:
@@ -177,7 +179,7 @@ class naming:  # not a generator: this stands around every write of a unit
         if not isinstance(error, OSError) or isinstance(error, FileExistsError):
             return
         if error.errno in _FULL:
-            raise ArenaFull(_no_room(self.file, error)) from error
+            raise ArenaFullError(_no_room(self.file, error)) from error
         raise ArenaError(
             f"{self.file}: {error.strerror or error}; check the disk or memory below it, "
             "or use another home (arena.home, arena.disk_home)"
@@ -189,10 +191,10 @@ def unless_abandoned(folder: Folder) -> Iterator[None]:
     """What looks like damage of an arena that is being built may be that its owner abandoned it meanwhile: say so."""
     try:
         yield
-    except (ArenaDamaged, FileNotFoundError) as error:
+    except (ArenaDamagedError, FileNotFoundError) as error:
         if folder.is_current():
             raise
-        raise ArenaMissing(f"{folder.path}: its owner abandoned the build; build it again") from error
+        raise ArenaMissingError(f"{folder.path}: its owner abandoned the build; build it again") from error
 
 
 def _no_room(file: object, error: OSError) -> str:

@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 
 import xxhash
 
-from supertuner.core.errors import ArenaDamaged, ArenaError
+from supertuner.core.errors import ArenaDamagedError, ArenaError
 
 VERSION = 1
 PAGE = 4096
@@ -140,18 +140,20 @@ def pack_header(magic: bytes, uuid: bytes, body: bytes, nbytes: int) -> bytes:
 def unpack_header(file: object, content: bytes, magic: bytes, nbytes: int) -> tuple[bytes, bytes]:
     """(uuid, body) of a header. The version is looked at before the checksum: a later format may lay that elsewhere."""
     if len(content) < nbytes:
-        raise ArenaDamaged(file, f"its header is cut short: {len(content)} of {nbytes} bytes")
+        raise ArenaDamagedError(file, f"its header is cut short: {len(content)} of {nbytes} bytes")
     found, version, _, uuid = _PRELUDE.unpack_from(content)
     if found != magic:
-        raise ArenaDamaged(file, f"begins with {found!r}, not with {magic!r}: not a file of an arena, or overwritten")
+        raise ArenaDamagedError(
+            file, f"begins with {found!r}, not with {magic!r}: not a file of an arena, or overwritten"
+        )
     if version != VERSION:
-        raise ArenaDamaged(
+        raise ArenaDamagedError(
             file,
             f"has version {version} of the arena format, this SuperTuner reads version {VERSION}",
             "use the SuperTuner that wrote it, or remove it with `supertuner arena rm` and stage again",
         )
     if _U64.unpack_from(content, nbytes - 8)[0] != xxhash.xxh3_64_intdigest(content[: nbytes - 8]):
-        raise ArenaDamaged(file, "its header's checksum does not hold")
+        raise ArenaDamagedError(file, "its header's checksum does not hold")
     return uuid, content[_PRELUDE.size : nbytes - 8]
 
 
@@ -165,10 +167,10 @@ def pack_head(head: Head) -> bytes:
 def unpack_head(file: object, content: bytes) -> Head:
     uuid, body = unpack_header(file, content, HEAD_MAGIC, HEAD_NBYTES)
     if len(content) != HEAD_NBYTES:
-        raise ArenaDamaged(file, f"is longer than its {HEAD_NBYTES} bytes")
+        raise ArenaDamagedError(file, f"is longer than its {HEAD_NBYTES} bytes")
     created, kind, resumable, hours = _HEAD.unpack_from(body)
     if kind >= len(_LIVES) or resumable > 1 or not hours >= 0:
-        raise ArenaDamaged(file, f"states an unknown life ({kind}, {resumable}, {hours})")
+        raise ArenaDamagedError(file, f"states an unknown life ({kind}, {resumable}, {hours})")
     life: Life = "until_removed" if kind == 0 else "run" if kind == 1 else float(hours)
     return Head(uuid, created, life, bool(resumable))
 
@@ -184,11 +186,11 @@ def check_segment(file: object, content: bytes, magic: bytes, uuid: bytes, numbe
     found_uuid, body = unpack_header(file, content, magic, PAGE if magic == DATA_MAGIC else JOURNAL_NBYTES)
     found_number, kind, page, big_page = _SEGMENT.unpack_from(body)
     if found_uuid != uuid:
-        raise ArenaDamaged(file, f"belongs to the arena {found_uuid.hex()}, not to {uuid.hex()}")
+        raise ArenaDamagedError(file, f"belongs to the arena {found_uuid.hex()}, not to {uuid.hex()}")
     if found_number != number:
-        raise ArenaDamaged(file, f"is segment {found_number} under the name of segment {number}")
+        raise ArenaDamagedError(file, f"is segment {found_number} under the name of segment {number}")
     if kind not in (UNITS, TABLES) or (page, big_page) != (PAGE, BIG_PAGE):
-        raise ArenaDamaged(file, f"states kind {kind} and pages of {page} and {big_page} bytes")
+        raise ArenaDamagedError(file, f"states kind {kind} and pages of {page} and {big_page} bytes")
     return int(kind)
 
 
@@ -203,14 +205,14 @@ def pack_kind(kind: Kind) -> bytes:
 def unpack_kind(file: object, row: bytes) -> Kind:
     """A kind from its row. Only the one canonical spelling is accepted."""
     if len(row) != _KIND.size:
-        raise ArenaDamaged(file, f"a record's kind has {len(row)} bytes, not {_KIND.size}")
+        raise ArenaDamagedError(file, f"a record's kind has {len(row)} bytes, not {_KIND.size}")
     codec, dtype, dims, flat, *shape = _KIND.unpack(row)
     text = codec.rstrip(b"\0").decode("ascii", "replace")
     if dtype not in _DTYPE_OF_CODE or dims > MAX_DIMS or not _CODEC.fullmatch(text):
-        raise ArenaDamaged(file, f"a record's kind is unknown: dtype {dtype}, {dims} dimensions, codec {text!r}")
+        raise ArenaDamagedError(file, f"a record's kind is unknown: dtype {dtype}, {dims} dimensions, codec {text!r}")
     kind = Kind(_DTYPE_OF_CODE[dtype], None if flat else tuple(shape[:dims]), text)
     if pack_kind(kind) != row or (kind.raw_nbytes() or 0) > MAX_NBYTES:
-        raise ArenaDamaged(file, f"a record's kind is not a possible one: {kind}")
+        raise ArenaDamagedError(file, f"a record's kind is not a possible one: {kind}")
     return kind
 
 

@@ -33,7 +33,7 @@ from supertuner.arena.sealed import open_sealed, read_head
 from supertuner.arena.segments import restore
 from supertuner.arena.states import ArenaInfo, describe, has_ended, head_or_none, is_building
 from supertuner.core.bulk_io import write_all
-from supertuner.core.errors import ArenaBusy, ArenaDamaged, ArenaError, ArenaExists, ArenaMissing
+from supertuner.core.errors import ArenaBusyError, ArenaDamagedError, ArenaError, ArenaExistsError, ArenaMissingError
 
 MARK = ".supertuner-arenas"
 """An empty file that tells a home from any other folder."""
@@ -95,7 +95,7 @@ class Home:
         folder = self._enter(name)
         try:
             if not folder.has(INDEX):
-                raise ArenaMissing(f"{folder.path}: is not sealed; a build of it goes on or has died")
+                raise ArenaMissingError(f"{folder.path}: is not sealed; a build of it goes on or has died")
             head, catalog = open_sealed(folder)
             memory = map_segments(folder, catalog.segments, catalog.total)
         except BaseException:
@@ -136,14 +136,14 @@ class Home:
         while True:
             try:
                 return self.attach(name, verify=verify)
-            except ArenaMissing:
+            except ArenaMissingError:
                 pass  # then we build it
             try:
                 return self.build(name, life=life)
-            except ArenaBusy:
+            except ArenaBusyError:
                 if time.monotonic() >= end:
                     raise
-            except ArenaExists:
+            except ArenaExistsError:
                 continue  # sealed between our two looks: attach to it
 
     def join(self, name: str) -> Joined:
@@ -152,7 +152,7 @@ class Home:
         try:
             with unless_abandoned(folder):
                 if folder.has(INDEX) or not is_building(folder):
-                    raise ArenaMissing(f"{folder.path}: nobody is building it")
+                    raise ArenaMissingError(f"{folder.path}: nobody is building it")
                 return Joined(folder, self._head_of(folder))
         except BaseException:
             folder.close()
@@ -163,7 +163,7 @@ class Home:
         folder = self._open(name)
         try:
             if not locks.lock(folder.fd, exclusive=True):
-                raise ArenaBusy(f"{folder.path}: in use by another process; end it first")
+                raise ArenaBusyError(f"{folder.path}: in use by another process; end it first")
             if folder.is_current():
                 discard(folder)
         finally:
@@ -194,12 +194,12 @@ class Home:
         try:
             folder = Folder.open(path)
             if not locks.lock(folder.fd, exclusive=False, wait_s=wait_s):
-                raise ArenaBusy(f"{path}: is being removed by another process")
+                raise ArenaBusyError(f"{path}: is being removed by another process")
             require_own(folder)
             builder = folder.open_lock(BUILDER)
             # What others do before they release either lock, they did before we look from here on.
             if not locks.lock(builder, exclusive=True, wait_s=wait_s):
-                raise ArenaBusy(f"{path}: another process builds it; wait for it or end it")
+                raise ArenaBusyError(f"{path}: another process builds it; wait for it or end it")
             if folder.is_current():
                 head = self._begin(folder, life, resume)
             return None if head is None else Build(folder, builder, head)
@@ -213,7 +213,7 @@ class Home:
         """The head of the build that we own now; None if there were remains, which are gone."""
         if folder.has(INDEX):
             remove = f"remove it with `supertuner arena rm {folder.path.name}`"
-            raise ArenaExists(f"{folder.path}: is built already; attach to it, or {remove}")
+            raise ArenaExistsError(f"{folder.path}: is built already; attach to it, or {remove}")
         if folder.names() == [BUILDER]:
             return _write_head(folder, Head(uuid.uuid4().bytes, time.time(), life, resume))
         old = head_or_none(folder)
@@ -221,7 +221,9 @@ class Home:
             restore(folder, old.uuid)
             return replace(old, resumable=True)
         if not locks.lock(folder.fd, exclusive=True):
-            raise ArenaBusy(f"{folder.path}: its builder died, but another process still has it open; end that first")
+            raise ArenaBusyError(
+                f"{folder.path}: its builder died, but another process still has it open; end that first"
+            )
         if folder.is_current():
             discard(folder)
         return None
@@ -231,7 +233,7 @@ class Home:
         try:
             return Folder.open(path)
         except FileNotFoundError as error:
-            raise ArenaMissing(f"{path}: no such arena; `supertuner arena ls` lists them") from error
+            raise ArenaMissingError(f"{path}: no such arena; `supertuner arena ls` lists them") from error
 
     def _enter(self, name: str) -> Folder:
         """The arena's folder, with a shared lock: it cannot be removed while that is open."""
@@ -239,14 +241,14 @@ class Home:
             folder = self._open(name)
             if not locks.lock(folder.fd, exclusive=False, wait_s=_ENTER_S):
                 folder.close()
-                raise ArenaBusy(f"{folder.path}: is being removed by another process")
+                raise ArenaBusyError(f"{folder.path}: is being removed by another process")
             if folder.is_current():
                 return folder
             folder.close()
 
     def _head_of(self, folder: Folder) -> Head:
         if not folder.has(HEAD):
-            raise ArenaMissing(f"{folder.path}: its build has not begun")
+            raise ArenaMissingError(f"{folder.path}: its build has not begun")
         return read_head(folder)
 
     def _info(self, name: str) -> ArenaInfo | None:
@@ -254,7 +256,7 @@ class Home:
             folder = Folder.open(self.path / name)
         except FileNotFoundError:
             return None
-        except ArenaDamaged as error:
+        except ArenaDamagedError as error:
             return ArenaInfo(name, "damaged", 0, problem=str(error))
         try:
             info = describe(folder)
@@ -270,7 +272,7 @@ class Home:
     def _sweep(self, name: str) -> bool:
         try:
             folder = Folder.open(self.path / name)
-        except (FileNotFoundError, ArenaDamaged):  # gone, or not an arena: `ls` shows it
+        except (FileNotFoundError, ArenaDamagedError):  # gone, or not an arena: `ls` shows it
             return False
         try:
             if not locks.try_lock(folder.fd, exclusive=True) or not folder.is_current() or folder.foreign() is not None:

@@ -30,7 +30,7 @@ from supertuner.arena.format import (
     unpack_header,
 )
 from supertuner.core.bulk_io import write_all
-from supertuner.core.errors import ArenaDamaged, ArenaError
+from supertuner.core.errors import ArenaDamagedError, ArenaError
 from supertuner.core.types import JSON
 
 _ALIGN = 64
@@ -131,19 +131,19 @@ def read_index(folder: Folder, uuid: bytes) -> Catalog:
 
 def _check_header(file: object, same_arena: bool, counts: Counts, size: int) -> None:
     if not same_arena:
-        raise ArenaDamaged(file, "belongs to another arena than `head` beside it")
+        raise ArenaDamagedError(file, "belongs to another arena than `head` beside it")
     expected = sections(counts)[-1].end
     if expected != size:
-        raise ArenaDamaged(file, f"has {size} bytes; its header speaks of {expected}")
+        raise ArenaDamagedError(file, f"has {size} bytes; its header speaks of {expected}")
     if counts.info_nbytes > MAX_INFO_NBYTES or counts.fields > MAX_FIELDS:
-        raise ArenaDamaged(file, f"states {counts.fields} fields and {counts.info_nbytes} bytes of description")
+        raise ArenaDamagedError(file, f"states {counts.fields} fields and {counts.info_nbytes} bytes of description")
 
 
 def _check_sections(file: object, memory: mmap.mmap, layout: list[Section], checksums: tuple[int, ...]) -> None:
     view = memoryview(memory)
     for section, checksum in zip(layout, checksums, strict=True):
         if xxhash.xxh3_64_intdigest(view[section.begin : section.end]) != checksum:
-            raise ArenaDamaged(file, f"the checksum of its {section.name} does not hold")
+            raise ArenaDamagedError(file, f"the checksum of its {section.name} does not hold")
 
 
 def _catalog(file: object, uuid: bytes, counts: Counts, parts: dict[str, NDArray[Any]]) -> Catalog:
@@ -168,7 +168,7 @@ def _catalog(file: object, uuid: bytes, counts: Counts, parts: dict[str, NDArray
 def _check_key_ends(file: object, ends: NDArray[np.uint64], key_nbytes: int) -> None:
     last = int(ends[-1]) if len(ends) else 0
     if last != key_nbytes or (len(ends) and ends[0] == 0) or (ends[1:] <= ends[:-1]).any():
-        raise ArenaDamaged(file, "its keys do not fill the place they have")
+        raise ArenaDamagedError(file, "its keys do not fill the place they have")
 
 
 def _info(catalog: Catalog, meta: Mapping[str, JSON]) -> bytes:
@@ -185,15 +185,15 @@ def _read_info(file: object, text: bytes, fields: int) -> dict[str, Any]:
     try:
         info = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ArenaDamaged(file, f"its description is not JSON: {error}") from error
+        raise ArenaDamagedError(file, f"its description is not JSON: {error}") from error
     shapes = {"fields": list, "tables": dict, "meta": dict}
     if not isinstance(info, dict) or {k: type(v) for k, v in info.items()} != shapes:
-        raise ArenaDamaged(file, "its description is not one of fields, tables and meta")
+        raise ArenaDamagedError(file, "its description is not one of fields, tables and meta")
     names, tables = info["fields"], info["tables"]
     if len(names) != fields or not all(isinstance(n, str) for n in names) or len(set(names)) != fields:
-        raise ArenaDamaged(file, f"names {len(names)} fields for {fields} columns")
+        raise ArenaDamagedError(file, f"names {len(names)} fields for {fields} columns")
     if not all(type(record) is int for record in tables.values()):
-        raise ArenaDamaged(file, "its tables are not records")
+        raise ArenaDamagedError(file, "its tables are not records")
     return info
 
 

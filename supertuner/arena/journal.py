@@ -25,7 +25,7 @@ from supertuner.arena.format import (
     check_segment,
     segment_name,
 )
-from supertuner.core.errors import ArenaDamaged
+from supertuner.core.errors import ArenaDamagedError
 
 _ENTRY = struct.Struct("<QQ")
 _BODY = struct.Struct("<II")
@@ -88,9 +88,9 @@ def unpack_body(file: object, body: bytes) -> tuple[bytes, list[Placed]]:
             at = split + kind_nbytes
             fields.append(Placed(body[split - name_nbytes : split], body[split:at].ljust(KIND_NBYTES, b"\0"), *numbers))
     except struct.error as error:
-        raise ArenaDamaged(file, "a journal entry is shorter than it says") from error
+        raise ArenaDamagedError(file, "a journal entry is shorter than it says") from error
     if at != len(body) or not 0 < key_nbytes <= MAX_KEY_NBYTES:
-        raise ArenaDamaged(
+        raise ArenaDamagedError(
             file, f"a journal entry of {len(body)} bytes states {count} fields and a key of {key_nbytes} bytes"
         )
     return key, fields

@@ -25,8 +25,8 @@ from supertuner.arena.mapping import map_segments
 from supertuner.arena.reader import Reader
 from supertuner.arena.sealed import open_sealed
 from supertuner.arena.verify import check_record
-from supertuner.core.errors import ArenaDamaged, ArenaMissing
-from supertuner.core.events import Progress, Silence
+from supertuner.core.errors import ArenaDamagedError, ArenaMissingError
+from supertuner.core.events import NullSink, Progress
 
 
 class LiveReader(Reader):
@@ -60,7 +60,7 @@ class LiveReader(Reader):
             return
         total = int(self._catalog.nbytes.sum())
         title, records = f"verifying {self.name}", len(self._offset)
-        with (progress or Silence()).phase(title, items=records, nbytes=total, noun="records") as phase:
+        with (progress or NullSink()).phase(title, items=records, nbytes=total, noun="records") as phase:
             for record in range(len(self._offset)):
                 check_record(self._folder, self._catalog, self._bytes, record)
                 phase.advance(items=1, nbytes=self._nbytes[record])
@@ -68,7 +68,7 @@ class LiveReader(Reader):
     def _take_journals(self) -> None:
         numbers = self._folder.segments()
         if not self._folder.is_current():
-            raise ArenaMissing(f"{self._folder.path}: the build was abandoned; build it again")
+            raise ArenaMissingError(f"{self._folder.path}: the build was abandoned; build it again")
         for number in numbers:
             if number not in self._journals:
                 self._open_journal(number)
@@ -95,7 +95,7 @@ class LiveReader(Reader):
             page = self._folder.read(data, PAGE)
             check_segment(self._folder.file(data), page, DATA_MAGIC, self._head.uuid, number)
             journal = Journal(self._folder, number, self._head.uuid)
-        except ArenaDamaged:
+        except ArenaDamagedError:
             if self._folder.has(name):
                 raise
             return
@@ -114,7 +114,7 @@ class LiveReader(Reader):
         finally:
             os.close(fd)
         if size < written:
-            raise ArenaDamaged(self._folder.file(name), f"has {size} bytes; its journal speaks of {written}")
+            raise ArenaDamagedError(self._folder.file(name), f"has {size} bytes; its journal speaks of {written}")
         columns.nbytes_of_file = round_up(end_of(columns.offset[-1], columns.nbytes[-1]), PAGE)
 
     def _take_sealed(self) -> None:
@@ -122,7 +122,7 @@ class LiveReader(Reader):
         _, catalog = open_sealed(self._folder)
         known = [catalog.keys.find(key) for key in self._collected.keys]
         if None in known:
-            raise ArenaDamaged(self._folder.file(INDEX), "lacks a unit that was committed")
+            raise ArenaDamagedError(self._folder.file(INDEX), "lacks a unit that was committed")
         numbers = np.array(known, np.int64)
         rest = np.setdiff1d(np.arange(len(catalog.keys)), numbers, assume_unique=True)
         order = np.concatenate([numbers, rest])

@@ -19,8 +19,8 @@ from supertuner.arena.format import ABSENT, PAGE, Kind
 from supertuner.arena.gather import Copiers, Indices, Out, Rows, checked_out, records_of, rows_of, units_of
 from supertuner.arena.payload import numpy_dtype, torch_dtype
 from supertuner.arena.verify import Stopped, check_record, verify_arena
-from supertuner.core.errors import ArenaDamaged, ArenaError
-from supertuner.core.events import Progress, Silence
+from supertuner.core.errors import ArenaDamagedError, ArenaError
+from supertuner.core.events import NullSink, Progress
 from supertuner.core.types import JSON
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Reader:
         self._folder = folder
         self._on_close = on_close
         self._always = verify == "always"
-        self._fault: ArenaDamaged | ArenaError | None = None
+        self._fault: ArenaDamagedError | ArenaError | None = None
         self._stop = threading.Event()
         self._copiers = Copiers()
         self._thread: threading.Thread | None = None
@@ -79,7 +79,7 @@ class Reader:
         try:
             return key.decode()
         except UnicodeDecodeError as error:
-            raise ArenaDamaged(self._folder.file(INDEX), f"key {i} is not UTF-8: {key[:80]!r}") from error
+            raise ArenaDamagedError(self._folder.file(INDEX), f"key {i} is not UTF-8: {key[:80]!r}") from error
 
     def find(self, key: str) -> int | None:
         """The unit of that key, or None."""
@@ -188,7 +188,7 @@ class Reader:
         """Check every byte of every file of the arena; raises ArenaDamaged naming the file."""
         total = int(self._catalog.nbytes.sum())
         title, records = f"verifying {self.name}", len(self._offset)
-        with (progress or Silence()).phase(title, items=records, nbytes=total, noun="records") as phase:
+        with (progress or NullSink()).phase(title, items=records, nbytes=total, noun="records") as phase:
             verify_arena(self._folder, phase, stop=lambda: False)
 
     def close(self) -> None:
@@ -282,7 +282,7 @@ class Reader:
     def _verify_quietly(self) -> None:
         """Background verification: its finding is raised at the next read."""
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
-        phase = Silence().phase("")
+        phase = NullSink().phase("")
         try:
             verify_arena(self._folder, phase, self._stop.is_set)
         except Stopped:

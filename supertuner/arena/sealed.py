@@ -8,7 +8,7 @@ from supertuner.arena.catalog import Catalog, Segment
 from supertuner.arena.files import HEAD, Folder, naming
 from supertuner.arena.format import DATA_MAGIC, HEAD_NBYTES, PAGE, Head, check_segment, segment_name, unpack_head
 from supertuner.arena.index import read_index
-from supertuner.core.errors import ArenaDamaged
+from supertuner.core.errors import ArenaDamagedError
 
 
 def read_head(folder: Folder) -> Head:
@@ -34,6 +34,6 @@ def _check_data(folder: Folder, uuid: bytes, segment: Segment) -> None:
         os.close(fd)
     kind = check_segment(folder.file(name), page, DATA_MAGIC, uuid, segment.number)
     if kind != segment.kind:
-        raise ArenaDamaged(folder.file(name), f"is of kind {kind}; the index says {segment.kind}")
+        raise ArenaDamagedError(folder.file(name), f"is of kind {kind}; the index says {segment.kind}")
     if size != segment.nbytes:
-        raise ArenaDamaged(folder.file(name), f"has {size} bytes; the index says {segment.nbytes}")
+        raise ArenaDamagedError(folder.file(name), f"has {size} bytes; the index says {segment.nbytes}")

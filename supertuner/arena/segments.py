@@ -13,7 +13,7 @@ from supertuner.arena.catalog import Collected, SegmentColumns
 from supertuner.arena.files import Folder, naming
 from supertuner.arena.format import JOURNAL_NBYTES, PAGE, TABLES, UNITS, end_of, round_up, segment_name
 from supertuner.arena.journal import Journal
-from supertuner.core.errors import ArenaBusy, ArenaDamaged
+from supertuner.core.errors import ArenaBusyError, ArenaDamagedError
 
 _CHUNK = 1 << 20
 
@@ -29,7 +29,7 @@ def collect(folder: Folder, uuid: bytes, expected: dict[int, int]) -> Collected:
         with _owned(folder, number) as owned:
             if not owned:
                 file = folder.file(segment_name(number, "journal"))
-                raise ArenaBusy(
+                raise ArenaBusyError(
                     f"{file}: another process still writes this segment; wait until it has closed its writer"
                 )
             if _is_void(folder, number):
@@ -110,7 +110,7 @@ def _collect_segment(folder: Folder, collected: Collected, journal: Journal, exp
             collected.add(columns, order, entry)
             count += 1
         if journal.is_wrong() or expected not in (None, count):
-            raise ArenaDamaged(
+            raise ArenaDamagedError(
                 journal.file, f"is unreadable after {count} units (byte {journal.position})", "build the arena again"
             )
         if len(columns) == 0:
@@ -137,7 +137,7 @@ def _truncate(folder: Folder, name: str, written: int, end: int) -> None:
         with naming(folder.file(name)):
             size = os.fstat(fd).st_size
             if size < written:
-                raise ArenaDamaged(folder.file(name), f"has {size} bytes where {written} were committed")
+                raise ArenaDamagedError(folder.file(name), f"has {size} bytes where {written} were committed")
             os.ftruncate(fd, end)
     finally:
         os.close(fd)

@@ -11,7 +11,7 @@ from supertuner.arena import locks
 from supertuner.arena.files import BUILDER, HEAD, INDEX, Folder
 from supertuner.arena.format import Head, Life
 from supertuner.arena.sealed import open_sealed, read_head
-from supertuner.core.errors import ArenaDamaged
+from supertuner.core.errors import ArenaDamagedError
 from supertuner.core.types import JSON
 
 
@@ -45,7 +45,7 @@ def describe(folder: Folder) -> ArenaInfo:
             return ArenaInfo(name, state, nbytes, users=users)
         head = read_head(folder)
         return ArenaInfo(name, state, nbytes, None, head.created, head.life, users)
-    except ArenaDamaged as error:
+    except ArenaDamagedError as error:
         return ArenaInfo(name, "damaged", nbytes, users=users, problem=str(error))
 
 
@@ -65,7 +65,7 @@ def head_or_none(folder: Folder) -> Head | None:
     """The head, or None where a build had not come so far or it cannot be trusted."""
     try:
         return read_head(folder)
-    except ArenaDamaged:
+    except ArenaDamagedError:
         return None
 
 

@@ -14,8 +14,8 @@ from supertuner.arena.files import INDEX, Folder, naming
 from supertuner.arena.format import PAGE, segment_name
 from supertuner.arena.mapping import map_segments
 from supertuner.arena.sealed import open_sealed
-from supertuner.core.errors import ArenaDamaged
-from supertuner.core.events import Phase
+from supertuner.core.errors import ArenaDamagedError
+from supertuner.core.events import ProgressPhase
 
 _CHUNK = 1 << 20
 _PULSE = 256
@@ -25,7 +25,7 @@ class Stopped(Exception):
     """A background verification was asked to end."""
 
 
-def verify_arena(folder: Folder, phase: Phase, stop: Callable[[], bool]) -> None:
+def verify_arena(folder: Folder, phase: ProgressPhase, stop: Callable[[], bool]) -> None:
     """Read everything again from the files, through a map of its own. Raises ArenaDamaged, or Stopped."""
     _, catalog = open_sealed(folder)
     count = 0
@@ -54,7 +54,7 @@ def check_record(folder: Folder, catalog: Catalog, view: memoryview, record: int
     begin, nbytes = int(catalog.offset[record]), int(catalog.nbytes[record])
     if xxhash.xxh3_64_intdigest(view[begin : begin + nbytes]) != int(catalog.checksum[record]):
         segment = catalog.segment_of(record)
-        raise ArenaDamaged(
+        raise ArenaDamagedError(
             folder.file(segment_name(segment.number, "data")),
             f"the checksum of record {record} ({nbytes} bytes at {begin - segment.base}) does not hold",
         )
@@ -86,7 +86,7 @@ def _check_zeros(file: object, fd: int, begin: int, end: int) -> None:
         chunk = os.pread(fd, max(0, min(end - begin, _CHUNK)), begin)
         if chunk.count(0) != len(chunk):
             at = begin + len(chunk) - len(chunk.lstrip(b"\0"))
-            raise ArenaDamaged(file, f"byte {at} lies between records and is not zero")
+            raise ArenaDamagedError(file, f"byte {at} lies between records and is not zero")
         begin += len(chunk) or end
 
 

@@ -28,7 +28,7 @@ from supertuner.arena.format import (
 from supertuner.arena.journal import Placed, pack_entry
 from supertuner.arena.payload import Payload, as_bytes, compressed
 from supertuner.core.bulk_io import read_all, write_all
-from supertuner.core.errors import ArenaBusy, ArenaError, BrokenMedia
+from supertuner.core.errors import ArenaBusyError, ArenaError, BrokenMediaError
 
 _CHUNK = 256 << 10
 """Read, checksummed and written in such pieces, each is in the cache all three times."""
@@ -221,7 +221,7 @@ def open_segment(folder: Folder, uuid: bytes, kind: int) -> tuple[int, int, int]
     gate = folder.open_file(HEAD)
     try:
         if not locks.lock(gate, exclusive=False, wait_s=_GATE_S):
-            raise ArenaBusy(f"{folder.path}: is being sealed; no writer can join any more")
+            raise ArenaBusyError(f"{folder.path}: is being sealed; no writer can join any more")
         if folder.has(INDEX):
             raise ArenaError(f"{folder.path}: is sealed; nothing can be added")
         number, journal = _claim(folder)
@@ -270,4 +270,4 @@ def _claim(folder: Folder) -> tuple[int, int]:
 def _read_full(fd: int, chunk: memoryview, at: int, nbytes: int) -> None:
     done = read_all(fd, chunk, at)
     if done < len(chunk):
-        raise BrokenMedia(f"ends after {at + done} of {nbytes} bytes; it changed while it was read")
+        raise BrokenMediaError(f"ends after {at + done} of {nbytes} bytes; it changed while it was read")

@@ -11,22 +11,22 @@ import torch
 from numpy.typing import NDArray
 
 from supertuner.arena.reader import Reader
-from supertuner.cache.keys import WIDTH, Keys
-from supertuner.core.errors import ArenaDamaged, CacheError
+from supertuner.cache.keys import KEY_WIDTH, EntryKeys
+from supertuner.core.errors import ArenaDamagedError, CacheError
 from supertuner.core.events import Progress
 
-Tensors: TypeAlias = dict[str, torch.Tensor]
+NamedTensors: TypeAlias = dict[str, torch.Tensor]
 """An entry, or a batch of them: named tensors."""
-Refs: TypeAlias = NDArray[np.int64]
+EntryRefs: TypeAlias = NDArray[np.int64]
 """Where entries are: an arena's place in the table, and the unit's number in it."""
 
-MISSING = -1
-SHIFT = 40
+MISSING_REF = -1
+UNIT_BITS = 40
 """Bits of a ref below the arena's place."""
-_UNIT = (1 << SHIFT) - 1
+_UNIT_MASK = (1 << UNIT_BITS) - 1
 
 
-class Entries:
+class CacheEntries:
     """Later arenas win: an entry that was made again is found where it was made last."""
 
     def __init__(self, readers: Sequence[Reader] = (), remedy: str = "") -> None:
@@ -34,88 +34,88 @@ class Entries:
         self._remedy = remedy
         self._dropped: set[int] = set()
 
-    def add(self, reader: Reader) -> None:
+    def add_reader(self, reader: Reader) -> None:
         """Also show this arena's entries, before those of the others."""
         self._readers.append(reader)
 
     def __len__(self) -> int:
         return sum(len(reader) for reader in self._readers)
 
-    def find(self, keys: Keys) -> Refs:
+    def find(self, keys: EntryKeys) -> EntryRefs:
         """Where each entry is, or MISSING."""
-        refs = np.full(len(keys), MISSING, np.int64)
-        for number in reversed(range(len(self._readers))):
-            open_ = np.flatnonzero(refs == MISSING)
-            refs[open_] = self._find_in(number, keys[open_])
+        refs = np.full(len(keys), MISSING_REF, np.int64)
+        for reader_index in reversed(range(len(self._readers))):
+            unresolved = np.flatnonzero(refs == MISSING_REF)
+            refs[unresolved] = self._find_in(reader_index, keys[unresolved])
         return refs
 
     def drop(self, refs: Iterable[int]) -> None:
         """Find these no longer: their bytes are damaged."""
         self._dropped.update(refs)
 
-    def gather(self, refs: Refs, *, threads: int = 1) -> Tensors:
+    def gather(self, refs: EntryRefs, *, threads: int = 1) -> NamedTensors:
         """Entries of one shape, stacked: for each field a new contiguous tensor [k, …] on the CPU."""
         try:
             if len(self._readers) == 1:  # it refuses numbers that are none of its own
                 return self._readers[0].gathered(refs, threads=threads)
-            numbers = refs >> SHIFT
+            numbers = refs >> UNIT_BITS
             assert numbers.min() >= 0, "an entry that was never made is asked for"
             edges = [0, *(np.flatnonzero(numbers[1:] != numbers[:-1]) + 1).tolist(), len(refs)]
             parts = [  # neighbours in one arena go in one call
-                self._readers[int(numbers[begin])].gathered(refs[begin:end] & _UNIT, threads=threads)
+                self._readers[int(numbers[begin])].gathered(refs[begin:end] & _UNIT_MASK, threads=threads)
                 for begin, end in pairwise(edges)
             ]
-        except ArenaDamaged as error:
-            raise self._damaged(error) from error
+        except ArenaDamagedError as error:
+            raise self._damage_error(error) from error
         return parts[0] if len(parts) == 1 else {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
-    def entry(self, ref: int) -> Tensors:
+    def entry(self, ref: int) -> NamedTensors:
         """One entry as views of the arena's memory: read, do not write."""
         assert ref >= 0, "an entry that was never made is asked for"
-        reader, unit = self._reader(ref), ref & _UNIT
+        reader, unit = self._reader(ref), ref & _UNIT_MASK
         try:
             return {field: reader.tensor(unit, field) for field in reader.fields if reader.has(unit, field)}
-        except ArenaDamaged as error:
-            raise self._damaged(error) from error
+        except ArenaDamagedError as error:
+            raise self._damage_error(error) from error
 
-    def checked(self, ref: int) -> Tensors | ArenaDamaged:
+    def check_entry(self, ref: int) -> NamedTensors | ArenaDamagedError:
         """One entry as views, if its bytes are those that were written; else what is wrong with them."""
-        reader, unit = self._reader(ref), ref & _UNIT
+        reader, unit = self._reader(ref), ref & _UNIT_MASK
         try:
             for field in reader.fields:
                 if reader.has(unit, field):
                     reader.check(unit, field)
-        except ArenaDamaged as error:
+        except ArenaDamagedError as error:
             return error
         return self.entry(ref)
 
-    def damaged(self, progress: Progress) -> frozenset[int]:
+    def find_damaged_arenas(self, progress: Progress) -> frozenset[int]:
         """Places of the arenas that are not what was written, every byte of them looked at."""
-        found = set()
-        for number, reader in enumerate(self._readers):
+        damaged = set()
+        for reader_index, reader in enumerate(self._readers):
             try:
                 reader.verify(progress)
-            except ArenaDamaged:
-                found.add(number)  # which entries are hit, is asked next
-        return frozenset(found)
+            except ArenaDamagedError:
+                damaged.add(reader_index)  # which entries are hit, is asked next
+        return frozenset(damaged)
 
     def close(self) -> None:
         """Give up the arenas; entries that were given out stay good."""
         while self._readers:
             self._readers.pop().close()
 
-    def _find_in(self, number: int, keys: Keys) -> Refs:
-        table = self._readers[number].keys_of_width(WIDTH)
+    def _find_in(self, reader_index: int, keys: EntryKeys) -> EntryRefs:
+        table = self._readers[reader_index].keys_of_width(KEY_WIDTH)
         if table is None or not len(table) or not len(keys):
-            return np.full(len(keys), MISSING, np.int64)
+            return np.full(len(keys), MISSING_REF, np.int64)
         at = np.minimum(np.searchsorted(table, keys), len(table) - 1)
-        refs = np.where(table[at] == keys, at + (number << SHIFT), MISSING)
+        refs = np.where(table[at] == keys, at + (reader_index << UNIT_BITS), MISSING_REF)
         if self._dropped:
-            refs[np.isin(refs, np.fromiter(self._dropped, np.int64))] = MISSING
+            refs[np.isin(refs, np.fromiter(self._dropped, np.int64))] = MISSING_REF
         return refs
 
     def _reader(self, ref: int) -> Reader:
-        return self._readers[ref >> SHIFT]
+        return self._readers[ref >> UNIT_BITS]
 
-    def _damaged(self, error: ArenaDamaged) -> CacheError:
-        return CacheError(f"{error.file}: {error.what}; {self._remedy or error.remedy}")
+    def _damage_error(self, error: ArenaDamagedError) -> CacheError:
+        return CacheError(f"{error.file}: {error.description}; {self._remedy or error.remedy}")

@@ -12,20 +12,20 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, Protocol, TypeVar
 
-from supertuner.core.events import Measured, Sink
+from supertuner.core.events import MeasurementEvent, Sink
 
 
-class Closing(Protocol):
+class Closeable(Protocol):
     def close(self) -> None: ...
 
 
-Made = TypeVar("Made", bound=Closing)
+EpochT = TypeVar("EpochT", bound=Closeable)
 
 
-class Rotation(Generic[Made]):
+class EpochRotation(Generic[EpochT]):
     """For one thread at a time; the maker's thread is its own."""
 
-    def __init__(self, make: Callable[[int, Callable[[], bool]], Made], *, epochs: int | None, sink: Sink) -> None:
+    def __init__(self, make: Callable[[int, Callable[[], bool]], EpochT], *, epochs: int | None, sink: Sink) -> None:
         """`make(epoch, stop)` makes an epoch's entries, and raises Stopped soon after `stop()` became true.
 
         `epochs` is how many there will be; None: no end is known.
@@ -33,41 +33,41 @@ class Rotation(Generic[Made]):
         self._make, self._epochs, self._sink = make, epochs, sink
         self._stop = threading.Event()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="cache-epoch")
-        self._begun: dict[int, Future[Made]] = {}
-        self._floor = 0
+        self._futures: dict[int, Future[EpochT]] = {}
+        self._first_live_epoch = 0
 
-    def at(self, epoch: int) -> Made | None:
+    def get_epoch(self, epoch: int) -> EpochT | None:
         """An epoch's entries, waited for, and those of the next begun; None if the epoch was said to be over."""
-        if epoch < self._floor:
+        if epoch < self._first_live_epoch:
             return None
-        wanted = self._begin(epoch)
+        future = self._submit_epoch(epoch)
         if self._epochs is None or epoch + 1 < self._epochs:
-            self._begin(epoch + 1)
-        if not wanted.done():
+            self._submit_epoch(epoch + 1)
+        if not future.done():
             began = time.monotonic()
-            wanted.exception()
+            future.exception()
             figures = {"epoch": epoch, "seconds": round(time.monotonic() - began, 3)}
-            self._sink.emit(Measured("cache.waited_for_epoch", figures))
-        return wanted.result()
+            self._sink.emit(MeasurementEvent("cache.waited_for_epoch", figures))
+        return future.result()
 
-    def over(self, epoch: int) -> None:
+    def release_through(self, epoch: int) -> None:
         """Epochs up to this one are not needed any more: their entries go."""
-        self._floor = max(self._floor, epoch + 1)
-        for old in [one for one in self._begun if one <= epoch and self._begun[one].done()]:
-            self._drop(self._begun.pop(old))
+        self._first_live_epoch = max(self._first_live_epoch, epoch + 1)
+        for released in [one for one in self._futures if one <= epoch and self._futures[one].done()]:
+            self._close_result(self._futures.pop(released))
 
     def close(self) -> None:
         """Stop making, and give up everything."""
         self._stop.set()
         self._pool.shutdown(wait=True, cancel_futures=True)
-        while self._begun:
-            self._drop(self._begun.popitem()[1])
+        while self._futures:
+            self._close_result(self._futures.popitem()[1])
 
-    def _begin(self, epoch: int) -> Future[Made]:
-        if epoch not in self._begun:
-            self._begun[epoch] = self._pool.submit(self._make, epoch, self._stop.is_set)
-        return self._begun[epoch]
+    def _submit_epoch(self, epoch: int) -> Future[EpochT]:
+        if epoch not in self._futures:
+            self._futures[epoch] = self._pool.submit(self._make, epoch, self._stop.is_set)
+        return self._futures[epoch]
 
-    def _drop(self, future: Future[Made]) -> None:
+    def _close_result(self, future: Future[EpochT]) -> None:
         if not future.cancelled() and future.exception() is None:
             future.result().close()

@@ -12,80 +12,92 @@ from numpy.typing import NDArray
 
 from supertuner.arena.build import Joined
 from supertuner.arena.writer import Writer
-from supertuner.cache.capacity import Place, entry_bytes, free_bytes, no_room, require_room
-from supertuner.cache.entries import Tensors
-from supertuner.cache.keys import Keys, text
-from supertuner.core.errors import ArenaFull, CacheError
-from supertuner.core.events import Phase
-from supertuner.core.host import Host
+from supertuner.cache.capacity import CacheLocation, entry_bytes, free_bytes, no_room_message, require_room
+from supertuner.cache.entries import NamedTensors
+from supertuner.cache.keys import EntryKeys, key_text
+from supertuner.core.errors import ArenaFullError, CacheError
+from supertuner.core.events import ProgressPhase
+from supertuner.core.host import HostFacts
 
-Places: TypeAlias = NDArray[np.intp]
-Make: TypeAlias = Callable[[Places], Generator[tuple[int, Tensors], None, None]]
+EntryIndices: TypeAlias = NDArray[np.intp]
+EntryMaker: TypeAlias = Callable[[EntryIndices], Generator[tuple[int, NamedTensors], None, None]]
 """Given places in a list of keys, makes their entries, in any order. Called only if something is missing."""
 
 
-class Stopped(Exception):
+class FillStopped(Exception):
     """Filling was asked to end; what was committed is there for whoever fills next."""
 
 
-def never() -> bool:
+def never_stop() -> bool:
     return False
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Wanted:
+class EntryRequest:
     """Entries that are to be there, and how they are made."""
 
-    keys: Keys
-    make: Make
-    sizes: Callable[[Places], NDArray[np.float64]] | None = None
+    keys: EntryKeys
+    make: EntryMaker
+    relative_sizes: Callable[[EntryIndices], NDArray[np.float64]] | None = None
     """How large entries are in relation to each other: enough to tell the size of all from that of one."""
     title: str = ""
     """For people who watch."""
 
-    def size(self, places: Places) -> float:
+    def relative_size(self, indices: EntryIndices) -> float:
         """Of these entries together."""
-        return float(len(places) if self.sizes is None else self.sizes(places).sum())
+        return float(len(indices) if self.relative_sizes is None else self.relative_sizes(indices).sum())
 
 
-class Filling:
-    def __init__(self, what: str, wanted: Wanted, left: float, entries: int, place: Place, host: Host) -> None:
+class CacheFiller:
+    def __init__(
+        self,
+        kind: str,
+        request: EntryRequest,
+        remaining_size: float,
+        entry_count: int,
+        location: CacheLocation,
+        host: HostFacts,
+    ) -> None:
         """`left` is the size of all `entries` that are still to be made, here or by others, as `Wanted.sizes` says."""
-        self._what, self._wanted, self._place, self._host = what, wanted, place, host
-        self._left, self._entries = left, entries
-        self.made = 0
+        self._kind, self._request, self._location, self._host = kind, request, location, host
+        self._remaining_size, self._entry_count = remaining_size, entry_count
+        self.entries_made = 0
 
-    def write(self, build: Joined, chunks: Iterable[Places], phase: Phase, stop: Callable[[], bool]) -> None:
+    def write_entries(
+        self, build: Joined, chunks: Iterable[EntryIndices], phase: ProgressPhase, stop: Callable[[], bool]
+    ) -> None:
         """Make and commit all of them. A writer is opened for the first, and closed after the last."""
         writer: Writer | None = None
         try:
-            for places in chunks:
+            for indices in chunks:
                 writer = writer or build.writer()
-                before = self.made
-                with closing(self._wanted.make(places)) as entries:
-                    for place, entry in entries:
+                made_before = self.entries_made
+                with closing(self._request.make(indices)) as entries:
+                    for index, entry in entries:
                         if stop():
-                            raise Stopped
-                        phase.advance(items=1, nbytes=self._put(writer, place, entry))
-                made = self.made - before
-                assert made == len(places), f"{made} of {len(places)} entries were made"
+                            raise FillStopped
+                        phase.advance(items=1, nbytes=self._write_entry(writer, index, entry))
+                made = self.entries_made - made_before
+                assert made == len(indices), f"{made} of {len(indices)} entries were made"
         finally:
             if writer is not None:
                 writer.close()
 
-    def _put(self, writer: Writer, place: int, entry: Tensors) -> int:
-        nbytes, size = entry_bytes(entry), self._wanted.size(np.array([place], np.intp))
-        need = int(nbytes * self._left / size)
-        entries = self._entries - self.made
-        if self.made == 0:
-            require_room(self._what, entries, need, self._place, self._host)
+    def _write_entry(self, writer: Writer, index: int, entry: NamedTensors) -> int:
+        nbytes, size = entry_bytes(entry), self._request.relative_size(np.array([index], np.intp))
+        needed_bytes = int(nbytes * self._remaining_size / size)
+        entries = self._entry_count - self.entries_made
+        if self.entries_made == 0:
+            require_room(self._kind, entries, needed_bytes, self._location, self._host)
         try:
-            with writer.begin(text(self._wanted.keys[place])) as unit:
+            with writer.begin(key_text(self._request.keys[index])) as unit:
                 for field, tensor in entry.items():
                     unit.put(field, tensor.detach().contiguous())
-        except ArenaFull as error:
-            free = free_bytes(self._place, self._host)
-            raise CacheError(no_room(self._what, entries, need, min(free, need), self._place)) from error
-        self._left -= size
-        self.made += 1
+        except ArenaFullError as error:
+            free = free_bytes(self._location, self._host)
+            raise CacheError(
+                no_room_message(self._kind, entries, needed_bytes, min(free, needed_bytes), self._location)
+            ) from error
+        self._remaining_size -= size
+        self.entries_made += 1
         return nbytes

@@ -10,33 +10,33 @@ import numpy as np
 
 from supertuner.arena.home import Home
 from supertuner.arena.states import ArenaInfo
-from supertuner.cache.keys import WIDTH, Keys, Space
-from supertuner.core.errors import ArenaBusy, ArenaDamaged, ArenaMissing
+from supertuner.cache.keys import KEY_WIDTH, CacheNamespace, EntryKeys
+from supertuner.core.errors import ArenaBusyError, ArenaDamagedError, ArenaMissingError
 from supertuner.core.events import Progress
 
-_NAME = re.compile(r"(latents|text)-[0-9a-f]{8}-([0-9a-f]{8}-epoch[0-9]+-)?[0-9]{1,9}")
+_ARENA_NAME = re.compile(r"(latents|text)-[0-9a-f]{8}-([0-9a-f]{8}-epoch[0-9]+-)?[0-9]{1,9}")
 
 
 @dataclass(frozen=True, slots=True)
-class Needed:
+class RequiredEntries:
     """What a configuration needs of one encoder."""
 
-    space: Space
-    keys: Keys
+    space: CacheNamespace
+    keys: EntryKeys
     """Each once."""
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class CacheArenaStatus:
     """One arena of a cache."""
 
     home: Home
     info: ArenaInfo
-    what: str
-    identity: str
-    used: int
+    kind: str
+    encoder_fingerprint: str
+    used_entries: int
     """Entries that the configuration uses: of those that were made again, the last."""
-    stale: bool
+    is_stale: bool
     """Made by another encoder, in another number format, or in another version of ours."""
 
     @property
@@ -44,35 +44,35 @@ class Held:
         return self.info.name
 
     @property
-    def verdict(self) -> str:
+    def usage(self) -> str:
         """In words: what it is to this configuration."""
         if self.info.state == "damaged":
             return "damaged"
         if self.info.state != "sealed":
             return "being built" if self.info.state == "building" else "unfinished"
-        if self.used:
-            return "used" if self.used == self.info.units else "partly used"
-        return "stale" if self.stale else "unused"
+        if self.used_entries:
+            return "used" if self.used_entries == self.info.units else "partly used"
+        return "stale" if self.is_stale else "unused"
 
 
-def holdings(homes: Sequence[Home], needed: Sequence[Needed]) -> list[Held]:
+def list_cache_arenas(homes: Sequence[Home], required: Sequence[RequiredEntries]) -> list[CacheArenaStatus]:
     """All arenas of caches in these folders."""
-    spaces = {one.space.name: one for one in needed}
-    found: list[Held] = []
+    required_by_name = {one.space.name: one for one in required}
+    statuses: list[CacheArenaStatus] = []
     for home in {home.path: home for home in homes}.values():
-        taken: dict[str, Keys] = {}
-        newest_first = sorted(filter(_is_cache, home.ls()), key=lambda info: -_number(info.name))
-        held = [_held(home, info, spaces, taken) for info in newest_first]
-        found += sorted(held, key=lambda one: (one.name.rpartition("-")[0], _number(one.name)))
-    return found
+        counted_keys: dict[str, EntryKeys] = {}
+        newest_first = sorted(filter(_is_cache_arena, home.ls()), key=lambda info: -_arena_number(info.name))
+        home_statuses = [_arena_status(home, info, required_by_name, counted_keys) for info in newest_first]
+        statuses += sorted(home_statuses, key=lambda one: (one.name.rpartition("-")[0], _arena_number(one.name)))
+    return statuses
 
 
-def _number(name: str) -> int:
+def _arena_number(name: str) -> int:
     last = name.rpartition("-")[2]
     return int(last) if last.isdigit() else -1
 
 
-def verify_held(held: Held, progress: Progress) -> str | None:
+def verify_cache_arena(held: CacheArenaStatus, progress: Progress) -> str | None:
     """Check every byte of a sealed arena; what is wrong, or None."""
     if held.info.state == "damaged":
         return held.info.problem
@@ -81,35 +81,39 @@ def verify_held(held: Held, progress: Progress) -> str | None:
     try:
         with held.home.attach(held.name) as reader:
             reader.verify(progress)
-    except ArenaDamaged as error:
-        return f"{error.file}: {error.what}"
-    except (ArenaMissing, ArenaBusy):
+    except ArenaDamagedError as error:
+        return f"{error.file}: {error.description}"
+    except (ArenaMissingError, ArenaBusyError):
         return None  # removed since it was listed
     return None
 
 
-def _is_cache(info: ArenaInfo) -> bool:
-    return info.meta.get("holds") == "cache" if info.meta is not None else bool(_NAME.fullmatch(info.name))
+def _is_cache_arena(info: ArenaInfo) -> bool:
+    return info.meta.get("holds") == "cache" if info.meta is not None else bool(_ARENA_NAME.fullmatch(info.name))
 
 
-def _held(home: Home, info: ArenaInfo, spaces: Mapping[str, Needed], taken: dict[str, Keys]) -> Held:
+def _arena_status(
+    home: Home, info: ArenaInfo, required_by_name: Mapping[str, RequiredEntries], counted_keys: dict[str, EntryKeys]
+) -> CacheArenaStatus:
     """`taken` are keys, by space, of which a later arena has the entries."""
     meta = info.meta or {}
-    what = str(meta.get("what") or info.name.partition("-")[0])
-    needed = next((one for name, one in spaces.items() if info.name.startswith(f"{name}-")), None)
-    used = _used(home, info, needed, taken) if needed is not None and info.state == "sealed" else 0
-    return Held(home, info, what, str(meta.get("identity", "")), used, needed is None)
+    kind = str(meta.get("what") or info.name.partition("-")[0])
+    required = next((one for name, one in required_by_name.items() if info.name.startswith(f"{name}-")), None)
+    used_entries = (
+        _count_used(home, info, required, counted_keys) if required is not None and info.state == "sealed" else 0
+    )
+    return CacheArenaStatus(home, info, kind, str(meta.get("identity", "")), used_entries, required is None)
 
 
-def _used(home: Home, info: ArenaInfo, needed: Needed, taken: dict[str, Keys]) -> int:
+def _count_used(home: Home, info: ArenaInfo, required: RequiredEntries, counted_keys: dict[str, EntryKeys]) -> int:
     try:
         with home.attach(info.name) as reader:
-            keys = reader.keys_of_width(WIDTH)
+            keys = reader.keys_of_width(KEY_WIDTH)
             if keys is None:
                 return 0
-            earlier = taken.get(needed.space.name, keys[:0])
-            used = keys[np.isin(keys, needed.keys) & ~np.isin(keys, earlier)]
-            taken[needed.space.name] = np.concatenate([earlier, used])
+            earlier = counted_keys.get(required.space.name, keys[:0])
+            used = keys[np.isin(keys, required.keys) & ~np.isin(keys, earlier)]
+            counted_keys[required.space.name] = np.concatenate([earlier, used])
             return len(used)
-    except (ArenaMissing, ArenaBusy, ArenaDamaged):
+    except (ArenaMissingError, ArenaBusyError, ArenaDamagedError):
         return 0  # removed or damaged since it was listed

@@ -15,59 +15,59 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-Keys: TypeAlias = NDArray[np.bytes_]
+EntryKeys: TypeAlias = NDArray[np.bytes_]
 """Keys of entries: 32 hexadecimal digits each, 128 bits."""
 
-WIDTH = 32
-FORMAT = 1
+KEY_WIDTH = 32
+CACHE_FORMAT_VERSION = 1
 """Raise it when the fields of an entry, or what they mean, change."""
-_KEY = f"S{WIDTH}"
+_KEY_DTYPE = f"S{KEY_WIDTH}"
 
 
 @dataclass(frozen=True, slots=True)
-class Space:
+class CacheNamespace:
     """What all entries made by one encoder share."""
 
-    what: str
+    kind: str
     """`latents` or `text`."""
-    identity: str
+    encoder_fingerprint: str
     """Fingerprint of the encoder: its weights and configs."""
     dtype: str
     """Number format in which it computed, or in which its result is stored."""
-    version: int = FORMAT
+    version: int = CACHE_FORMAT_VERSION
 
     @property
     def name(self) -> str:
         """For arenas: what they hold, and eight digits of by whom it was made."""
-        return f"{self.what}-{self._digest().hexdigest()[:8]}"
+        return f"{self.kind}-{self._digest().hexdigest()[:8]}"
 
-    def keys(self, contents: Iterable[bytes], transform: bytes = b"") -> Keys:
+    def entry_keys(self, contents: Iterable[bytes], transform: bytes = b"") -> EntryKeys:
         """The keys of entries made of `contents`, each brought into form by the same `transform`."""
         digest = self._digest()
         digest.update(len(transform).to_bytes(8, "little") + transform)
 
         def key(content: bytes) -> str:
-            one = digest.copy()
-            one.update(content)
-            return one.hexdigest()
+            entry_digest = digest.copy()
+            entry_digest.update(content)
+            return entry_digest.hexdigest()
 
-        return np.array([key(content) for content in contents], _KEY)
+        return np.array([key(content) for content in contents], _KEY_DTYPE)
 
     def _digest(self) -> hashlib.blake2b:
-        parts = [self.version, self.what, self.identity, self.dtype]
-        return hashlib.blake2b(json.dumps(parts).encode() + b"\0", digest_size=WIDTH // 2)
+        parts = [self.version, self.kind, self.encoder_fingerprint, self.dtype]
+        return hashlib.blake2b(json.dumps(parts).encode() + b"\0", digest_size=KEY_WIDTH // 2)
 
 
-def no_keys() -> Keys:
-    return np.zeros(0, _KEY)
+def empty_keys() -> EntryKeys:
+    return np.zeros(0, _KEY_DTYPE)
 
 
-def unique(keys: Keys) -> tuple[Keys, NDArray[np.intp]]:
+def unique_keys(keys: EntryKeys) -> tuple[EntryKeys, NDArray[np.intp]]:
     """Each key once, in the order of first appearance, and where that is."""
     _, first = np.unique(keys, return_index=True)
-    places = np.sort(first)
-    return keys[places], places
+    first_indices = np.sort(first)
+    return keys[first_indices], first_indices
 
 
-def text(key: np.bytes_ | bytes) -> str:
+def key_text(key: np.bytes_ | bytes) -> str:
     return bytes(key).decode()

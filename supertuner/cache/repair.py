@@ -7,81 +7,89 @@ from dataclasses import replace
 
 import numpy as np
 
-from supertuner.cache.entries import MISSING, SHIFT, Tensors
-from supertuner.cache.fill import Places, Wanted
-from supertuner.cache.store import Store
-from supertuner.core.errors import ArenaDamaged, CacheError
-from supertuner.core.events import Progress, Sink, Warned
-from supertuner.core.host import Host
+from supertuner.cache.entries import MISSING_REF, UNIT_BITS, NamedTensors
+from supertuner.cache.fill import EntryIndices, EntryRequest
+from supertuner.cache.store import CacheStore
+from supertuner.core.errors import ArenaDamagedError, CacheError
+from supertuner.core.events import Progress, Sink, WarningEvent
+from supertuner.core.host import HostFacts
 
-_TRIES = 2
+_MAX_ATTEMPTS = 2
 
 
-def loaded(source: Store, wanted: Wanted, *, host: Host, progress: Progress, sink: Sink) -> Wanted:
+def copying_request(
+    source: CacheStore, request: EntryRequest, *, host: HostFacts, progress: Progress, sink: Sink
+) -> EntryRequest:
     """The same entries, made by copying them from `source`, each checked on the way.
 
     A damaged one is told, made again in `source` by `wanted`'s own way, and copied from there.
     """
 
-    def make(places: Places) -> Generator[tuple[int, Tensors], None, None]:
-        rest = places
-        for _ in range(_TRIES):
+    def make(places: EntryIndices) -> Generator[tuple[int, NamedTensors], None, None]:
+        remaining = places
+        for _ in range(_MAX_ATTEMPTS):
             damaged = []
-            for place, found in _checked(source, wanted, rest):
-                if isinstance(found, ArenaDamaged):
-                    damaged.append(place)
-                    _tell(source, found, sink)
+            for index, entry in _check_entries(source, request, remaining):
+                if isinstance(entry, ArenaDamagedError):
+                    damaged.append(index)
+                    _warn_damaged(source, entry, sink)
                 else:
-                    yield place, found
+                    yield index, entry
             if not damaged:
                 return
-            _make_again(source, wanted, damaged, host, progress)
-            rest = np.array(damaged, np.intp)
-        raise CacheError(f"{source.place.home.path}: gives back other bytes than were just written; check that disk")
+            _remake_entries(source, request, damaged, host, progress)
+            remaining = np.array(damaged, np.intp)
+        raise CacheError(f"{source.location.home.path}: gives back other bytes than were just written; check that disk")
 
-    return Wanted(wanted.keys, make, wanted.sizes, f"loading {source.space.what}")
+    return EntryRequest(request.keys, make, request.relative_sizes, f"loading {source.namespace.kind}")
 
 
-def mend(store: Store, wanted: Wanted, *, host: Host, progress: Progress, sink: Sink) -> int:
+def repair_entries(store: CacheStore, request: EntryRequest, *, host: HostFacts, progress: Progress, sink: Sink) -> int:
     """Check every byte of the store's arenas, and make damaged entries again; how many those were.
 
     An arena that is damaged anywhere is replaced: its whole entries are copied beside those that are made again. It is
     not used any more then, and `supertuner cache prune` removes it.
     """
-    spoiled = store.entries.damaged(progress)
-    refs = store.find(wanted.keys)
-    inside = np.flatnonzero(np.isin(refs >> SHIFT, list(spoiled)) & (refs != MISSING))
-    whole: dict[int, Tensors] = {}
-    for place, found in _checked(store, wanted, inside):
-        if isinstance(found, ArenaDamaged):
-            _tell(store, found, sink)
+    damaged_arenas = store.entries.find_damaged_arenas(progress)
+    refs = store.find(request.keys)
+    affected = np.flatnonzero(np.isin(refs >> UNIT_BITS, list(damaged_arenas)) & (refs != MISSING_REF))
+    intact: dict[int, NamedTensors] = {}
+    for index, entry in _check_entries(store, request, affected):
+        if isinstance(entry, ArenaDamagedError):
+            _warn_damaged(store, entry, sink)
         else:
-            whole[place] = found
-    store.entries.drop(refs[inside].tolist())
+            intact[index] = entry
+    store.entries.drop(refs[affected].tolist())
 
-    def make(places: Places) -> Generator[tuple[int, Tensors], None, None]:
-        yield from ((place, whole[place]) for place in places.tolist() if place in whole)
-        rest = np.array([place for place in places.tolist() if place not in whole], np.intp)
+    def make(places: EntryIndices) -> Generator[tuple[int, NamedTensors], None, None]:
+        yield from ((place, intact[place]) for place in places.tolist() if place in intact)
+        rest = np.array([place for place in places.tolist() if place not in intact], np.intp)
         if len(rest):
-            yield from wanted.make(rest)
+            yield from request.make(rest)
 
-    if len(inside):
-        store.fill(replace(wanted, make=make), host=host, progress=progress)
-        store.made -= len(whole)
-    return len(inside) - len(whole)
-
-
-def _checked(store: Store, wanted: Wanted, places: Places) -> Iterator[tuple[int, Tensors | ArenaDamaged]]:
-    refs = store.find(wanted.keys[places])
-    for place, ref in zip(places.tolist(), refs.tolist(), strict=True):
-        yield place, store.entries.checked(ref)
+    if len(affected):
+        store.fill(replace(request, make=make), host=host, progress=progress)
+        store.entries_made -= len(intact)
+    return len(affected) - len(intact)
 
 
-def _make_again(store: Store, wanted: Wanted, damaged: list[int], host: Host, progress: Progress) -> None:
+def _check_entries(
+    store: CacheStore, request: EntryRequest, indices: EntryIndices
+) -> Iterator[tuple[int, NamedTensors | ArenaDamagedError]]:
+    refs = store.find(request.keys[indices])
+    for index, ref in zip(indices.tolist(), refs.tolist(), strict=True):
+        yield index, store.entries.check_entry(ref)
+
+
+def _remake_entries(
+    store: CacheStore, request: EntryRequest, damaged: list[int], host: HostFacts, progress: Progress
+) -> None:
     if damaged:
-        store.entries.drop(store.find(wanted.keys[np.array(damaged, np.intp)]).tolist())
-        store.fill(wanted, host=host, progress=progress)
+        store.entries.drop(store.find(request.keys[np.array(damaged, np.intp)]).tolist())
+        store.fill(request, host=host, progress=progress)
 
 
-def _tell(store: Store, error: ArenaDamaged, sink: Sink) -> None:
-    sink.emit(Warned(f"cache of {store.space.what}", f"{error.file}: {error.what}; that entry is made again"))
+def _warn_damaged(store: CacheStore, error: ArenaDamagedError, sink: Sink) -> None:
+    sink.emit(
+        WarningEvent(f"cache of {store.namespace.kind}", f"{error.file}: {error.description}; that entry is made again")
+    )

@@ -19,23 +19,23 @@ from numpy.typing import NDArray
 from supertuner.arena.build import Build, Joined
 from supertuner.arena.peers import ALONE, Peers
 from supertuner.arena.reader import Reader
-from supertuner.cache.capacity import Place
-from supertuner.cache.entries import MISSING, Entries, Refs
-from supertuner.cache.fill import Filling, Places, Stopped, Wanted, never
-from supertuner.cache.keys import FORMAT, Keys, Space, text, unique
-from supertuner.cache.work_queue import Queue, work
-from supertuner.core.errors import ArenaBusy, ArenaDamaged, ArenaExists, ArenaMissing
-from supertuner.core.events import Progress, Sink, Warned
-from supertuner.core.host import Host
+from supertuner.cache.capacity import CacheLocation
+from supertuner.cache.entries import MISSING_REF, CacheEntries, EntryRefs
+from supertuner.cache.fill import CacheFiller, EntryIndices, EntryRequest, FillStopped, never_stop
+from supertuner.cache.keys import CACHE_FORMAT_VERSION, CacheNamespace, EntryKeys, key_text, unique_keys
+from supertuner.cache.work_queue import EntryQueue, fill_from_queue
+from supertuner.core.errors import ArenaBusyError, ArenaDamagedError, ArenaExistsError, ArenaMissingError
+from supertuner.core.events import Progress, Sink, WarningEvent
+from supertuner.core.host import HostFacts
 
 _WAIT_S = 0.5
 
 
-class Store:
+class CacheStore:
     def __init__(
         self,
-        place: Place,
-        space: Space,
+        location: CacheLocation,
+        namespace: CacheNamespace,
         sink: Sink,
         *,
         name: str | None = None,
@@ -43,50 +43,50 @@ class Store:
     ) -> None:
         """Open what is there. `name` is what its arenas are called, if not as the space says; `arenas` opens just
         these, in that order: what another process found in them is where it was."""
-        self.place, self.space, self._sink = place, space, sink
-        self.name = name or space.name
-        self.entries = Entries(remedy=place.remedy)
-        self._numbers: dict[int, bool] = {}
+        self.location, self.namespace, self._sink = location, namespace, sink
+        self.name = name or namespace.name
+        self.entries = CacheEntries(remedy=location.damage_remedy)
+        self._known_arenas: dict[int, bool] = {}
         """Arenas that were looked at: whether they are shown, or are damaged."""
-        self.made = 0
+        self.entries_made = 0
         """Entries that were made here since it was opened."""
         if arenas is None:
-            place.home.sweep()
+            location.home.sweep()
             self.refresh()
         else:
-            with ExitStack() as opened:
-                opened.callback(self.close)
-                for one in arenas:
-                    self._show(_number(one), place.home.attach(one, verify=place.verify))
-                opened.pop_all()
+            with ExitStack() as stack:
+                stack.callback(self.close)
+                for arena in arenas:
+                    self._add_arena(_arena_number(arena), location.home.attach(arena, verify=location.verify))
+                stack.pop_all()
 
     @property
     def arenas(self) -> list[str]:
         """Those that are shown, in the order that refs count them in."""
-        return [self._arena(number) for number, shown in self._numbers.items() if shown]
+        return [self._arena_name(number) for number, is_open in self._known_arenas.items() if is_open]
 
     def refresh(self) -> None:
         """Show arenas that were sealed since. A damaged one is left out, which is told; its entries are missing."""
-        for number in self._listed():
-            if number not in self._numbers:
-                self._attach(number)
+        for number in self._arena_numbers():
+            if number not in self._known_arenas:
+                self._try_attach(number)
 
-    def find(self, keys: Keys) -> Refs:
+    def find(self, keys: EntryKeys) -> EntryRefs:
         return self.entries.find(keys)
 
-    def missing(self, keys: Keys) -> NDArray[np.intp]:
+    def missing_indices(self, keys: EntryKeys) -> NDArray[np.intp]:
         """Places of keys that have no entry; of equal keys the first."""
-        each, places = unique(keys)
-        absent: NDArray[np.intp] = places[self.find(each) == MISSING]
+        distinct_keys, first_indices = unique_keys(keys)
+        absent: NDArray[np.intp] = first_indices[self.find(distinct_keys) == MISSING_REF]
         return absent
 
     def fill(
         self,
-        wanted: Wanted,
+        request: EntryRequest,
         *,
-        host: Host,
+        host: HostFacts,
         progress: Progress,
-        stop: Callable[[], bool] = never,
+        stop: Callable[[], bool] = never_stop,
         peers: Peers = ALONE,
     ) -> int:
         """Make what is missing; how many entries were made, by this process and its peers.
@@ -95,45 +95,47 @@ class Store:
         error, a kill or a stop is never made again. Peers that fill the same store at the same time share the work: a
         failure of one ends all of them.
         """
-        made = 0
-        while len(self.missing(wanted.keys)):
-            build = self._build(progress, stop, peers)
+        entries_made = 0
+        while len(self.missing_indices(request.keys)):
+            build = self._acquire_build(progress, stop, peers)
             if build is None:
                 continue
             with build:
                 if isinstance(build, Build):
                     self.refresh()  # others may have sealed something while we came here
-                    made += self._make(build, wanted, host, progress, stop, peers)
+                    entries_made += self._build_missing(build, request, host, progress, stop, peers)
                 else:
-                    made += self._help(build, wanted, host, progress, stop, peers)
-        self.made += made
-        return made
+                    entries_made += self._fill_joined(build, request, host, progress, stop, peers)
+        self.entries_made += entries_made
+        return entries_made
 
-    def help(self, wanted: Callable[[], Wanted], *, host: Host, progress: Progress, peers: Peers) -> bool:
+    def help_fill(
+        self, create_request: Callable[[], EntryRequest], *, host: HostFacts, progress: Progress, peers: Peers
+    ) -> bool:
         """Make some of what a peer is filling this store with now; False: there is nothing to be taken.
 
         `wanted` is called only if there is: it may be large.
         """
-        joined = self._join(peers)
+        joined = self._join_peer_build(peers)
         if joined is None:
             return False
         with joined:
-            self.made += self._help(joined, wanted(), host, progress, never, peers)
+            self.entries_made += self._fill_joined(joined, create_request(), host, progress, never_stop, peers)
         return True
 
     def remove_unfinished(self) -> None:
         """Remove what a stopped `fill` left behind; nothing if another process goes on with it."""
-        for number in self._listed():
-            if number not in self._numbers:
+        for number in self._arena_numbers():
+            if number not in self._known_arenas:
                 try:
-                    self.place.home.remove(self._arena(number))
-                except (ArenaBusy, ArenaMissing):
+                    self.location.home.remove(self._arena_name(number))
+                except (ArenaBusyError, ArenaMissingError):
                     continue  # in use, or gone already
 
     def close(self) -> None:
         self.entries.close()
 
-    def __enter__(self) -> Store:
+    def __enter__(self) -> CacheStore:
         return self
 
     def __exit__(
@@ -141,38 +143,38 @@ class Store:
     ) -> None:
         self.close()
 
-    def _arena(self, number: int) -> str:
+    def _arena_name(self, number: int) -> str:
         return f"{self.name}-{number}"
 
-    def _listed(self) -> list[int]:
+    def _arena_numbers(self) -> list[int]:
         pattern = re.compile(rf"{re.escape(self.name)}-([0-9]{{1,9}})")
-        found = (pattern.fullmatch(name) for name in os.listdir(self.place.home.path))
-        return sorted(int(match[1]) for match in found if match)
+        matches = (pattern.fullmatch(name) for name in os.listdir(self.location.home.path))
+        return sorted(int(match[1]) for match in matches if match)
 
-    def _attach(self, number: int) -> None:
+    def _try_attach(self, number: int) -> None:
         try:
-            self._show(number, self.place.home.attach(self._arena(number), verify=self.place.verify))
-        except (ArenaMissing, ArenaBusy):
+            self._add_arena(number, self.location.home.attach(self._arena_name(number), verify=self.location.verify))
+        except (ArenaMissingError, ArenaBusyError):
             return  # not sealed yet, or just being removed
-        except ArenaDamaged as error:
-            self._numbers[number] = False
-            message = f"{error.file}: {error.what}; its entries are made again, and `supertuner cache prune` removes it"
-            self._sink.emit(Warned(f"cache of {self.space.what}", message))
+        except ArenaDamagedError as error:
+            self._known_arenas[number] = False
+            message = f"{error.file}: {error.description}; its entries are made again, and `supertuner cache prune` removes it"
+            self._sink.emit(WarningEvent(f"cache of {self.namespace.kind}", message))
 
-    def _show(self, number: int, reader: Reader) -> None:
-        self.entries.add(reader)
-        self._numbers[number] = True
-        if self.place.attached is not None:
-            self.place.attached(*reader.memory)
+    def _add_arena(self, number: int, reader: Reader) -> None:
+        self.entries.add_reader(reader)
+        self._known_arenas[number] = True
+        if self.location.on_attach is not None:
+            self.location.on_attach(*reader.memory)
 
-    def _build(self, progress: Progress, stop: Callable[[], bool], peers: Peers) -> Build | Joined | None:
+    def _acquire_build(self, progress: Progress, stop: Callable[[], bool], peers: Peers) -> Build | Joined | None:
         """A build of the next arena, or of the one that a dead builder left, or a part in that of a peer; None: look
         again what is missing."""
         try:
             return self._try_build(0.0)
-        except ArenaBusy:
-            waiting = f"waiting for another process: encoding {self.space.what}"
-        if (joined := self._join(peers)) is not None:
+        except ArenaBusyError:
+            waiting = f"waiting for another process: encoding {self.namespace.kind}"
+        if (joined := self._join_peer_build(peers)) is not None:
             return joined
         with progress.phase(waiting) as phase:
             while not stop():
@@ -180,15 +182,15 @@ class Store:
                 peers.look()
                 try:
                     return self._try_build(_WAIT_S)
-                except ArenaBusy:
-                    if (joined := self._join(peers)) is not None:
+                except ArenaBusyError:
+                    if (joined := self._join_peer_build(peers)) is not None:
                         return joined
-        raise Stopped
+        raise FillStopped
 
-    def _join(self, peers: Peers) -> Joined | None:
+    def _join_peer_build(self, peers: Peers) -> Joined | None:
         """A part in what a peer builds; None: nobody of this run does, or nothing is left to be taken."""
-        name = self._arena(max(self._listed(), default=-1))
-        queue = Queue.join(peers, self.place.home.path / name)
+        name = self._arena_name(max(self._arena_numbers(), default=-1))
+        queue = EntryQueue.join(peers, self.location.home.path / name)
         if queue is None:
             return None
         with queue:
@@ -197,78 +199,82 @@ class Store:
         if state.taken >= state.total:
             return None
         try:
-            return self.place.home.join(name)
-        except (ArenaMissing, ArenaBusy):
+            return self.location.home.join(name)
+        except (ArenaMissingError, ArenaBusyError):
             return None  # sealed, or left by its builder, since we looked
 
     def _try_build(self, wait_s: float) -> Build | None:
-        last = max(self._listed(), default=-1)
-        number = last if last >= 0 and last not in self._numbers else last + 1
+        last = max(self._arena_numbers(), default=-1)
+        number = last if last >= 0 and last not in self._known_arenas else last + 1
         try:
-            return self.place.home.build(self._arena(number), life=self.place.life, wait_s=wait_s, resume=True)
-        except ArenaExists:
+            return self.location.home.build(
+                self._arena_name(number), life=self.location.life, wait_s=wait_s, resume=True
+            )
+        except ArenaExistsError:
             self.refresh()
         return None
 
-    def _make(
+    def _build_missing(
         self,
         build: Build,
-        wanted: Wanted,
-        host: Host,
+        request: EntryRequest,
+        host: HostFacts,
         progress: Progress,
         stop: Callable[[], bool],
         peers: Peers,
     ) -> int:
-        committed, places = build.committed(), self.missing(wanted.keys)
-        fresh = np.array([place for place in places if text(wanted.keys[place]) not in committed], np.intp)
-        if not len(fresh) and not committed:
+        committed, missing = build.committed(), self.missing_indices(request.keys)
+        to_make = np.array([index for index in missing if key_text(request.keys[index]) not in committed], np.intp)
+        if not len(to_make) and not committed:
             build.abandon()
             return 0
-        with progress.phase(self._title(wanted), items=len(places), noun="entries") as phase:
-            phase.advance(items=len(places) - len(fresh))
-            filling = self._filling(wanted, fresh, host)
+        with progress.phase(self._title(request), items=len(missing), noun="entries") as phase:
+            phase.advance(items=len(missing) - len(to_make))
+            filler = self._create_filler(request, to_make, host)
             if peers.count == 1:
-                filling.write(build, [fresh] if len(fresh) else [], phase, stop)
+                filler.write_entries(build, [to_make] if len(to_make) else [], phase, stop)
             else:
-                with Queue.begin(peers, self.place.home.path / build.name, fresh) as queue:
-                    if not work(queue, filling, build, phase, stop, peers):
-                        return filling.made  # a peer left; the build is kept, and gone on with
+                with EntryQueue.publish(peers, self.location.home.path / build.name, to_make) as queue:
+                    if not fill_from_queue(queue, filler, build, phase, stop, peers):
+                        return filler.entries_made  # a peer left; the build is kept, and gone on with
         build.seal(self._meta())
-        self._attach(_number(build.name))
-        return len(fresh)
+        self._try_attach(_arena_number(build.name))
+        return len(to_make)
 
-    def _help(
+    def _fill_joined(
         self,
         build: Joined,
-        wanted: Wanted,
-        host: Host,
+        request: EntryRequest,
+        host: HostFacts,
         progress: Progress,
         stop: Callable[[], bool],
         peers: Peers,
     ) -> int:
         """Make some of what a peer's build is missing; who builds waits for the last and seals."""
-        queue = Queue.join(peers, self.place.home.path / build.name)
+        queue = EntryQueue.join(peers, self.location.home.path / build.name)
         assert queue is not None, "who joined a build has seen its list"
-        with queue, progress.phase(self._title(wanted), items=queue.state().total, noun="entries") as phase:
-            work(queue, self._filling(wanted, queue.rest(), host), build, phase, stop, peers)
-            return queue.state().made
+        with queue, progress.phase(self._title(request), items=queue.state().total, noun="entries") as phase:
+            fill_from_queue(queue, self._create_filler(request, queue.unclaimed(), host), build, phase, stop, peers)
+            return queue.state().entries_made
 
-    def _filling(self, wanted: Wanted, fresh: Places, host: Host) -> Filling:
-        return Filling(self.space.what, wanted, wanted.size(fresh), len(fresh), self.place, host)
+    def _create_filler(self, request: EntryRequest, to_make: EntryIndices, host: HostFacts) -> CacheFiller:
+        return CacheFiller(
+            self.namespace.kind, request, request.relative_size(to_make), len(to_make), self.location, host
+        )
 
-    def _title(self, wanted: Wanted) -> str:
-        return wanted.title or f"encoding {self.space.what}"
+    def _title(self, request: EntryRequest) -> str:
+        return request.title or f"encoding {self.namespace.kind}"
 
     def _meta(self) -> dict[str, str | int]:
-        space = self.space
+        space = self.namespace
         return {
             "holds": "cache",
-            "version": FORMAT,
-            "what": space.what,
-            "identity": space.identity,
+            "version": CACHE_FORMAT_VERSION,
+            "what": space.kind,
+            "identity": space.encoder_fingerprint,
             "dtype": space.dtype,
         }
 
 
-def _number(arena: str) -> int:
+def _arena_number(arena: str) -> int:
     return int(arena.rpartition("-")[2])

@@ -22,117 +22,117 @@ from supertuner.arena import locks
 from supertuner.arena.build import Joined
 from supertuner.arena.files import naming
 from supertuner.arena.peers import POLL_S, Peers
-from supertuner.cache.fill import Filling, Places, Stopped
+from supertuner.cache.fill import CacheFiller, EntryIndices, FillStopped
 from supertuner.core.bulk_io import write_all
 from supertuner.core.errors import CacheError, PeerError
-from supertuner.core.events import Phase
+from supertuner.core.events import ProgressPhase
 
-_HEAD = struct.Struct("<7q")
-_LOOK_S = 1.0
+_HEADER = struct.Struct("<7q")
+_PEER_CHECK_S = 1.0
 """Between two looks at the others while entries are made."""
-_LOCK_S = 60.0
-_MOST_AT_ONCE = 32
-_TURNS = 4
+_LOCK_TIMEOUT_S = 60.0
+_MAX_CHUNK = 32
+_MIN_CHUNKS_PER_WORKER = 4
 """How often each process takes from what is left, at least."""
 
 
 @dataclass(slots=True)
-class State:
+class QueueState:
     total: int
-    sharers: int
+    max_workers: int
     """How many processes may take."""
     taken: int = 0
-    working: int = 0
+    active_workers: int = 0
     """Processes that take and make; one that is none of them has closed its writer."""
-    left: int = 0
+    was_abandoned: int = 0
     """1 once a process left before it had made what it took."""
-    made: int = 0
+    entries_made: int = 0
     nbytes: int = 0
     """Of those that are made."""
 
 
-class Queue:
+class EntryQueue:
     def __init__(self, fd: int, name: str) -> None:
         self._fd, self._name = fd, name
 
     @classmethod
-    def begin(cls, peers: Peers, arena: Path, fresh: Places) -> Queue:
+    def publish(cls, peers: Peers, arena: Path, to_make: EntryIndices) -> EntryQueue:
         """Publish the list for the arena at that place, which this process builds."""
         assert peers.folder is not None
         name = f"queue-{uuid.uuid4().hex}"
-        state = State(len(fresh), peers.count)
+        state = QueueState(len(to_make), peers.count)
         with naming(peers.folder / name):
             fd = os.open(peers.folder / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             queue = cls(fd, name)
             try:
-                write_all(fd, _HEAD.pack(*astuple(state)) + fresh.astype("<i8").tobytes(), 0)
-                peers.tell(_word(arena), name.encode())
+                write_all(fd, _HEADER.pack(*astuple(state)) + to_make.astype("<i8").tobytes(), 0)
+                peers.tell(_message_name(arena), name.encode())
             except BaseException:
                 queue.close()
                 raise
         return queue
 
     @classmethod
-    def join(cls, peers: Peers, arena: Path) -> Queue | None:
+    def join(cls, peers: Peers, arena: Path) -> EntryQueue | None:
         """The list of the arena that another process of the node builds; None if there is none."""
-        name = peers.told(_word(arena))
+        name = peers.told(_message_name(arena))
         if name is None or peers.folder is None:
             return None
         file = peers.folder / name.decode()
         with naming(file):
             return cls(os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC), name.decode())
 
-    def chunks(self) -> Iterator[Places]:
+    def claim_chunks(self) -> Iterator[EntryIndices]:
         """Places that are ours alone, until all are taken."""
-        while len(places := self._take()):
-            yield places
+        while len(indices := self._claim_chunk()):
+            yield indices
 
-    def add_made(self, items: int, nbytes: int) -> None:
-        with self._changing() as state:
-            state.made += items
+    def add_progress(self, items: int, nbytes: int) -> None:
+        with self._updating_state() as state:
+            state.entries_made += items
             state.nbytes += nbytes
 
-    def enter(self) -> None:
+    def start_working(self) -> None:
         """From here on we may take."""
-        with self._changing() as state:
-            state.working += 1
+        with self._updating_state() as state:
+            state.active_workers += 1
 
-    def leave(self) -> None:
+    def finish_working(self) -> None:
         """What we took is in the arena, and our writer is closed."""
-        with self._changing() as state:
-            state.working -= 1
+        with self._updating_state() as state:
+            state.active_workers -= 1
 
-    def give_up(self, *, working: bool) -> None:
+    def abandon(self, *, is_working: bool) -> None:
         """We leave before all is made. Nothing more is to be taken: who builds lists anew what is missing then."""
-        with self._changing() as state:
-            state.working -= working
-            state.left, state.taken = 1, state.total
+        with self._updating_state() as state:
+            state.active_workers -= is_working
+            state.was_abandoned, state.taken = 1, state.total
 
-    def state(self) -> State:
+    def state(self) -> QueueState:
         with self._locked():
-            return self._read()
+            return self._read_state()
 
-    def rest(self) -> Places:
+    def unclaimed(self) -> EntryIndices:
         """What nobody has taken yet."""
         state = self.state()
-        content = os.pread(self._fd, 8 * (state.total - state.taken), _HEAD.size + 8 * state.taken)
+        content = os.pread(self._fd, 8 * (state.total - state.taken), _HEADER.size + 8 * state.taken)
         return np.frombuffer(content, "<i8").astype(np.intp)
 
-    def fail(self, peers: Peers, why: str) -> None:
+    def report_failure(self, peers: Peers, reason: str) -> None:
         """Tell all that wait for entries which we took that they will not come."""
-        peers.tell(f"{self._name} failed", why.encode())
+        peers.tell(f"{self._name} failed", reason.encode())
 
     def require_no_failure(self, peers: Peers) -> None:
         """Raise what ended another process's making; PeerError if one is gone."""
-        why = peers.told(f"{self._name} failed")
-        if why is not None:
-            raise CacheError(why.decode(errors="replace"))
+        reason = peers.told(f"{self._name} failed")
+        if reason is not None:
+            raise CacheError(reason.decode(errors="replace"))
         peers.look()
 
     def close(self) -> None:
         os.close(self._fd)
 
-    def __enter__(self) -> Queue:
+    def __enter__(self) -> EntryQueue:
         return self
 
     def __exit__(
@@ -140,53 +140,55 @@ class Queue:
     ) -> None:
         self.close()
 
-    def _take(self) -> Places:
-        with self._changing() as state:
+    def _claim_chunk(self) -> EntryIndices:
+        with self._updating_state() as state:
             begin = state.taken
-            count = at_once(state.total - begin, state.sharers)
+            count = chunk_size(state.total - begin, state.max_workers)
             state.taken += count
-        content = os.pread(self._fd, 8 * count, _HEAD.size + 8 * begin)
+        content = os.pread(self._fd, 8 * count, _HEADER.size + 8 * begin)
         return np.frombuffer(content, "<i8").astype(np.intp)
 
-    def _read(self) -> State:
-        return State(*_HEAD.unpack(os.pread(self._fd, _HEAD.size, 0)))
+    def _read_state(self) -> QueueState:
+        return QueueState(*_HEADER.unpack(os.pread(self._fd, _HEADER.size, 0)))
 
     @contextmanager
-    def _changing(self) -> Iterator[State]:
+    def _updating_state(self) -> Iterator[QueueState]:
         with self._locked():
-            state = self._read()
+            state = self._read_state()
             yield state
-            write_all(self._fd, _HEAD.pack(*astuple(state)), 0)
+            write_all(self._fd, _HEADER.pack(*astuple(state)), 0)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        if not locks.lock(self._fd, exclusive=True, wait_s=_LOCK_S):
-            raise CacheError(f"another process of this node holds {self._name} for {_LOCK_S:g} s; it may be stopped")
+        if not locks.lock(self._fd, exclusive=True, wait_s=_LOCK_TIMEOUT_S):
+            raise CacheError(
+                f"another process of this node holds {self._name} for {_LOCK_TIMEOUT_S:g} s; it may be stopped"
+            )
         try:
             yield
         finally:
             locks.unlock(self._fd)
 
 
-class Counted:
+class SharedPhase:
     """A phase that shows what all processes of the node made, and ends with the error of one that failed."""
 
-    def __init__(self, queue: Queue, phase: Phase, peers: Peers) -> None:
+    def __init__(self, queue: EntryQueue, phase: ProgressPhase, peers: Peers) -> None:
         self._queue, self._phase, self._peers = queue, phase, peers
-        self._items = self._nbytes = 0
-        self._looked = time.monotonic()
+        self._shown_items = self._shown_bytes = 0
+        self._checked_at = time.monotonic()
 
     def advance(self, items: int = 0, nbytes: int = 0) -> None:
         if items:
-            self._queue.add_made(items, nbytes)
+            self._queue.add_progress(items, nbytes)
         state = self._queue.state()
-        self._phase.advance(items=state.made - self._items, nbytes=state.nbytes - self._nbytes)
-        self._items, self._nbytes = state.made, state.nbytes
-        if state.left or time.monotonic() - self._looked > _LOOK_S:
+        self._phase.advance(items=state.entries_made - self._shown_items, nbytes=state.nbytes - self._shown_bytes)
+        self._shown_items, self._shown_bytes = state.entries_made, state.nbytes
+        if state.was_abandoned or time.monotonic() - self._checked_at > _PEER_CHECK_S:
             self._queue.require_no_failure(self._peers)
-            self._looked = time.monotonic()
+            self._checked_at = time.monotonic()
 
-    def __enter__(self) -> Phase:
+    def __enter__(self) -> ProgressPhase:
         return self
 
     def __exit__(
@@ -195,40 +197,42 @@ class Counted:
         pass
 
 
-def work(queue: Queue, filling: Filling, build: Joined, phase: Phase, stop: Callable[[], bool], peers: Peers) -> bool:
+def fill_from_queue(
+    queue: EntryQueue, filler: CacheFiller, build: Joined, phase: ProgressPhase, stop: Callable[[], bool], peers: Peers
+) -> bool:
     """Make entries until all are taken, and wait for those that others took; whether all are in the arena now."""
-    shown = Counted(queue, phase, peers)
-    working = True
-    queue.enter()
+    shared_phase = SharedPhase(queue, phase, peers)
+    is_working = True
+    queue.start_working()
     try:
-        filling.write(build, queue.chunks(), shown, stop)
-        queue.leave()
-        working = False
-        return _wait_for_others(queue, shown, stop, peers)
+        filler.write_entries(build, queue.claim_chunks(), shared_phase, stop)
+        queue.finish_working()
+        is_working = False
+        return _wait_for_others(queue, shared_phase, stop, peers)
     except BaseException as error:
-        if not isinstance(error, Stopped | PeerError):
-            queue.fail(peers, str(error) or type(error).__name__)
-        queue.give_up(working=working)
+        if not isinstance(error, FillStopped | PeerError):
+            queue.report_failure(peers, str(error) or type(error).__name__)
+        queue.abandon(is_working=is_working)
         raise
 
 
-def _wait_for_others(queue: Queue, shown: Phase, stop: Callable[[], bool], peers: Peers) -> bool:
-    while (state := queue.state()).working:
+def _wait_for_others(queue: EntryQueue, phase: ProgressPhase, stop: Callable[[], bool], peers: Peers) -> bool:
+    while (state := queue.state()).active_workers:
         if stop():
-            raise Stopped
+            raise FillStopped
         queue.require_no_failure(peers)
-        shown.advance()
+        phase.advance()
         time.sleep(POLL_S)
     queue.require_no_failure(peers)
-    shown.advance()
-    return not state.left
+    phase.advance()
+    return not state.was_abandoned
 
 
-def at_once(left: int, sharers: int) -> int:
+def chunk_size(remaining: int, max_workers: int) -> int:
     """How many are taken together. Decoding begins anew with each chunk, so there are not too few; towards the end
     there is one: nobody waits for more than what another is just making."""
-    return min(left, _MOST_AT_ONCE, max(1, left // (_TURNS * sharers)))
+    return min(remaining, _MAX_CHUNK, max(1, remaining // (_MIN_CHUNKS_PER_WORKER * max_workers)))
 
 
-def _word(arena: Path) -> str:
+def _message_name(arena: Path) -> str:
     return f"queue of {arena}"

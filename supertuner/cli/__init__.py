@@ -49,7 +49,7 @@ app.add_typer(adapter, name="adapter")
 app.add_typer(baseline, name="baseline")
 
 
-def _version(wanted: bool) -> None:
+def _print_version(wanted: bool) -> None:
     if wanted:
         from supertuner import __version__
 
@@ -58,17 +58,17 @@ def _version(wanted: bool) -> None:
 
 
 @app.callback()
-def options(
+def global_options(
     context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and stop.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and stop.")
     ] = False,
 ) -> None:
-    from supertuner.config.sources.environment import current
-    from supertuner.config.sources.launcher import require_one_process
+    from supertuner.config.sources.environment import current_environment
+    from supertuner.config.sources.launcher import require_single_process
 
     if context.invoked_subcommand not in (None, "train"):
-        require_one_process(current(), context.invoked_subcommand)
+        require_single_process(current_environment(), context.invoked_subcommand)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         app(arguments)
     except SuperTunerError as error:
-        if not _said_by_another(error):
+        if not _is_reported_by_first_rank(error):
             typer.echo(str(error), err=True)
         sys.exit(error.exit_code)
     except OSError as error:  # the machine's refusal, where no room had a better answer: which file, and what it said
@@ -88,9 +88,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(130)
 
 
-def _said_by_another(error: SuperTunerError) -> bool:
+def _is_reported_by_first_rank(error: SuperTunerError) -> bool:
     """A configuration that is wrong is so for all processes of a node: the first of them says it."""
-    from supertuner.config.sources.environment import current
+    from supertuner.config.sources.environment import current_environment
     from supertuner.config.sources.launcher import LOCAL_RANK
 
-    return isinstance(error, ConfigError) and current().get(LOCAL_RANK, "0") not in ("", "0")
+    return isinstance(error, ConfigError) and current_environment().get(LOCAL_RANK, "0") not in ("", "0")

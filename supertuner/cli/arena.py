@@ -26,8 +26,8 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print the figures as J
 @app.command("ls")
 def list_arenas(home: HomeOption = None, as_json: JsonOption = False) -> None:
     """List arenas: how much they hold, whether anyone uses them, and how long they stay."""
-    opened = _home(home)
-    infos = opened.ls()
+    arena_home = _open_home(home)
+    infos = arena_home.ls()
     if as_json:
         typer.echo(json.dumps([_record(info) for info in infos], indent=2, ensure_ascii=False))
         return
@@ -35,9 +35,9 @@ def list_arenas(home: HomeOption = None, as_json: JsonOption = False) -> None:
 
     console = Console(highlight=False)
     if not infos:
-        console.print(f"no arenas in {opened.path}", soft_wrap=True)
+        console.print(f"no arenas in {arena_home.path}", soft_wrap=True)
         return
-    table = _table(infos, str(opened.path))
+    table = _table(infos, str(arena_home.path))
     needed = console.measure(table, options=console.options.update(max_width=10_000)).maximum
     Console(highlight=False, width=max(console.width, needed)).print(table)  # a name that is folded cannot be copied
     for info in infos:
@@ -51,19 +51,19 @@ def verify(
     home: HomeOption = None,
 ) -> None:
     """Check every byte of arenas against its checksum. Exit code 1 if one is damaged."""
-    from supertuner.core.errors import ArenaDamaged
-    from supertuner.sinks.console import Console
+    from supertuner.core.errors import ArenaDamagedError
+    from supertuner.sinks.console import ConsoleSink
 
-    opened = _home(home)
-    chosen = names or [info.name for info in opened.ls() if info.state in ("sealed", "damaged")]
+    arena_home = _open_home(home)
+    chosen = names or [info.name for info in arena_home.ls() if info.state in ("sealed", "damaged")]
     damaged = 0
-    with Console() as console:
+    with ConsoleSink() as console:
         for name in chosen:
             try:
-                with opened.attach(name) as reader:
+                with arena_home.attach(name) as reader:
                     reader.verify(console)
                     typer.echo(f"{name}: whole, {len(reader)} units")
-            except ArenaDamaged as error:
+            except ArenaDamagedError as error:
                 typer.echo(f"{name}: damaged: {error}", err=True)
                 damaged += 1
     if damaged:
@@ -79,17 +79,17 @@ def rm(
     """Remove arenas. One that is in use is not removed."""
     from supertuner.core.types import bytes_text
 
-    opened = _home(home)
-    sizes = {info.name: info.nbytes for info in opened.ls()}
+    arena_home = _open_home(home)
+    sizes = {info.name: info.nbytes for info in arena_home.ls()}
     if not yes:
         listed = ", ".join(f"{name} ({bytes_text(sizes.get(name, 0))})" for name in names)
-        typer.confirm(f"remove {listed} from {opened.path}?", abort=True)
+        typer.confirm(f"remove {listed} from {arena_home.path}?", abort=True)
     for name in names:
-        opened.remove(name)
+        arena_home.remove(name)
         typer.echo(f"removed {name}, {bytes_text(sizes.get(name, 0))}")
 
 
-def _home(path: Path | None) -> Home:
+def _open_home(path: Path | None) -> Home:
     from supertuner.arena.home import Home, default_home
     from supertuner.core.errors import ArenaError
 
@@ -125,13 +125,13 @@ def _table(infos: list[ArenaInfo], title: str) -> Table:
         table.add_column(heading, no_wrap=True)
     for info in infos:
         units = "" if info.units is None else str(info.units)
-        made = "" if info.created is None else time.strftime("%m-%d %H:%M", time.localtime(info.created))
+        created = "" if info.created is None else time.strftime("%m-%d %H:%M", time.localtime(info.created))
         state = "in use" if info.state == "sealed" and info.users else info.state
-        table.add_row(info.name, bytes_text(info.nbytes), units, state, made, _stays(info))
+        table.add_row(info.name, bytes_text(info.nbytes), units, state, created, _lifetime_text(info))
     return table
 
 
-def _stays(info: ArenaInfo) -> str:
+def _lifetime_text(info: ArenaInfo) -> str:
     if info.state == "remains":
         return "until the next start"
     if info.life is None:

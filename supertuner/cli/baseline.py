@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from supertuner.cli.stage import Config, Sets
+from supertuner.cli.stage import ConfigArgument, SetOption
 from supertuner.core.errors import BaselineError, OptionError, SuperTunerError
 
 if TYPE_CHECKING:
-    from supertuner.tools.baseline.judging import Judged
+    from supertuner.tools.baseline.judging import ComparisonResult
 
 
-class Errors(TyperGroup):
+class BaselineCommandGroup(TyperGroup):
     """Exit code 1 says that something got worse, and nothing else: whatever goes wrong here is 2."""
 
     def invoke(self, ctx: Any) -> Any:  # click's, of which typer has had two
@@ -31,22 +31,28 @@ class Errors(TyperGroup):
             raise BaselineError(f"{where}{error.strerror or error}; the system refused this") from error
 
 
-app = typer.Typer(cls=Errors, help="Measure training, and tell whether it got worse.", no_args_is_help=True)
+app = typer.Typer(
+    cls=BaselineCommandGroup, help="Measure training, and tell whether it got worse.", no_args_is_help=True
+)
 
-Name = Annotated[str, typer.Argument(help="The baseline's name.", show_default=False)]
-Folder = Annotated[Path, typer.Option("--dir", help="The folder that holds baselines.")]
-Peer = Annotated[
+BaselineNameArgument = Annotated[str, typer.Argument(help="The baseline's name.", show_default=False)]
+BaselineFolderOption = Annotated[Path, typer.Option("--dir", help="The folder that holds baselines.")]
+PeerOption = Annotated[
     Path | None,
     typer.Option(metavar="SCRIPT", help="Keep ratios against a script that does the same work, and no times."),
 ]
-Limit = Annotated[float, typer.Option(min=0.1, max=100, metavar="PERCENT", help="How much worse is a regression.")]
-Repeats = Annotated[
+LimitOption = Annotated[
+    float, typer.Option(min=0.1, max=100, metavar="PERCENT", help="How much worse is a regression.")
+]
+RepeatsOption = Annotated[
     int, typer.Option(min=1, help="Rounds, each of new processes; as many again follow while undecided.")
 ]
-Most = Annotated[int | None, typer.Option(min=1, help="Rounds at most.", show_default="three times --repeats")]
-Fewer = Annotated[int | None, typer.Option(min=2, help="Steps of each run.", show_default="those of the baseline")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of Markdown.")]
-UNDECIDED = 3
+MostOption = Annotated[int | None, typer.Option(min=1, help="Rounds at most.", show_default="three times --repeats")]
+StepsOption = Annotated[
+    int | None, typer.Option(min=2, help="Steps of each run.", show_default="those of the baseline")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of Markdown.")]
+UNDECIDED_EXIT_CODE = 3
 
 
 @app.callback()
@@ -56,16 +62,16 @@ def group() -> None:
 
 @app.command()
 def capture(
-    name: Name,
-    config: Config,
+    name: BaselineNameArgument,
+    config: ConfigArgument,
     steps: Annotated[int, typer.Option(min=2, help="Optimizer steps of each repeat.")] = 1000,
     repeats: Annotated[int, typer.Option(min=1, help="How many times they are run, each in a process of its own.")] = 3,
-    sets: Sets = None,
-    folder: Folder = Path("baseline"),
+    sets: SetOption = None,
+    folder: BaselineFolderOption = Path("baseline"),
     profile: Annotated[
         bool, typer.Option("--profile", help="Keep a trace of torch's profiler too, of some steps of a run of its own.")
     ] = False,
-    peer: Peer = None,
+    peer: PeerOption = None,
     replace: Annotated[bool, typer.Option("--replace", help="Capture a baseline of this name anew.")] = False,
 ) -> None:
     """Train CONFIG for some steps, several times over, and keep what it took in baseline/NAME.
@@ -73,32 +79,32 @@ def capture(
     Nothing of it touches the runs of CONFIG: those of a capture have names of their own, and are removed.
     """
     from supertuner.config.sources import environment
-    from supertuner.sinks.console import Console
-    from supertuner.tools.baseline.capturing import capture as run_capture
+    from supertuner.sinks.console import ConsoleSink
+    from supertuner.tools.baseline.capturing import capture_baseline as run_capture
     from supertuner.tools.baseline.report import baseline_summary
 
     if peer is not None:
-        _refuse({"--profile": profile}, "with --peer only ratios are kept: leave out {}, or leave out --peer")
+        _refuse_options({"--profile": profile}, "with --peer only ratios are kept: leave out {}, or leave out --peer")
         from supertuner.tools.baseline import ratios
-        from supertuner.tools.baseline.checking import Asked
+        from supertuner.tools.baseline.checking import ComparisonOptions
 
-        with Console() as console:
-            asked = Asked(rounds=repeats, most=3 * repeats, steps=steps)
-            found = ratios.capture(
+        with ConsoleSink() as console:
+            options = ComparisonOptions(rounds=repeats, max_rounds=3 * repeats, steps=steps)
+            captured_ratios = ratios.capture_ratios(
                 folder,
                 name,
                 config,
                 peer,
-                asked,
+                options,
                 sets=sets or (),
                 replace_old=replace,
-                environ=environment.current(),
+                environ=environment.current_environment(),
                 progress=console,
             )
-        typer.echo("\n".join(ratios.as_text(found)))
+        typer.echo("\n".join(ratios.ratio_lines(captured_ratios)))
         typer.echo(f"\nkept in {folder / name}; `supertuner baseline check {name} {config} --peer {peer}` judges by it")
         return
-    with Console() as console:
+    with ConsoleSink() as console:
         path, baseline = run_capture(
             folder,
             name,
@@ -108,7 +114,7 @@ def capture(
             repeats=repeats,
             replace_old=replace,
             profile=profile,
-            environ=environment.current(),
+            environ=environment.current_environment(),
             progress=console,
         )
     typer.echo("\n".join(baseline_summary(baseline)))
@@ -116,11 +122,11 @@ def capture(
 
 
 @app.command("ls")
-def list_all(folder: Folder = Path("baseline")) -> None:
+def list_baselines(folder: BaselineFolderOption = Path("baseline")) -> None:
     """List the baselines that were captured, and say of those that cannot be read why."""
-    from supertuner.tools.baseline.listing import listed
+    from supertuner.tools.baseline.listing import list_baselines
 
-    lines, problems = listed(folder)
+    lines, problems = list_baselines(folder)
     typer.echo("\n".join([*lines, *problems]) or f"no baseline in {folder}")
     if problems:
         raise typer.Exit(BaselineError.exit_code)
@@ -128,7 +134,7 @@ def list_all(folder: Folder = Path("baseline")) -> None:
 
 @app.command()
 def check(
-    name: Name,
+    name: BaselineNameArgument,
     config: Annotated[
         Path | None,
         typer.Argument(help="A configuration to run instead of the one that was kept.", show_default=False),
@@ -141,15 +147,15 @@ def check(
             "python. Unless given: the commit of the capture, where this checkout has it.",
         ),
     ] = None,
-    peer: Peer = None,
+    peer: PeerOption = None,
     stored: Annotated[bool, typer.Option("--stored", help="Run no old code: judge by what was kept.")] = False,
-    limit: Limit = 5.0,
-    repeats: Repeats = 3,
-    most: Most = None,
-    steps: Fewer = None,
-    sets: Sets = None,
-    folder: Folder = Path("baseline"),
-    as_json: Json = False,
+    limit: LimitOption = 5.0,
+    repeats: RepeatsOption = 3,
+    most: MostOption = None,
+    steps: StepsOption = None,
+    sets: SetOption = None,
+    folder: BaselineFolderOption = Path("baseline"),
+    as_json: JsonOption = False,
 ) -> None:
     """Train as baseline NAME did, with the code here, and tell whether anything got worse.
 
@@ -157,36 +163,42 @@ def check(
     tell. The report is kept in the baseline's folder, as check.md and check.json.
     """
     from supertuner.config.sources import environment
-    from supertuner.sinks.console import Console
+    from supertuner.sinks.console import ConsoleSink
     from supertuner.tools.baseline import checking
 
-    asked = checking.Asked(limit / 100, repeats, most or 3 * repeats, steps)
+    options = checking.ComparisonOptions(limit / 100, repeats, most or 3 * repeats, steps)
     if peer is not None:
         from supertuner.tools.baseline import ratios
 
         path = folder / name
-        given = {"--against": against is not None, "--stored": stored}
-        _refuse(given, "with --peer the other side is the peer: leave out {}, or leave out --peer")
+        unusable_options = {"--against": against is not None, "--stored": stored}
+        _refuse_options(unusable_options, "with --peer the other side is the peer: leave out {}, or leave out --peer")
         if config is None:
             raise OptionError("a baseline of ratios has no configuration of its own: give CONFIG")
-        with Console() as console:
-            judged = ratios.check(
-                path, config, peer, asked, sets=sets or (), environ=environment.current(), progress=console
+        with ConsoleSink() as console:
+            judgement = ratios.check_ratios(
+                path,
+                config,
+                peer,
+                options,
+                sets=sets or (),
+                environ=environment.current_environment(),
+                progress=console,
             )
-        _tell(f"Baseline {path.name}, beside {peer.name}", judged, None, as_json)
-    with Console() as console:
-        path, judged = checking.check(
+        _report_and_exit(f"Baseline {path.name}, beside {peer.name}", judgement, None, as_json)
+    with ConsoleSink() as console:
+        path, judgement = checking.check_baseline(
             folder,
             name,
-            asked,
+            options,
             config=config,
             sets=sets or (),
             against=against,
             stored=stored,
-            environ=environment.current(),
+            environ=environment.current_environment(),
             progress=console,
         )
-    _tell(f"Baseline {path.name}, now", judged, path / "check", as_json)
+    _report_and_exit(f"Baseline {path.name}, now", judgement, path / "check", as_json)
 
 
 @app.command()
@@ -196,50 +208,55 @@ def compare(
     again: Annotated[
         bool, typer.Option("--again", help="Run both here again, in turns, so that they see the same weather.")
     ] = False,
-    limit: Limit = 5.0,
+    limit: LimitOption = 5.0,
     repeats: Annotated[int | None, typer.Option(min=1, help="With --again: as for `check`.", show_default="3")] = None,
-    most: Most = None,
-    steps: Fewer = None,
-    folder: Folder = Path("baseline"),
-    as_json: Json = False,
+    most: MostOption = None,
+    steps: StepsOption = None,
+    folder: BaselineFolderOption = Path("baseline"),
+    as_json: JsonOption = False,
 ) -> None:
     """Tell whether baseline B is worse than A: by what was kept of both, or, with --again, by running both.
 
     Exit codes as those of `check`. The report is kept in B's folder, as against-A.md and against-A.json.
     """
     from supertuner.config.sources import environment
-    from supertuner.sinks.console import Console
+    from supertuner.sinks.console import ConsoleSink
     from supertuner.tools.baseline import checking
-    from supertuner.tools.baseline.capturing import REPEATS
+    from supertuner.tools.baseline.capturing import DEFAULT_REPEATS
 
     if not again:
-        given = {"--steps": steps is not None, "--repeats": repeats is not None, "--most": most is not None}
-        _refuse(given, "{} says how to run both, and nothing runs without --again: give that too, or leave it out")
-    repeats = repeats or REPEATS
-    asked = checking.Asked(limit / 100, repeats, most or 3 * repeats, steps)
+        unusable_options = {"--steps": steps is not None, "--repeats": repeats is not None, "--most": most is not None}
+        _refuse_options(
+            unusable_options,
+            "{} says how to run both, and nothing runs without --again: give that too, or leave it out",
+        )
+    repeats = repeats or DEFAULT_REPEATS
+    options = checking.ComparisonOptions(limit / 100, repeats, most or 3 * repeats, steps)
     if again:
-        with Console() as console:
-            path, judged = checking.compare_again(
-                folder, (old, new), asked, environ=environment.current(), progress=console
+        with ConsoleSink() as console:
+            path, judgement = checking.compare_by_rerunning(
+                folder, (old, new), options, environ=environment.current_environment(), progress=console
             )
     else:
-        path, judged = checking.compare(folder, (old, new), asked)
-    _tell(f"Baseline {path.name} against {Path(old).name}", judged, path / f"against-{Path(old).name}", as_json)
+        path, judgement = checking.compare_baselines(folder, (old, new), options)
+    _report_and_exit(
+        f"Baseline {path.name} against {Path(old).name}", judgement, path / f"against-{Path(old).name}", as_json
+    )
 
 
-def _refuse(given: dict[str, bool], why: str) -> None:
+def _refuse_options(is_given_by_option: dict[str, bool], message: str) -> None:
     """Options that would change nothing."""
-    if found := [name for name, is_given in given.items() if is_given]:
-        raise OptionError(why.format(" and ".join(found)))
+    if refused := [name for name, is_given in is_given_by_option.items() if is_given]:
+        raise OptionError(message.format(" and ".join(refused)))
 
 
-def _tell(title: str, judged: Judged, stem: Path | None, as_json: bool) -> None:
+def _report_and_exit(title: str, judgement: ComparisonResult, stem: Path | None, as_json: bool) -> None:
     """Print what was found, keep it, and leave with its exit code."""
     from supertuner.core.durable import write_json, write_text
     from supertuner.tools.baseline import verdict
-    from supertuner.tools.baseline.judging import Verdict
+    from supertuner.tools.baseline.judging import RegressionVerdict
 
-    document, text = verdict.as_json(title, judged), verdict.as_markdown(title, judged)
+    document, text = verdict.as_json(title, judgement), verdict.as_markdown(title, judgement)
     if stem is not None:
         try:
             write_json(stem.with_name(f"{stem.name}.json"), document)
@@ -247,5 +264,5 @@ def _tell(title: str, judged: Judged, stem: Path | None, as_json: bool) -> None:
         except OSError as error:  # what was found counts all the same, and took long to find
             typer.echo(f"the report is not kept: {stem.parent} cannot be written to ({error.strerror})", err=True)
     typer.echo(json.dumps(document, indent=2, ensure_ascii=False) if as_json else text.rstrip())
-    codes = {Verdict.WORSE: 1, Verdict.UNDECIDED: UNDECIDED}
-    raise typer.Exit(codes.get(judged.verdict, 0))
+    codes = {RegressionVerdict.WORSE: 1, RegressionVerdict.UNDECIDED: UNDECIDED_EXIT_CODE}
+    raise typer.Exit(codes.get(judgement.verdict, 0))

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from supertuner.tools.doctor.check import Check
+    from supertuner.tools.doctor.check import CheckResult
 
-NAMES = (
+REQUIREMENT_NAMES = (
     "gpu, known-machine, managed, concurrent, ats, direct, one-pool, batch-calls, cuda-torch, stock-torch, pages-64k, "
     "no-numa-balancing, no-swap, overflow, hints, allocation, no-traps"
 )  # checks.REQUIREMENTS, spelt out because --help imports no room; a test compares them
@@ -39,7 +39,9 @@ def doctor(
     ] = False,
     require: Annotated[
         str | None,
-        typer.Option(metavar="NAME,…", help=f"Exit 1 unless all of these hold: {NAMES}.", show_default=False),
+        typer.Option(
+            metavar="NAME,…", help=f"Exit 1 unless all of these hold: {REQUIREMENT_NAMES}.", show_default=False
+        ),
     ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Let the report replace a file that is not one of ours.")
@@ -50,37 +52,39 @@ def doctor(
     Exit code 0 also without a GPU; 1 if a requirement is not met or memory did not keep its values.
     """
     from supertuner.config.sources import environment
-    from supertuner.core.events import Silence
-    from supertuner.core.host import Host
-    from supertuner.sinks.console import Console
+    from supertuner.core.events import NullSink
+    from supertuner.core.host import HostFacts
+    from supertuner.sinks.console import ConsoleSink
     from supertuner.tools.doctor import report as reports
-    from supertuner.tools.doctor.checks import required, unmet
-    from supertuner.tools.doctor.machine import examine
+    from supertuner.tools.doctor.checks import parse_requirements, unmet_requirements
+    from supertuner.tools.doctor.machine import examine_machine
 
-    asked = required(require) if require is not None else ()
-    named = report or (None if as_json else Path(reports.DEFAULT_NAME))
-    target = None if named is None else reports.place_for(named, overwrite)
+    requirements = parse_requirements(require) if require is not None else ()
+    report_path = report or (None if as_json else Path(reports.DEFAULT_NAME))
+    target = None if report_path is None else reports.report_path(report_path, overwrite)
     scale = None if skip_allocation else oversubscription_scale
     if as_json:
-        found = examine(Host(), environment.current(), scale, Silence(), lambda checks: None)
+        examination = examine_machine(
+            HostFacts(), environment.current_environment(), scale, NullSink(), lambda checks: None
+        )
     else:
-        page = Page()
-        found = examine(Host(), environment.current(), scale, Console(), page.show)
-    missing = unmet(asked, found)
-    document = reports.document(found, asked, missing)
+        page = DoctorPage()
+        examination = examine_machine(HostFacts(), environment.current_environment(), scale, ConsoleSink(), page.show)
+    unmet = unmet_requirements(requirements, examination)
+    document = reports.build_report(examination, requirements, unmet)
     if target is not None:
-        reports.write(target, document)
+        reports.write_report(target, document)
     if as_json:
-        typer.echo(reports.text_of(document))
+        typer.echo(reports.report_bytes(document))
     else:
-        page.end(found.checks, named)
-    for line in missing:
+        page.end(examination.checks, report_path)
+    for line in unmet:
         typer.echo(f"not met: {line}", err=True)
-    if missing or found.spoilt:
+    if unmet or examination.memory_corrupted:
         raise typer.Exit(1)
 
 
-class Page:
+class DoctorPage:
     """Standard output as the doctor uses it: folded and coloured on a terminal, one plain line per check elsewhere."""
 
     def __init__(self) -> None:
@@ -91,19 +95,19 @@ class Page:
         self._screen = screen
         self._console = Console(highlight=False)
         self._width = self._console.width if self._console.is_terminal else None
-        self._plain = not screen.encodable(self._console.encoding)
+        self._plain = not screen.can_encode_signs(self._console.encoding)
         self._signs = screen.PLAIN_SIGNS if self._plain else screen.SIGNS
 
-    def show(self, checks: Sequence[Check]) -> None:
-        for line, mark in self._screen.page(checks, self._width, self._signs):
+    def show(self, checks: Sequence[CheckResult]) -> None:
+        for line, mark in self._screen.render_lines(checks, self._width, self._signs):
             self._print(line, "bold" if mark is None else STYLES[mark.value])
 
-    def end(self, checks: Sequence[Check], report: Path | None) -> None:
+    def end(self, checks: Sequence[CheckResult], report: Path | None) -> None:
         self._print("")
         self._print(self._screen.summary(checks, self._signs) + (f"; report: {report}" if report else ""))
 
     def _print(self, line: str, style: str = "") -> None:
         from rich.text import Text
 
-        text = Text(self._screen.plain(line) if self._plain else line, style=style)
+        text = Text(self._screen.to_ascii(line) if self._plain else line, style=style)
         self._console.print(text, soft_wrap=True)  # folded already, so that a command in it can be copied

@@ -20,12 +20,12 @@ def env(
     from supertuner.config.settings import exports
     from supertuner.config.sources import environment
 
-    environ = environment.current()
+    environ = environment.current_environment()
     if not as_json:
-        for line in exports.lines(environ):
+        for line in exports.export_lines(environ):
             typer.echo(os.fsencode(line))  # a value need not be UTF-8, and comes out as it went in
         return
-    values = exports.effective(environ)
+    values = exports.effective_values(environ)
     table = {
         export.name: {
             "value": values[export.name],
@@ -34,6 +34,6 @@ def env(
             "setting": export.setting,
             "readers": export.readers,
         }
-        for export in exports.EXPORTS
+        for export in exports.GH200_EXPORTS
     }
     typer.echo(json.dumps(table, indent=2))

@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from supertuner.cli.stage import Config, Sets
+from supertuner.cli.stage import ConfigArgument, SetOption
 
-NAMES = "gh200-96, gh200-144, gb200, gb10, mi300a, h100-80-pcie, h100-80-sxm, a100-80, rtx-4090, rtx-5090"
+MACHINE_NAMES = "gh200-96, gh200-144, gb200, gb10, mi300a, h100-80-pcie, h100-80-sxm, a100-80, rtx-4090, rtx-5090"
 # machines.MACHINES, spelt out because --help imports no room; a test compares them
 
 
@@ -19,13 +19,13 @@ def register(app: typer.Typer) -> None:
 
 
 def estimate(
-    config: Config,
-    sets: Sets = None,
+    config: ConfigArgument,
+    sets: SetOption = None,
     machine: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help=f"{NAMES}, or this; without it, this one if it has a GPU, else gh200-96.",
+            help=f"{MACHINE_NAMES}, or this; without it, this one if it has a GPU, else gh200-96.",
             show_default=False,
         ),
     ] = None,
@@ -55,12 +55,12 @@ def estimate(
 
     Everything is modelled. A first look at a large model takes a minute; traces are kept, so that the next is instant.
     """
-    from supertuner.sinks.console import Console
+    from supertuner.sinks.console import ConsoleSink
     from supertuner.tools import estimate as tool
 
     if plot is not None:
-        tool.require_picture(plot)
-    question = tool.Question(
+        tool.require_plot_path(plot)
+    question = tool.EstimateRequest(
         config=config,
         sets=tuple(sets or ()),
         machine=machine,
@@ -69,15 +69,15 @@ def estimate(
         advise=not no_advice,
         what_ifs=tuple(what_if or ()),
     )
-    with Console() as console:
-        found = tool.answer(question, console)
+    with ConsoleSink() as console:
+        forecast = tool.run_estimate(question, console)
         if plot is not None:
-            tool.plot(found, plot)
+            tool.write_plot(forecast, plot)
     if as_json:
-        typer.echo(json.dumps(tool.document(found), indent=2, ensure_ascii=False))
+        typer.echo(json.dumps(tool.estimate_json(forecast), indent=2, ensure_ascii=False))
     else:
-        typer.echo("\n".join(tool.lines(found)))
+        typer.echo("\n".join(tool.estimate_lines(forecast)))
         if plot is not None:
             typer.echo(f"picture: {plot}")
-    if require_fit and not found.fits:
+    if require_fit and not forecast.fits:
         raise typer.Exit(1)

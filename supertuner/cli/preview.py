@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from supertuner.cli.stage import Config, Sets
+from supertuner.cli.stage import ConfigArgument, SetOption
 
 
 def register(app: typer.Typer) -> None:
@@ -16,7 +16,7 @@ def register(app: typer.Typer) -> None:
 
 
 def preview(
-    config: Config,
+    config: ConfigArgument,
     out: Annotated[Path, typer.Option(help="The PNG to write.")] = Path("preview.png"),
     epoch: Annotated[
         int, typer.Option(min=0, max=1_000_000_000, help="The epoch to look at; each is shuffled and changed anew.")
@@ -24,15 +24,15 @@ def preview(
     limit: Annotated[
         int | None, typer.Option(min=1, help="Only so many samples of each dataset, for a first try.")
     ] = None,
-    sets: Sets = None,
+    sets: SetOption = None,
 ) -> None:
     """Stage CONFIG's datasets and draw one decoded, augmented batch of every bucket as a contact sheet."""
-    from supertuner.tools.preview import preview as draw
-    from supertuner.tools.session import load_narrowed
+    from supertuner.tools.preview import preview_dataset as draw
+    from supertuner.tools.session import load_command_config
 
-    shown = draw(load_narrowed(config, sets or (), limit=limit), out, epoch=epoch)
-    empty = "" if shown else f"; no sample is drawn in epoch {epoch}: weights below 1 leave some to later epochs"
-    typer.echo(f"{out}: {shown} bucket{'s' if shown != 1 else ''}{empty}")
+    bucket_count = draw(load_command_config(config, sets or (), limit=limit), out, epoch=epoch)
+    empty = "" if bucket_count else f"; no sample is drawn in epoch {epoch}: weights below 1 leave some to later epochs"
+    typer.echo(f"{out}: {bucket_count} bucket{'s' if bucket_count != 1 else ''}{empty}")
 
 
 def sample_data(
@@ -45,5 +45,5 @@ def sample_data(
     """Write a small captioned dataset of shapes, clips and tones, and a configuration that uses it."""
     from supertuner.tools.sample_data import make_sample_data
 
-    made = make_sample_data(folder, images=images, videos=videos, sounds=sounds, seed=seed)
-    typer.echo(f"{made.config}: {made.images} images, {made.videos} videos, {made.sounds} sounds")
+    dataset = make_sample_data(folder, images=images, videos=videos, sounds=sounds, seed=seed)
+    typer.echo(f"{dataset.config}: {dataset.images} images, {dataset.videos} videos, {dataset.sounds} sounds")

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from supertuner.cli.stage import Sets
+from supertuner.cli.stage import SetOption
 
 
 def register(app: typer.Typer) -> None:
@@ -18,39 +18,39 @@ def register(app: typer.Typer) -> None:
 
 def quickstart(
     folder: Annotated[Path, typer.Option("--dir", help="Where everything goes.")] = Path("quickstart"),
-    sets: Sets = None,
+    sets: SetOption = None,
 ) -> None:
     """Draw a captioned dataset, stage and cache it, train both experts of a tiny Wan2.2 on it, and show the result."""
-    from supertuner.tools.quickstart import quickstart as run
+    from supertuner.tools.quickstart import run_quickstart as run
 
-    made = run(folder, sets or [])
-    trained = made.trained
+    result = run(folder, sets or [])
+    trained = result.training
     if trained.stopped_by is not None:
         typer.echo(f"stopped by {trained.stopped_by} after {trained.steps} steps; the same command goes on from here")
         raise typer.Exit(130)
-    supertuner, tensorboard = (_command(name) for name in ("supertuner", "tensorboard"))
-    fell = f" ({100 * (1 - made.after / made.before):.0f} % less)" if made.before else ""
-    memory = "\n".join(f"memory: {line}" for line in trained.memory)
+    supertuner, tensorboard = (_command_path(name) for name in ("supertuner", "tensorboard"))
+    decrease = f" ({100 * (1 - result.loss_after / result.loss_before):.0f} % less)" if result.loss_before else ""
+    memory = "\n".join(f"memory: {line}" for line in trained.memory_lines)
     exported = "\n".join(f"  {path}" for path in trained.exports)
     typer.echo(
         f"""
-done in {made.seconds:.0f} s: {trained.steps} optimizer steps of two experts, {trained.samples} samples
-loss on pictures that were not trained on: {made.before:.4f} before, {made.after:.4f} after{fell}
+done in {result.seconds:.0f} s: {trained.steps} optimizer steps of two experts, {trained.samples} samples
+loss on pictures that were not trained on: {result.loss_before:.4f} before, {result.loss_after:.4f} after{decrease}
 {memory}
 
 look at
-  {made.both}   samples of pairs that no training picture has: the base, and after training
-  {trained.curve}   loss by step
-  {made.sheet}   what the model was trained on
+  {result.comparison}   samples of pairs that no training picture has: the base, and after training
+  {trained.loss_curve}   loss by step
+  {result.contact_sheet}   what the model was trained on
 exported adapters (diffusers: load_lora_weights; the second with load_into_transformer_2=True)
 {exported}
 
 next:
-  {supertuner} run show {trained.run}
-  {supertuner} checkpoint ls {trained.run}
+  {supertuner} run show {trained.run_dir}
+  {supertuner} checkpoint ls {trained.run_dir}
   {supertuner} arena ls
-  {tensorboard} --logdir {trained.run / "tensorboard"}
-with a real model and your own pictures or clips: copy {made.config}, and in the copy let
+  {tensorboard} --logdir {trained.run_dir / "tensorboard"}
+with a real model and your own pictures or clips: copy {result.config}, and in the copy let
   model.path name the model              "Wan-AI/Wan2.2-T2V-A14B-Diffusers", or a folder
   datasets[0].instance_data_dir          your folder, with a caption in a .txt beside each file
   resolution, bucket_step                480 and 16, say; frames: 81 and dataset_type: "video" for clips
@@ -61,6 +61,6 @@ then
     )
 
 
-def _command(name: str) -> str:
+def _command_path(name: str) -> str:
     """How a command of this environment can be typed here."""
     return name if shutil.which(name) else str(Path(sys.argv[0]).with_name(name))

@@ -25,8 +25,8 @@ def show(
 
     view = run_show.read_run(run)
     if json:
-        typer.echo(run_show.as_json(view))
+        typer.echo(run_show.run_as_json(view))
         return
     from rich.console import Console
 
-    run_show.show(view, Console(highlight=False))
+    run_show.print_run(view, Console(highlight=False))

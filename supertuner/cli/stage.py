@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-Config = Annotated[Path, typer.Argument(help="The configuration: JSON, YAML or TOML.", show_default=False)]
-Sets = Annotated[
+ConfigArgument = Annotated[Path, typer.Argument(help="The configuration: JSON, YAML or TOML.", show_default=False)]
+SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="PATH=VALUE", help="A setting, as a.b[0].c=value; may be repeated."),
 ]
@@ -20,8 +20,8 @@ def register(app: typer.Typer) -> None:
 
 
 def stage(
-    config: Config,
-    sets: Sets = None,
+    config: ConfigArgument,
+    sets: SetOption = None,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Only so many samples of each dataset, for a first try.")
     ] = None,
@@ -29,14 +29,14 @@ def stage(
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
 ) -> None:
     """Stage every dataset of CONFIG, or reuse what is staged already. Nothing else is started."""
-    from supertuner.tools.session import load_narrowed, session
-    from supertuner.tools.staging import stage_all, summary
+    from supertuner.tools.session import load_command_config, open_session
+    from supertuner.tools.staging import stage_all_datasets, stage_summary
 
-    with session(load_narrowed(config, sets or (), limit=limit, strict=strict)) as work:
-        results = stage_all(work)
+    with open_session(load_command_config(config, sets or (), limit=limit, strict=strict)) as work:
+        results = stage_all_datasets(work)
     if as_json:
         typer.echo(json.dumps([result.figures() for result in results], indent=2))
         return
     for result in results:
-        typer.echo(summary(result))
-    typer.echo(f"run folder: {work.path}")
+        typer.echo(stage_summary(result))
+    typer.echo(f"run folder: {work.run_dir}")

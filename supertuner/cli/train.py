@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from supertuner.cli.stage import Config, Sets
+from supertuner.cli.stage import ConfigArgument, SetOption
 
 
 def register(app: typer.Typer) -> None:
@@ -16,8 +16,8 @@ def register(app: typer.Typer) -> None:
 
 
 def train(
-    config: Config,
-    sets: Sets = None,
+    config: ConfigArgument,
+    sets: SetOption = None,
     resume: Annotated[
         str | None,
         typer.Option(metavar="latest|never|PATH", help="Where to go on from, instead of what checkpoints.resume says."),
@@ -34,15 +34,15 @@ def train(
     Ctrl-C, SIGTERM and a terminal that is closed save and stop after the current window; the same command then goes on,
     to the bit as if nothing had happened.
     """
-    from supertuner.config.sources.environment import current
-    from supertuner.config.sources.launcher import launched
-    from supertuner.tools.session import load_narrowed
-    from supertuner.tools.training import summary
+    from supertuner.config.sources.environment import current_environment
+    from supertuner.config.sources.launcher import read_launcher_environment
+    from supertuner.tools.session import load_command_config
     from supertuner.tools.training import train as run_training
+    from supertuner.tools.training import training_summary
 
-    done = run_training(load_narrowed(config, sets or [], limit=limit), resume=resume, anyway=anyway)
-    if launched(current()).first:  # of many processes one speaks for all
+    result = run_training(load_command_config(config, sets or [], limit=limit), resume=resume, force=anyway)
+    if read_launcher_environment(current_environment()).is_main_process:  # of many processes one speaks for all
         with suppress(OSError):  # whoever started it may be gone; how it ended is said by the exit code too
-            typer.echo(summary(done))
-    if done.stopped_by is not None:
-        raise typer.Exit(128 + signal.Signals[done.stopped_by])
+            typer.echo(training_summary(result))
+    if result.stopped_by is not None:
+        raise typer.Exit(128 + signal.Signals[result.stopped_by])

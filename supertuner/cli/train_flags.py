@@ -4,32 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-CONFIG = "--config"
-OURS = ("--set", "--resume", "--limit")
+CONFIG_FLAG = "--config"
+VALUE_FLAGS = ("--set", "--resume", "--limit")
 """Options of `supertuner train` that take a value; they are passed on as they are."""
-SWITCHES = ("--anyway", "--help")
-BARE = ("enable_manual_validation",)
+SWITCH_FLAGS = ("--anyway", "--help")
+VALUELESS_SETTINGS = ("enable_manual_validation",)
 """Flags that never take a value: what follows is not theirs."""
 
 
-def as_ours(arguments: Sequence[str]) -> list[str]:
+def translate_arguments(arguments: Sequence[str]) -> list[str]:
     """The arguments of `supertuner` that mean the same. A flag that is none of ours is a setting, in our words or
     SimpleTuner's: `--max_train_steps 10` is `--set max_train_steps=10`, and is refused as that would be."""
-    return ["train", *_translated(list(arguments))]
+    return ["train", *_translate(list(arguments))]
 
 
-def _translated(left: list[str]) -> Iterator[str]:
-    while left:
-        name, equals, value = left.pop(0).partition("=")
-        if not name.startswith("--") or name in SWITCHES:
+def _translate(remaining: list[str]) -> Iterator[str]:
+    while remaining:
+        name, equals, value = remaining.pop(0).partition("=")
+        if not name.startswith("--") or name in SWITCH_FLAGS:
             yield name + equals + value
             continue
         setting = name.removeprefix("--").replace("-", "_")
-        if not equals and setting not in BARE and left and not _is_flag(left[0]):
-            equals, value = "=", left.pop(0)
-        if name == CONFIG:
+        if not equals and setting not in VALUELESS_SETTINGS and remaining and not _is_flag(remaining[0]):
+            equals, value = "=", remaining.pop(0)
+        if name == CONFIG_FLAG:
             yield from [value] if equals else []  # without a file, `supertuner train` says what is missing
-        elif name in OURS:
+        elif name in VALUE_FLAGS:
             yield from (name, value) if equals else (name,)
         else:
             yield from ("--set", f"{setting}={value if equals else 'true'}")

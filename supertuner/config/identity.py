@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from supertuner.config.sources import key_path as places
 
-FREE: Final = (
+CHANGEABLE_SETTINGS: Final = (
     "checkpoints.in_background",
     "datasets[].in_memory.num_workers",
     "forecast",
@@ -28,7 +28,7 @@ FREE: Final = (
 
 
 @cache
-def defaults() -> Mapping[str, Any]:
+def setting_defaults() -> Mapping[str, Any]:
     """Setting, list positions left out (`datasets[].resolution`) → its default as JSON; not those that have none."""
-    found = places.settings()
-    return {pattern: key.schema["default"] for pattern, key in found.items() if "default" in key.schema}
+    settings = places.settings()
+    return {pattern: setting.schema["default"] for pattern, setting in settings.items() if "default" in setting.schema}

@@ -7,16 +7,16 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from pydantic import ValidationError
 
-from supertuner.config.dialects.table import dataset_rows, inherited, run_rows
+from supertuner.config.dialects.table import dataset_keys, inherited_keys, run_keys
 from supertuner.config.settings.block import CONTRADICTION
 from supertuner.config.sources import key_path as places
-from supertuner.config.sources.key_path import Place
-from supertuner.config.sources.values import allowed, choices, shown
-from supertuner.core.errors import Problem
+from supertuner.config.sources.key_path import KeyPath
+from supertuner.config.sources.values import allowed_choices, allowed_text, format_value
+from supertuner.core.errors import ConfigProblem
 from supertuner.core.types import JSON
 
 
-def edits(a: str, b: str) -> int:
+def edit_distance(a: str, b: str) -> int:
     """Letters to insert, delete, replace or swap with a neighbour to get from one word to the other."""
     before: list[int] = []
     row = list(range(len(b) + 1))
@@ -29,118 +29,135 @@ def edits(a: str, b: str) -> int:
     return row[-1]
 
 
-def nearest(word: str, candidates: Sequence[str]) -> str | None:
+def closest_match(word: str, candidates: Sequence[str]) -> str | None:
     """The candidate with the fewest edits, the earlier one among equals; None if none is near."""
-    plain = word.lower().replace("-", "_")
-    limit, found = max(1, len(plain) // 3), None
+    normalized = word.lower().replace("-", "_")
+    limit, closest = max(1, len(normalized) // 3), None
     for candidate in candidates:
         name = candidate.rsplit(".", 1)[-1].lower()
-        if edits_at_least(plain, name) <= limit and (needed := edits(plain, name)) <= limit:
-            found, limit = candidate, needed - 1  # only a nearer one is better
-    return found
+        if (
+            edit_distance_lower_bound(normalized, name) <= limit
+            and (distance := edit_distance(normalized, name)) <= limit
+        ):
+            closest, limit = candidate, distance - 1  # only a nearer one is better
+    return closest
 
 
-def edits_at_least(a: str, b: str) -> int:
+def edit_distance_lower_bound(a: str, b: str) -> int:
     """A number that `edits` is never below, found at once: letters that one word has and the other has not."""
     if a == b:
         return 0
-    mine, theirs = Counter(a), Counter(b)
-    return max((mine - theirs).total(), (theirs - mine).total())
+    letters_a, letters_b = Counter(a), Counter(b)
+    return max((letters_a - letters_b).total(), (letters_b - letters_a).total())
 
 
-def unknown_key(name: str, block: str, prefix: str = "") -> str:
+def unknown_key_message(name: str, block: str, prefix: str = "") -> str:
     """What to say about a key that is not a setting of the block (a pattern); `prefix`: a foreign block inside it."""
-    here = _known_here(block, prefix)
-    guess = nearest(name, [*here, *_known_elsewhere(block)])
-    if guess is not None:
-        return f"not a setting; did you mean {guess}?"
-    return f"not a setting; known here: {', '.join(_ours(block, prefix) or here)}"
+    known_keys = _known_keys_in(block, prefix)
+    suggestion = closest_match(name, [*known_keys, *_known_keys_elsewhere(block)])
+    if suggestion is not None:
+        return f"not a setting; did you mean {suggestion}?"
+    return f"not a setting; known here: {', '.join(_canonical_names(block, prefix) or known_keys)}"
 
 
-def _ours(block: str, prefix: str) -> tuple[str, ...]:
-    where = f"{block}.{prefix}".strip(".")
-    return places.names_in(where) if where in places.blocks() else ()
+def _canonical_names(block: str, prefix: str) -> tuple[str, ...]:
+    block_pattern = f"{block}.{prefix}".strip(".")
+    return places.names_in_block(block_pattern) if block_pattern in places.blocks() else ()
 
 
-def _known_here(block: str, prefix: str) -> list[str]:
+def _known_keys_in(block: str, prefix: str) -> list[str]:
     """Our names at this level, then the dialects'."""
-    scope, inside = _scope(block)
-    inside = f"{inside}.{prefix}".strip(".")
-    lead = f"{inside}." if inside else ""
-    foreign = [w.removeprefix(lead).split(".")[0] for w in scope if w.startswith(lead)]
-    if not lead and not block:
-        foreign += [*inherited(), "data_backend_config", "data_backend", "dataset", "config"]
-    return list(dict.fromkeys([*_ours(block, prefix), *foreign]))
+    dialect_keys, dialect_path = _dialect_keys_for(block)
+    dialect_path = f"{dialect_path}.{prefix}".strip(".")
+    path_prefix = f"{dialect_path}." if dialect_path else ""
+    foreign_names = [w.removeprefix(path_prefix).split(".")[0] for w in dialect_keys if w.startswith(path_prefix)]
+    if not path_prefix and not block:
+        foreign_names += [*inherited_keys(), "data_backend_config", "data_backend", "dataset", "config"]
+    return list(dict.fromkeys([*_canonical_names(block, prefix), *foreign_names]))
 
 
-def _known_elsewhere(block: str) -> list[str]:
+def _known_keys_elsewhere(block: str) -> list[str]:
     """Our settings in other blocks by their full names, the datasets' without their list when we are inside one."""
-    lead = "datasets[]." if block.startswith("datasets[]") else ""
+    dataset_prefix = "datasets[]." if block.startswith("datasets[]") else ""
     names = [key for key in places.settings() if key.rpartition(".")[0] != block]
-    near = [key.removeprefix(lead) for key in names if lead and key.startswith(lead)]
-    return near + [key for key in names if not (lead and key.startswith(lead))]
+    dataset_names = [
+        key.removeprefix(dataset_prefix) for key in names if dataset_prefix and key.startswith(dataset_prefix)
+    ]
+    return dataset_names + [key for key in names if not (dataset_prefix and key.startswith(dataset_prefix))]
 
 
-def _scope(block: str) -> tuple[Iterable[str], str]:
+def _dialect_keys_for(block: str) -> tuple[Iterable[str], str]:
     if block.startswith("datasets[]"):
-        return dataset_rows(""), block.removeprefix("datasets[]").lstrip(".")
-    return run_rows(), block
+        return dataset_keys(""), block.removeprefix("datasets[]").lstrip(".")
+    return run_keys(), block
 
 
-def not_a_block(name: str, value: JSON) -> str:
-    inside = ", ".join(places.names_in(name)) if name in places.blocks() else "settings"
-    return f"{shown(value)} is not a block; a block holds {inside}"
+def not_a_block_message(name: str, value: JSON) -> str:
+    contents = ", ".join(places.names_in_block(name)) if name in places.blocks() else "settings"
+    return f"{format_value(value)} is not a block; a block holds {contents}"
 
 
-def from_pydantic(error: ValidationError, hints: Mapping[Place, str], known: set[Place]) -> dict[Place, Problem]:
+def problems_from_pydantic(
+    error: ValidationError, hints: Mapping[KeyPath, str], wrong_paths: set[KeyPath]
+) -> dict[KeyPath, ConfigProblem]:
     """The problems by place. `hints` tell how a place was written; a contradiction that rests on a value already
     `known` to be wrong is left out."""
-    found: dict[Place, Problem] = {}
+    problems: dict[KeyPath, ConfigProblem] = {}
     for item in error.errors(include_url=False):
         if item["type"] == CONTRADICTION:
-            for remark in item["ctx"]["remarks"]:
-                where = _inside(item["loc"], remark.field)
-                if known.isdisjoint(_inside(item["loc"], name) for name in (remark.field, *remark.also)):
-                    found.setdefault(where, Problem(places.show(where), remark.message + _hint(where, hints)))
+            for issue in item["ctx"]["remarks"]:
+                key_path = _join_path(item["loc"], issue.field)
+                if wrong_paths.isdisjoint(_join_path(item["loc"], name) for name in (issue.field, *issue.also)):
+                    problems.setdefault(
+                        key_path,
+                        ConfigProblem(places.format_path(key_path), issue.message + _hint_suffix(key_path, hints)),
+                    )
         else:
-            where = _leaf(item["loc"])
-            text = _wrong_value(where, item["input"], item["msg"])
-            found.setdefault(where, Problem(places.show(where), text + _hint(where, hints)))
-    return found
+            key_path = _without_union_branches(item["loc"])
+            text = _wrong_value_message(key_path, item["input"], item["msg"])
+            problems.setdefault(
+                key_path, ConfigProblem(places.format_path(key_path), text + _hint_suffix(key_path, hints))
+            )
+    return problems
 
 
-def _inside(loc: Place, path: str) -> Place:
-    return (*loc, *(places.parse(path) or ()))
+def _join_path(loc: KeyPath, path: str) -> KeyPath:
+    return (*loc, *(places.parse_path(path) or ()))
 
 
-def _hint(where: Place, hints: Mapping[Place, str]) -> str:
-    hint = hints.get(where, "")
+def _hint_suffix(key_path: KeyPath, hints: Mapping[KeyPath, str]) -> str:
+    hint = hints.get(key_path, "")
     return f" ({hint})" if hint else ""
 
 
-def _leaf(loc: Place) -> Place:
+def _without_union_branches(loc: KeyPath) -> KeyPath:
     """Pydantic's location without the names of union branches that it appends."""
     for end in range(len(loc), 0, -1):
-        if places.key_at(loc[:end]) is not None:
+        if places.setting_at(loc[:end]) is not None:
             return loc[:end]
     return loc
 
 
-def _wrong_value(where: Place, value: JSON, message: str) -> str:
-    key = places.key_at(where)
-    if key is None:
-        return f"{shown(value)}: {message}"
-    text = f"{shown(value)} is not allowed; allowed: {allowed(key.schema)}"
+def _wrong_value_message(key_path: KeyPath, value: JSON, message: str) -> str:
+    setting = places.setting_at(key_path)
+    if setting is None:
+        return f"{format_value(value)}: {message}"
+    text = f"{format_value(value)} is not allowed; allowed: {allowed_text(setting.schema)}"
     if isinstance(value, str):
-        guess = nearest(value, choices(key.schema))
-        if guess is not None:
-            return f'{text}; did you mean "{guess}"?'
-        if "string" not in key.types and value.strip():
-            return text + "; written without quotes" if _bare(value) else text
-    if isinstance(value, int) and not isinstance(value, bool) and value == 0 and key.pattern == "datasets[].repeats":
+        suggestion = closest_match(value, allowed_choices(setting.schema))
+        if suggestion is not None:
+            return f'{text}; did you mean "{suggestion}"?'
+        if "string" not in setting.json_types and value.strip():
+            return text + "; written without quotes" if _is_unquoted_literal(value) else text
+    if (
+        isinstance(value, int)
+        and not isinstance(value, bool)
+        and value == 0
+        and setting.pattern == "datasets[].repeats"
+    ):
         return text + " (SimpleTuner counts further repeats: its 0 is 1 here)"
     return text
 
 
-def _bare(text: str) -> bool:
+def _is_unquoted_literal(text: str) -> bool:
     return text.replace(".", "", 1).lstrip("+-").isdigit() or text.lower() in ("true", "false", "null")

@@ -10,38 +10,42 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from supertuner.config.settings.block import Block
-from supertuner.config.settings.data import Dataset
+from supertuner.config.settings.block import SettingsBlock
+from supertuner.config.settings.data import DatasetSettings
 from supertuner.config.settings.tree import RunConfig
 from supertuner.config.sources import key_path as places
-from supertuner.config.sources.key_path import Place
-from supertuner.config.sources.provenance import Given
-from supertuner.config.sources.values import shown
-from supertuner.core.errors import Problem
-from supertuner.core.events import Warned
-from supertuner.core.host import Host
+from supertuner.config.sources.key_path import KeyPath
+from supertuner.config.sources.provenance import Provenance
+from supertuner.config.sources.values import format_value
+from supertuner.core.errors import ConfigProblem
+from supertuner.core.events import WarningEvent
+from supertuner.core.host import HostFacts
 from supertuner.core.types import GIB
 
 
-def absolute(given: Mapping[Place, Given]) -> dict[Place, Given]:
+def resolve_paths(values: Mapping[KeyPath, Provenance]) -> dict[KeyPath, Provenance]:
     """The same values with paths made absolute, each from the folder of the source that gave it."""
-    return {where: _absolute(where, one) for where, one in given.items()}
+    return {key_path: _resolve_path(key_path, provenance) for key_path, provenance in values.items()}
 
 
-def _absolute(where: Place, given: Given) -> Given:
-    key = places.key_at(where)
-    if key is None or not isinstance(given.value, str) or not given.value:
-        return given
-    path = Path(os.path.expanduser(given.value))
-    looks_like_path = given.value.startswith(("./", "../", "/", "~"))
-    folder = key.may_be_folder(given.value) and (looks_like_path or os.path.isdir(given.source.folder / path))
-    if not (key.is_path or folder):
-        return given
+def _resolve_path(key_path: KeyPath, provenance: Provenance) -> Provenance:
+    setting = places.setting_at(key_path)
+    if setting is None or not isinstance(provenance.value, str) or not provenance.value:
+        return provenance
+    path = Path(os.path.expanduser(provenance.value))
+    looks_like_path = provenance.value.startswith(("./", "../", "/", "~"))
+    is_folder = setting.may_be_folder(provenance.value) and (
+        looks_like_path or os.path.isdir(provenance.source.folder / path)
+    )
+    if not (setting.is_path or is_folder):
+        return provenance
     # lexical, so that a link in the path stays a link
-    return replace(given, value=_normal(given.source.folder / path), was_relative=not path.is_absolute())
+    return replace(
+        provenance, value=_normalize_path(provenance.source.folder / path), was_relative=not path.is_absolute()
+    )
 
 
-def _normal(path: Path) -> str:
+def _normalize_path(path: Path) -> str:
     parts: list[str] = []
     for part in path.absolute().parts:
         if part == ".." and len(parts) > 1:
@@ -51,21 +55,23 @@ def _normal(path: Path) -> str:
     return str(Path(*parts))
 
 
-def missing_paths(given: Mapping[Place, Given], found: Mapping[Place, Given]) -> Iterator[Problem]:
+def missing_paths(
+    written_values: Mapping[KeyPath, Provenance], resolved_values: Mapping[KeyPath, Provenance]
+) -> Iterator[ConfigProblem]:
     """Datasets and models that are not there. `given` as written, `found` with absolute paths."""
-    for where, one in found.items():
-        if not isinstance(one.value, str) or not one.value:
+    for key_path, provenance in resolved_values.items():
+        if not isinstance(provenance.value, str) or not provenance.value:
             continue
-        missing = _missing(where, one.value)
-        if missing:
-            hint = f" ({one.hint()})" if one.hint() else ""
-            text = f"{shown(given[where].value)} is not {missing}{_looked(one, given[where])}{hint}"
-            yield Problem(places.show(where), text)
+        missing_kind = _missing_kind(key_path, provenance.value)
+        if missing_kind:
+            hint = f" ({provenance.error_hint()})" if provenance.error_hint() else ""
+            text = f"{format_value(written_values[key_path].value)} is not {missing_kind}{_searched_hint(provenance, written_values[key_path])}{hint}"
+            yield ConfigProblem(places.format_path(key_path), text)
 
 
-def _missing(where: Place, path: str) -> str:
+def _missing_kind(key_path: KeyPath, path: str) -> str:
     """What should be at `path` and is not; "" if it is there, or if nothing is known to have to be there."""
-    name = where[-1]
+    name = key_path[-1]
     is_file = os.path.isfile(path)
     if name == "metadata_file":
         return "" if is_file else "a file"
@@ -73,41 +79,45 @@ def _missing(where: Place, path: str) -> str:
         return "a folder or a .tar file" if is_file else "a folder"
     if name in ("single_file", "single_file_low_noise") and not (is_file and path.endswith(".safetensors")):
         return "a .safetensors file"
-    if where == ("model", "path") and path.startswith("/") and not os.path.isdir(path):
+    if key_path == ("model", "path") and path.startswith("/") and not os.path.isdir(path):
         return "a folder with a pipeline; a single file is given by model.single_file" if is_file else "a folder"
     return ""
 
 
-def _looked(found: Given, given: Given) -> str:
-    if found.value == given.value:
+def _searched_hint(resolved: Provenance, written: Provenance) -> str:
+    if resolved.value == written.value:
         return ""
-    return f" (looked in the folder of {found.source.name})" if found.source.is_file else f" (looked for {found.value})"
+    return (
+        f" (looked in the folder of {resolved.source.name})"
+        if resolved.source.is_file
+        else f" (looked for {resolved.value})"
+    )
 
 
-def resolved(config: RunConfig, host: Host) -> tuple[RunConfig, list[Warned], dict[Place, str]]:
+def resolve_for_host(config: RunConfig, host: HostFacts) -> tuple[RunConfig, list[WarningEvent], dict[KeyPath, str]]:
     """The configuration as this machine can have it, what to tell the user, and which values were changed and how."""
-    notes: list[Warned] = []
-    changed: dict[Place, str] = {}
+    notes: list[WarningEvent] = []
+    changed: dict[KeyPath, str] = {}
     datasets = []
     total = host.memory_total()
-    names = _ids(config.datasets)
+    names = _dataset_ids(config.datasets)
     for index, dataset in enumerate(config.datasets):
         update: dict[str, Any] = {"id": names[index]}
-        most = _most_memory(dataset, total)
-        if most is not None:
-            where: Place = ("datasets", index, "in_memory", "memory_limit_gb")
+        lowered_limit = _lowered_memory_limit(dataset, total)
+        if lowered_limit is not None:
+            key_path: KeyPath = ("datasets", index, "in_memory", "memory_limit_gb")
             limit = dataset.in_memory.memory_limit_gb
-            changed[where] = f"{limit:g} is more than this machine has; lowered to {most:g}"
-            notes.append(Warned(places.show(where), changed[where]))
-            update["in_memory"] = dataset.in_memory.model_copy(update={"memory_limit_gb": most})
+            changed[key_path] = f"{limit:g} is more than this machine has; lowered to {lowered_limit:g}"
+            notes.append(WarningEvent(places.format_path(key_path), changed[key_path]))
+            update["in_memory"] = dataset.in_memory.model_copy(update={"memory_limit_gb": lowered_limit})
         if dataset.instance_data_dir is None:
-            notes.append(Warned(f"datasets[{index}]", "names no instance_data_dir: there is nothing to stage"))
+            notes.append(WarningEvent(f"datasets[{index}]", "names no instance_data_dir: there is nothing to stage"))
         datasets.append(dataset.model_copy(update=update))
     run = config.run.model_copy(update={"output_dir": config.run.output_dir.absolute()})
     return config.model_copy(update={"datasets": tuple(datasets), "run": run}), notes, changed
 
 
-def _most_memory(dataset: Dataset, total: int | None) -> float | None:
+def _lowered_memory_limit(dataset: DatasetSettings, total: int | None) -> float | None:
     """What the limit must be lowered to, if it is above what this machine has."""
     limit = dataset.in_memory.memory_limit_gb
     if limit is None or total is None or limit * GIB <= total:
@@ -115,38 +125,40 @@ def _most_memory(dataset: Dataset, total: int | None) -> float | None:
     return math.floor(total / GIB * 100) / 100
 
 
-def _ids(datasets: tuple[Dataset, ...]) -> list[str]:
+def _dataset_ids(datasets: tuple[DatasetSettings, ...]) -> list[str]:
     """An id for each dataset: its own, or its folder's name, made unique by a number."""
-    taken = {dataset.id for dataset in datasets if dataset.id}
+    used_ids = {dataset.id for dataset in datasets if dataset.id}
     names = []
     for index, dataset in enumerate(datasets):
         folder = dataset.instance_data_dir.stem if dataset.instance_data_dir else ""
         name = base = dataset.id or re.sub(r"[^A-Za-z0-9._-]+", "-", folder).strip("-._") or f"dataset-{index}"
         number = 2
-        while not dataset.id and name in taken:
+        while not dataset.id and name in used_ids:
             name, number = f"{base}-{number}", number + 1
-        taken.add(name)
+        used_ids.add(name)
         names.append(name)
     return names
 
 
-def doubts(block: Block, at: Place = ()) -> Iterator[Warned]:
+def settings_warnings(block: SettingsBlock, block_path: KeyPath = ()) -> Iterator[WarningEvent]:
     """What the blocks find unwise, with the place of each."""
-    for remark in block.doubts():
-        yield Warned(places.show((*at, *(places.parse(remark.field) or ()))), remark.message)
+    for issue in block.warnings():
+        yield WarningEvent(places.format_path((*block_path, *(places.parse_path(issue.field) or ()))), issue.message)
     for name in type(block).model_fields:
         inner = getattr(block, name)
-        if isinstance(inner, Block):
-            yield from doubts(inner, (*at, name))
+        if isinstance(inner, SettingsBlock):
+            yield from settings_warnings(inner, (*block_path, name))
         elif isinstance(inner, tuple):
             for index, entry in enumerate(inner):
-                if isinstance(entry, Block):
-                    yield from doubts(entry, (*at, name, index))
+                if isinstance(entry, SettingsBlock):
+                    yield from settings_warnings(entry, (*block_path, name, index))
 
 
-def pending(given: Mapping[Place, Given]) -> Iterator[Warned]:
+def pending_warnings(values: Mapping[KeyPath, Provenance]) -> Iterator[WarningEvent]:
     """Settings that were given and that nothing reads yet."""
-    for where in given:
-        key = places.key_at(where)
-        if key is not None and key.pending:
-            yield Warned(places.show(where), f"accepted; nothing reads it until {key.pending} lands")
+    for key_path in values:
+        setting = places.setting_at(key_path)
+        if setting is not None and setting.pending_reader:
+            yield WarningEvent(
+                places.format_path(key_path), f"accepted; nothing reads it until {setting.pending_reader} lands"
+            )

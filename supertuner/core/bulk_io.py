@@ -18,7 +18,7 @@ READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 """Never waits, whatever is there, and never becomes a terminal's."""
 
 
-class Found(NamedTuple):
+class FileReadResult(NamedTuple):
     """What a file was after it had been read."""
 
     error: int
@@ -28,61 +28,74 @@ class Found(NamedTuple):
     is_regular: bool
 
 
-class Together:
+class BulkReader:
     """A buffer that files are read into, and records written from, together. For one thread."""
 
     def __init__(self, nbytes: int, library: Path | None) -> None:
         """`library`: what `built()` gave; None does everything in Python."""
-        self._bytes = bytearray(nbytes)
-        self.view = memoryview(self._bytes)
-        self._c = None if library is None else ctypes.CDLL(str(library))
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._bytes))
+        self._buffer = bytearray(nbytes)
+        self.view = memoryview(self._buffer)
+        self._library = None if library is None else ctypes.CDLL(str(library))
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._buffer))
 
     def read(
-        self, paths: Sequence[str], offsets: Sequence[int], nbytes: Sequence[int], places: Sequence[int]
-    ) -> list[Found]:
+        self, paths: Sequence[str], offsets: Sequence[int], nbytes: Sequence[int], buffer_offsets: Sequence[int]
+    ) -> list[FileReadResult]:
         """Read `nbytes` from `offsets` of each file to its place in the buffer. A shorter file is read to its end."""
-        assert all(0 <= place <= place + size <= len(self._bytes) for place, size in zip(places, nbytes, strict=True))
-        if self._c is None:
-            return [self._read(*one) for one in zip(paths, offsets, nbytes, places, strict=True)]
+        assert all(
+            0 <= buffer_offset <= buffer_offset + size <= len(self._buffer)
+            for buffer_offset, size in zip(buffer_offsets, nbytes, strict=True)
+        )
+        if self._library is None:
+            return [
+                self._read_file(*file_request)
+                for file_request in zip(paths, offsets, nbytes, buffer_offsets, strict=True)
+            ]
         count = len(paths)
         names = (ctypes.c_char_p * count)(*map(os.fsencode, paths))
         facts, errors = (ctypes.c_int64 * (3 * count))(), (ctypes.c_int64 * count)()
-        at = ctypes.c_void_p(self._address)
+        buffer = ctypes.c_void_p(self._address)
         n = ctypes.c_int64(count)
-        self._c.supertuner_read_files(n, names, _i64(offsets), _i64(nbytes), at, _i64(places), facts, errors)
-        told = list(facts)
-        rows = zip(list(errors), told[0::3], told[1::3], told[2::3], strict=True)
-        return [Found(error, size, mtime, bool(regular)) for error, size, mtime, regular in rows]
+        self._library.supertuner_read_files(
+            n, names, _int64_array(offsets), _int64_array(nbytes), buffer, _int64_array(buffer_offsets), facts, errors
+        )
+        facts_list = list(facts)
+        rows = zip(list(errors), facts_list[0::3], facts_list[1::3], facts_list[2::3], strict=True)
+        return [FileReadResult(error, size, mtime, bool(regular)) for error, size, mtime, regular in rows]
 
-    def write(self, fd: int, places: Sequence[int], nbytes: Sequence[int], offsets: Sequence[int]) -> None:
+    def write(self, fd: int, buffer_offsets: Sequence[int], nbytes: Sequence[int], offsets: Sequence[int]) -> None:
         """Write the bytes at each place of the buffer to their offset of the file; OSError if one cannot be written."""
-        assert all(0 <= place <= place + size <= len(self._bytes) for place, size in zip(places, nbytes, strict=True))
-        if self._c is None:
-            for place, size, offset in zip(places, nbytes, offsets, strict=True):
+        assert all(
+            0 <= buffer_offset <= buffer_offset + size <= len(self._buffer)
+            for buffer_offset, size in zip(buffer_offsets, nbytes, strict=True)
+        )
+        if self._library is None:
+            for place, size, offset in zip(buffer_offsets, nbytes, offsets, strict=True):
                 write_all(fd, self.view[place : place + size], offset)
             return
-        at, count = ctypes.c_void_p(self._address), ctypes.c_int64(len(places))
-        error = self._c.supertuner_write_pieces(fd, count, at, _i64(places), _i64(nbytes), _i64(offsets))
+        buffer, count = ctypes.c_void_p(self._address), ctypes.c_int64(len(buffer_offsets))
+        error = self._library.supertuner_write_pieces(
+            fd, count, buffer, _int64_array(buffer_offsets), _int64_array(nbytes), _int64_array(offsets)
+        )
         if error:
             raise OSError(error, os.strerror(error))
 
-    def _read(self, path: str, offset: int, nbytes: int, place: int) -> Found:
+    def _read_file(self, path: str, offset: int, nbytes: int, buffer_offset: int) -> FileReadResult:
         try:
             fd = os.open(path, READ_FLAGS)
             try:
                 done = 0
                 while done < nbytes:
-                    got = os.preadv(fd, [self.view[place + done : place + nbytes]], offset + done)
-                    if not got:
+                    count = os.preadv(fd, [self.view[buffer_offset + done : buffer_offset + nbytes]], offset + done)
+                    if not count:
                         break
-                    done += got
+                    done += count
                 status = os.fstat(fd)
             finally:
                 os.close(fd)
         except OSError as error:
-            return Found(error.errno or 0, 0, 0, False)
-        return Found(0, status.st_size, status.st_mtime_ns, stat.S_ISREG(status.st_mode))
+            return FileReadResult(error.errno or 0, 0, 0, False)
+        return FileReadResult(0, status.st_size, status.st_mtime_ns, stat.S_ISREG(status.st_mode))
 
 
 def read_all(fd: int, into: memoryview, offset: int) -> int:
@@ -106,11 +119,13 @@ def write_all(fd: int, content: bytes | memoryview, offset: int) -> None:
         done += os.pwrite(fd, rest[done:], offset + done)
 
 
-def built() -> Path | None:
+def find_native_library() -> Path | None:
     """The C part, if it was built when the package was installed."""
     here = Path(__file__)
-    return next((path for end in EXTENSION_SUFFIXES if (path := here.with_name(f"_bulk_io{end}")).is_file()), None)
+    return next(
+        (path for suffix in EXTENSION_SUFFIXES if (path := here.with_name(f"_bulk_io{suffix}")).is_file()), None
+    )
 
 
-def _i64(numbers: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
+def _int64_array(numbers: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
     return (ctypes.c_int64 * len(numbers))(*numbers)

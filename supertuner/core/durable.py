@@ -53,7 +53,7 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def inside(root: Path, relative: str) -> Path | None:
+def resolve_inside(root: Path, relative: str) -> Path | None:
     """`root / relative` if it stays inside `root` once links are followed, else None."""
     joined = (root / relative).resolve()
     return joined if joined.is_relative_to(root.resolve()) else None

@@ -41,7 +41,7 @@ class SuperTunerError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class ConfigProblem:
     """One thing wrong in a configuration."""
 
     path: str
@@ -56,7 +56,7 @@ class Problem:
 class ConfigError(SuperTunerError):
     exit_code = 2
 
-    def __init__(self, source: str, problems: Sequence[Problem]) -> None:
+    def __init__(self, source: str, problems: Sequence[ConfigProblem]) -> None:
         self.source = source
         self.problems = tuple(problems)
         count = f"{len(self.problems)} error" + ("s" if len(self.problems) != 1 else "")
@@ -80,15 +80,15 @@ class StageError(SuperTunerError):
     pass
 
 
-class DoesNotFit(StageError):
+class DoesNotFitError(StageError):
     pass
 
 
-class TooManyBroken(StageError):
+class TooManyBrokenFilesError(StageError):
     pass
 
 
-class BrokenMedia(SuperTunerError):
+class BrokenMediaError(SuperTunerError):
     pass
 
 
@@ -108,7 +108,7 @@ class TrainError(SuperTunerError):
     pass
 
 
-class NotFinite(TrainError):
+class NonFiniteError(TrainError):
     pass
 
 
@@ -120,7 +120,7 @@ class PeerError(SuperTunerError):
     pass
 
 
-class OutOfStep(SuperTunerError):
+class CollectiveError(SuperTunerError):
     pass
 
 
@@ -132,27 +132,27 @@ class ArenaError(SuperTunerError):
     pass
 
 
-class ArenaMissing(ArenaError):
+class ArenaMissingError(ArenaError):
     pass
 
 
-class ArenaExists(ArenaError):
+class ArenaExistsError(ArenaError):
     pass
 
 
-class ArenaBusy(ArenaError):
+class ArenaBusyError(ArenaError):
     pass
 
 
-class ArenaFull(ArenaError):
+class ArenaFullError(ArenaError):
     pass
 
 
-class ArenaDamaged(ArenaError):
+class ArenaDamagedError(ArenaError):
     """`file` is not what was written: `what`. The remedy is always to remove it and build it again."""
 
-    def __init__(self, file: object, what: str, remedy: str = "") -> None:
+    def __init__(self, file: object, description: str, remedy: str = "") -> None:
         self.file = str(file)
-        self.what = what
+        self.description = description
         self.remedy = remedy or "remove it with `supertuner arena rm` and stage again"
-        super().__init__(f"{self.file}: {what}; {self.remedy}")
+        super().__init__(f"{self.file}: {description}; {self.remedy}")

@@ -11,7 +11,7 @@ from supertuner.core.types import JSON
 
 
 @dataclass(frozen=True, slots=True)
-class Decided:
+class DecisionEvent:
     """Something was chosen at run time; saved in the run's `decisions.json`."""
 
     what: str
@@ -21,7 +21,7 @@ class Decided:
 
 
 @dataclass(frozen=True, slots=True)
-class Warned:
+class WarningEvent:
     """Something works but is unwise, or has no effect here."""
 
     what: str
@@ -29,7 +29,7 @@ class Warned:
 
 
 @dataclass(frozen=True, slots=True)
-class Noted:
+class NoteEvent:
     """Something happened that people follow in a log: the ramp moved on, a checkpoint was saved."""
 
     what: str
@@ -37,7 +37,7 @@ class Noted:
 
 
 @dataclass(frozen=True, slots=True)
-class SetAside:
+class SetAsideEvent:
     """A file that is not used, and why. The file itself is never touched."""
 
     dataset: str
@@ -46,29 +46,29 @@ class SetAside:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasurementEvent:
     """Figures of something that happened, taken by a clock or a counter."""
 
     what: str
     figures: Mapping[str, JSON] = field(default_factory=dict)
 
 
-MEMORY: Final = "memory"
+MEMORY_MEASUREMENT: Final = "memory"
 """The name of a measurement of the machine's memory: who takes it and who shows it do not know each other."""
 
-Event: TypeAlias = Decided | Warned | Noted | SetAside | Measured
+Event: TypeAlias = DecisionEvent | WarningEvent | NoteEvent | SetAsideEvent | MeasurementEvent
 
 
 class Sink(Protocol):
     def emit(self, event: Event, /) -> None: ...
 
 
-class Phase(Protocol):
+class ProgressPhase(Protocol):
     """One stretch of work with a known end. A context manager: leaving it ends the display."""
 
     def advance(self, items: int = 0, nbytes: int = 0) -> None: ...
 
-    def __enter__(self) -> Phase: ...
+    def __enter__(self) -> ProgressPhase: ...
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -76,25 +76,25 @@ class Phase(Protocol):
 
 
 class Progress(Protocol):
-    def phase(self, title: str, *, items: int = 0, nbytes: int = 0, noun: str = "files") -> Phase:
+    def phase(self, title: str, *, items: int = 0, nbytes: int = 0, noun: str = "files") -> ProgressPhase:
         """Begin a phase of `items` things (called `noun`) and `nbytes` bytes; a zero total is not shown."""
 
 
-class Silence:
+class NullSink:
     """The sink and progress of code that has nobody to talk to."""
 
     def emit(self, event: Event, /) -> None:
         pass
 
-    def phase(self, title: str, *, items: int = 0, nbytes: int = 0, noun: str = "files") -> Phase:
-        return _SilentPhase()
+    def phase(self, title: str, *, items: int = 0, nbytes: int = 0, noun: str = "files") -> ProgressPhase:
+        return _NullPhase()
 
 
-class _SilentPhase:
+class _NullPhase:
     def advance(self, items: int = 0, nbytes: int = 0) -> None:
         pass
 
-    def __enter__(self) -> Phase:
+    def __enter__(self) -> ProgressPhase:
         return self
 
     def __exit__(
@@ -103,7 +103,7 @@ class _SilentPhase:
         pass
 
 
-class Together:
+class TeeSink:
     """One sink in front of several."""
 
     def __init__(self, *sinks: Sink) -> None:

@@ -13,7 +13,7 @@ from supertuner.core.types import KIB
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
+class HostFacts:
     root: Path = Path("/")
 
     def cpus(self) -> int:
@@ -24,30 +24,30 @@ class Host:
 
     def memory_total(self) -> int | None:
         """Bytes of RAM that exist for this process: the machine's, or its container's if less."""
-        return _least(self._meminfo("MemTotal"), self._cgroup_memory()[0])
+        return _min_known(self._meminfo_bytes("MemTotal"), self._cgroup_memory()[0])
 
     def memory_available(self) -> int | None:
         """Bytes that can still be taken without swapping: MemAvailable, or what the cgroup has left if less."""
         limit, used = self._cgroup_memory()
-        left = None if limit is None or used is None else max(0, limit - used)
-        return _least(self._meminfo("MemAvailable"), left)
+        remaining = None if limit is None or used is None else max(0, limit - used)
+        return _min_known(self._meminfo_bytes("MemAvailable"), remaining)
 
     def memory_cgroup(self) -> tuple[Path, int] | None:
         """The cgroup that limits this process's memory most, as its folder and the limit; None: no limit."""
-        found = []
+        limits = []
         for folder in self._cgroup_folders("memory"):
-            limit = _least(_number(folder / "memory.max"), _number(folder / "memory.limit_in_bytes"))
+            limit = _min_known(_read_number(folder / "memory.max"), _read_number(folder / "memory.limit_in_bytes"))
             if limit is not None and limit < 1 << 60:  # version 1 writes "no limit" as a huge number
-                found.append((folder, limit))
-        return min(found, key=lambda pair: pair[1], default=None)
+                limits.append((folder, limit))
+        return min(limits, key=lambda pair: pair[1], default=None)
 
     def free_bytes(self, folder: Path) -> int:
         """Free bytes of the file system below `folder`, for this user."""
         stat = os.statvfs(folder)
         return stat.f_bavail * stat.f_frsize
 
-    def _meminfo(self, field: str) -> int | None:
-        for line in _lines(self.root / "proc/meminfo"):
+    def _meminfo_bytes(self, field: str) -> int | None:
+        for line in _read_lines(self.root / "proc/meminfo"):
             if line.startswith(f"{field}:"):
                 return int(line.split()[1]) * KIB
         return None
@@ -55,7 +55,7 @@ class Host:
     def _cgroup_folders(self, controller: str) -> list[Path]:
         """This process's cgroup and its ancestors, version 2 and then version 1."""
         folders: list[Path] = []
-        for line in _lines(self.root / "proc/self/cgroup"):
+        for line in _read_lines(self.root / "proc/self/cgroup"):
             _, controllers, path = line.split(":", 2)
             if controllers == "":
                 base = self.root / "sys/fs/cgroup"
@@ -63,8 +63,8 @@ class Host:
                 base = self.root / "sys/fs/cgroup" / controller
             else:
                 continue
-            here = base / path.lstrip("/")
-            folders += [p for p in (here, *here.parents) if p.is_relative_to(base)]
+            own_folder = base / path.lstrip("/")
+            folders += [p for p in (own_folder, *own_folder.parents) if p.is_relative_to(base)]
         return folders
 
     def _cgroup_memory(self) -> tuple[int | None, int | None]:
@@ -73,23 +73,23 @@ class Host:
         if tightest is None:
             return None, None
         folder, limit = tightest
-        used = _least(_number(folder / "memory.current"), _number(folder / "memory.usage_in_bytes"))
-        return limit, None if used is None else max(0, used - _reclaimable(folder / "memory.stat"))
+        used = _min_known(_read_number(folder / "memory.current"), _read_number(folder / "memory.usage_in_bytes"))
+        return limit, None if used is None else max(0, used - _reclaimable_bytes(folder / "memory.stat"))
 
     def _cpu_quota(self) -> int | None:
         quotas = []
         for folder in self._cgroup_folders("cpu"):
-            text = _lines(folder / "cpu.max")
+            text = _read_lines(folder / "cpu.max")
             pair = text[0].split() if text else []
             if len(pair) == 2 and pair[0] != "max":
                 quotas.append(-(-int(pair[0]) // int(pair[1])))
-            quota, period = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
+            quota, period = _read_number(folder / "cpu.cfs_quota_us"), _read_number(folder / "cpu.cfs_period_us")
             if quota is not None and period and quota > 0:
                 quotas.append(-(-quota // period))
         return min(quotas, default=None)
 
 
-def _lines(path: Path) -> list[str]:
+def _read_lines(path: Path) -> list[str]:
     """A kernel file's lines; none where this kernel, or this container, does not have the file."""
     try:
         return path.read_text().splitlines()
@@ -97,16 +97,16 @@ def _lines(path: Path) -> list[str]:
         return []
 
 
-def _number(path: Path) -> int | None:
-    lines = _lines(path)
+def _read_number(path: Path) -> int | None:
+    lines = _read_lines(path)
     return int(lines[0]) if lines and lines[0].lstrip("-").isdigit() else None
 
 
-def _reclaimable(stat: Path) -> int:
+def _reclaimable_bytes(stat: Path) -> int:
     """File pages that the kernel gives back under pressure. Shared memory (tmpfs, our arenas) is not among them."""
-    fields = dict(line.split()[:2] for line in _lines(stat) if len(line.split()) >= 2)
+    fields = dict(line.split()[:2] for line in _read_lines(stat) if len(line.split()) >= 2)
     return int(fields.get("inactive_file", fields.get("total_inactive_file", "0")))
 
 
-def _least(*values: int | None) -> int | None:
+def _min_known(*values: int | None) -> int | None:
     return min((v for v in values if v is not None), default=None)

@@ -5,23 +5,23 @@ from __future__ import annotations
 import os
 from typing import Literal, TypeAlias
 
-Found: TypeAlias = Literal["alive", "stopped", "gone"]
+ProcessState: TypeAlias = Literal["alive", "stopped", "gone"]
 
 
-def born(pid: int) -> int:
+def process_start_ticks(pid: int) -> int:
     """When a process was begun, in the system's ticks; 0: there is none, or the system does not say."""
-    return (_fields(pid) or ("", 0))[1]
+    return (_stat_fields(pid) or ("", 0))[1]
 
 
-def state_of(pid: int, since: int) -> Found:
+def process_state(pid: int, start_ticks: int) -> ProcessState:
     """Of the process that was begun at `since`. One that ended and was not fetched yet is gone."""
-    fields = _fields(pid)
-    if fields is None or fields[1] != since or fields[0] in "ZX":
+    fields = _stat_fields(pid)
+    if fields is None or fields[1] != start_ticks or fields[0] in "ZX":
         return "gone"
     return "stopped" if fields[0] in "Tt" else "alive"
 
 
-def boot() -> str:
+def boot_id() -> str:
     """What this machine is known by since it was started; empty where the system does not say."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
@@ -30,28 +30,28 @@ def boot() -> str:
         return ""
 
 
-def namespace() -> str:
+def pid_namespace_id() -> str:
     """The same for processes that see each other under the same numbers."""
-    machine = boot()
+    machine_boot_id = boot_id()
     try:
-        numbers = os.readlink("/proc/self/ns/pid")
+        pid_namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
-        numbers = ""
+        pid_namespace = ""
     # Nobody is looked at by number where the system does not say both.
-    return f"{machine} {numbers}" if machine and numbers else f"only {os.getpid()}"
+    return f"{machine_boot_id} {pid_namespace}" if machine_boot_id and pid_namespace else f"only {os.getpid()}"
 
 
-def bytes_moved() -> int:
+def process_io_bytes() -> int:
     """Read and written by this process so far, files and pipes; 0 where the system does not say."""
     try:
         with open("/proc/self/io", encoding="ascii") as file:
-            found = dict(line.split(":") for line in file)
+            counters = dict(line.split(":") for line in file)
     except (OSError, ValueError):
         return 0
-    return int(found.get("rchar", 0)) + int(found.get("wchar", 0))
+    return int(counters.get("rchar", 0)) + int(counters.get("wchar", 0))
 
 
-def _fields(pid: int) -> tuple[str, int] | None:
+def _stat_fields(pid: int) -> tuple[str, int] | None:
     """State and time of birth. A name may hold anything: what counts comes after its last bracket."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:

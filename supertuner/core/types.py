@@ -29,6 +29,6 @@ def bytes_text(nbytes: float) -> str:
     return f"{nbytes:.0f} B"
 
 
-def on_screen(text: str) -> str:
+def escape_for_terminal(text: str) -> str:
     """`text` in one line, with control characters as escapes: a file's name must not steer the terminal."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)

@@ -5,62 +5,64 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from supertuner.config.settings.data import Dataset
-from supertuner.core.events import SetAside
-from supertuner.data.ordering.assign import block_of, why_none
-from supertuner.data.ordering.members import Members, members_of
-from supertuner.data.ordering.order import Group, Order, rate_of
-from supertuner.data.originals import Originals, originals_of
-from supertuner.data.samples import Samples
+from supertuner.config.settings.data import DatasetSettings
+from supertuner.core.events import SetAsideEvent
+from supertuner.data.ordering.assign import no_bucket_reason, slice_metadata
+from supertuner.data.ordering.members import BucketMembers, assign_buckets
+from supertuner.data.ordering.order import BucketGroup, SampleOrder, draws_per_epoch
+from supertuner.data.originals import ReferenceImages, find_reference_images
+from supertuner.data.samples import SampleCollection
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Part:
+class CorpusDataset:
     """One dataset of the corpus."""
 
-    settings: Dataset
-    samples: Samples
-    members: Members
-    originals: Originals | None = None
+    settings: DatasetSettings
+    samples: SampleCollection
+    members: BucketMembers
+    references: ReferenceImages | None = None
     """The pictures that its samples were made from, if it has them."""
 
-    def left_out(self) -> Iterator[SetAside]:
+    def unassigned_samples(self) -> Iterator[SetAsideEvent]:
         """Samples that fit no bucket, and why."""
-        for number in self.members.left_out:
-            row = block_of(self.samples, int(number), int(number) + 1)
-            yield SetAside(self.samples.id, self.samples.key(int(number)), why_none(self.settings, row, 0))
+        for sample in self.members.unassigned:
+            row = slice_metadata(self.samples, int(sample), int(sample) + 1)
+            yield SetAsideEvent(self.samples.id, self.samples.key(int(sample)), no_bucket_reason(self.settings, row, 0))
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Corpus:
-    parts: tuple[Part, ...]
-    order: Order
+    datasets: tuple[CorpusDataset, ...]
+    order: SampleOrder
     seed: int
 
 
-def corpus_of(
-    datasets: Sequence[tuple[Dataset, Samples]],
+def build_corpus(
+    datasets: Sequence[tuple[DatasetSettings, SampleCollection]],
     *,
     seed: int,
     batch_size: int,
     drop_last: bool = False,
-    members: Callable[[Dataset, Samples], Members] = members_of,
+    assign: Callable[[DatasetSettings, SampleCollection], BucketMembers] = assign_buckets,
 ) -> Corpus:
     """Put datasets in order. `members` finds a dataset's buckets: computed, or `shared_members` with a home."""
-    parts = tuple(_part(settings, samples, members(settings, samples)) for settings, samples in datasets)
+    corpus_datasets = tuple(
+        _corpus_dataset(settings, samples, assign(settings, samples)) for settings, samples in datasets
+    )
     groups = [
-        Group(
-            number,
-            part.samples.id,
+        BucketGroup(
+            dataset_index,
+            dataset.samples.id,
             bucket,
-            part.members.of(place),
-            rate_of(part.settings.repeats, part.settings.weight),
+            dataset.members.samples_in(bucket_index),
+            draws_per_epoch(dataset.settings.repeats, dataset.settings.weight),
         )
-        for number, part in enumerate(parts)
-        for place, bucket in enumerate(part.members.buckets)
+        for dataset_index, dataset in enumerate(corpus_datasets)
+        for bucket_index, bucket in enumerate(dataset.members.buckets)
     ]
-    return Corpus(parts, Order(groups, seed=seed, batch_size=batch_size, drop_last=drop_last), seed)
+    return Corpus(corpus_datasets, SampleOrder(groups, seed=seed, batch_size=batch_size, drop_last=drop_last), seed)
 
 
-def _part(settings: Dataset, samples: Samples, members: Members) -> Part:
-    return Part(settings, samples, members, originals_of(settings, samples, members))
+def _corpus_dataset(settings: DatasetSettings, samples: SampleCollection, members: BucketMembers) -> CorpusDataset:
+    return CorpusDataset(settings, samples, members, find_reference_images(settings, samples, members))

@@ -5,16 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 from supertuner.arena.home import Home, default_home
-from supertuner.config.settings.data import Dataset
+from supertuner.config.settings.data import DatasetSettings
 from supertuner.config.settings.tree import RunConfig
 
 
-def home_path(dataset: Dataset, config: RunConfig) -> Path:
+def dataset_home_path(dataset: DatasetSettings, config: RunConfig) -> Path:
     """The configured home of this type of dataset, or the default one."""
     if dataset.type == "in_memory":
         return config.arena.home or default_home()
     return config.arena.disk_home or config.run.output_dir / "arenas"
 
 
-def home_of(dataset: Dataset, config: RunConfig) -> Home:
-    return Home(home_path(dataset, config))
+def dataset_home(dataset: DatasetSettings, config: RunConfig) -> Home:
+    return Home(dataset_home_path(dataset, config))

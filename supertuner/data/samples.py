@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from supertuner.core.types import MediaKind
 
 
-class Samples(Protocol):
+class SampleCollection(Protocol):
     @property
     def id(self) -> str: ...
     @property
@@ -38,7 +38,7 @@ class Samples(Protocol):
     def media(self, i: int, /) -> memoryview:
         """The file's bytes."""
 
-    def contents(self) -> NDArray[np.uint64]:
+    def content_digests(self) -> NDArray[np.uint64]:
         """What each sample's bytes are known by, one row each: equal rows mean equal bytes."""
 
     def captions(self, i: int, /) -> tuple[str, ...]: ...

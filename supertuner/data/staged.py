@@ -14,16 +14,16 @@ from numpy.typing import NDArray
 
 from supertuner.arena.home import Home
 from supertuner.arena.reader import Reader, Verify
-from supertuner.core.errors import ArenaDamaged
+from supertuner.core.errors import ArenaDamagedError
 from supertuner.core.events import Progress
 from supertuner.core.types import MediaKind
 from supertuner.data.staging.columns import CAPTION_BYTES, CAPTION_INDEX, CAPTION_OFFSETS
-from supertuner.data.staging.compress import RAW, decompress
+from supertuner.data.staging.compress import RAW_CODEC, decompress
 from supertuner.data.staging.fingerprint import STAGED_VERSION
 
-MEDIA = "media"
+MEDIA_FIELD = "media"
 """The field of a unit that holds a file's bytes."""
-SET_ASIDE = "set_aside"
+SET_ASIDE_TABLE = "set_aside"
 """The table that holds what was broken, as JSON."""
 
 
@@ -33,8 +33,8 @@ class StagedDataset:
     def __init__(self, reader: Reader) -> None:
         meta = reader.meta
         if meta.get("holds") != "staged dataset" or meta.get("version") != STAGED_VERSION:
-            what = f"holds {meta.get('holds')!r} of version {meta.get('version')}, not a staged dataset"
-            raise ArenaDamaged(reader.name, f"{what} of version {STAGED_VERSION}")
+            content_text = f"holds {meta.get('holds')!r} of version {meta.get('version')}, not a staged dataset"
+            raise ArenaDamagedError(reader.name, f"{content_text} of version {STAGED_VERSION}")
         self._reader = reader
         self.meta: Mapping[str, Any] = meta
         self.id = str(meta["dataset"])
@@ -57,10 +57,10 @@ class StagedDataset:
     @classmethod
     def open(cls, home: Home, arena: str, *, verify: Verify = "on_demand") -> StagedDataset:
         """Attach to the arena of that name, validated."""
-        return cls.of(home.attach(arena, verify=verify))
+        return cls.from_reader(home.attach(arena, verify=verify))
 
     @classmethod
-    def of(cls, reader: Reader) -> StagedDataset:
+    def from_reader(cls, reader: Reader) -> StagedDataset:
         """The dataset that `reader` shows; it is closed if it shows none."""
         try:
             return cls(reader)
@@ -79,17 +79,17 @@ class StagedDataset:
 
     def media(self, i: int) -> memoryview:
         """The file's bytes as they were in the source: a view, or unpacked into fresh memory if stored compressed."""
-        stored = self._reader.view(i, MEDIA)
-        codec = self._reader.codec(i, MEDIA)
-        return stored if codec == RAW else decompress(codec, stored, self._reader.raw_nbytes(i, MEDIA))
+        stored = self._reader.view(i, MEDIA_FIELD)
+        codec = self._reader.codec(i, MEDIA_FIELD)
+        return stored if codec == RAW_CODEC else decompress(codec, stored, self._reader.raw_nbytes(i, MEDIA_FIELD))
 
-    def contents(self) -> NDArray[np.uint64]:
+    def content_digests(self) -> NDArray[np.uint64]:
         """What each sample's bytes are known by, one row each: equal rows mean equal files. Nothing is read for it.
 
         A row holds the 64-bit checksum and the sizes that staging stored. Among a million different files of one size
         two have the same row with a probability of 3e-8; files made to collide are possible, and harm their owner only.
         """
-        return self._reader.stored_as(MEDIA)
+        return self._reader.stored_as(MEDIA_FIELD)
 
     def captions(self, i: int) -> tuple[str, ...]:
         """All captions of a sample, in their order; empty if it has none."""
@@ -107,7 +107,7 @@ class StagedDataset:
 
     def set_aside(self) -> list[tuple[str, str]]:
         """Files that were broken when the dataset was staged, and why."""
-        return [(file, reason) for file, reason in json.loads(self._reader.table(SET_ASIDE).tobytes())]
+        return [(file, reason) for file, reason in json.loads(self._reader.table(SET_ASIDE_TABLE).tobytes())]
 
     def verify(self, progress: Progress) -> None:
         """Check every byte; ArenaDamaged names the file."""

@@ -14,52 +14,56 @@ from typing import Any
 import torch
 from torch import nn
 
-from supertuner.step.window import Trainee
-from supertuner.train.offload.optimizer_state import HOST, TrainedState
+from supertuner.step.window import ExpertState
+from supertuner.train.offload.optimizer_state import HOST, ParameterState
 
-Move = Callable[[nn.Module, torch.device], object]
+MoveModule = Callable[[nn.Module, torch.device], object]
 """Have all of a module on a device."""
 
 
 @dataclass(eq=False, slots=True)
-class Guest:
+class ShardedSwappableExpert:
     """An expert that is on the device only while it is needed."""
 
-    trainee: Trainee
-    moved: Callable[[], None]
+    expert_state: ExpertState
+    on_moved: Callable[[], None]
     """Called after a move: who knows the weights by their place in memory learns the new one."""
-    here: bool = True
+    on_device: bool = True
 
 
-class Turns:
+class ShardedExpertSwap:
     """The guests of one device. At most one of them is there."""
 
-    def __init__(self, device: torch.device, move: Move = nn.Module.to) -> None:
-        self._device, self._move = device, move
-        self._guests: list[Guest] = []
-        self.changes = 0
+    def __init__(self, device: torch.device, move_module: MoveModule = nn.Module.to) -> None:
+        self._device, self._move_module = device, move_module
+        self._experts: list[ShardedSwappableExpert] = []
+        self.swap_count = 0
 
-    def add(self, trainee: Trainee, moved: Callable[[], None]) -> None:
+    def add(self, expert_state: ExpertState, on_moved: Callable[[], None]) -> None:
         """An expert that is on the device now; it waits at home until it is called."""
-        guest = Guest(trainee, moved)
-        self._guests.append(guest)
-        self._send(guest, here=False)
-        trainee.module.register_forward_pre_hook(partial(self._called, guest), prepend=True)  # before FSDP's own
+        expert = ShardedSwappableExpert(expert_state, on_moved)
+        self._experts.append(expert)
+        self._move_expert(expert, on_device=False)
+        expert_state.module.register_forward_pre_hook(
+            partial(self._on_forward, expert), prepend=True
+        )  # before FSDP's own
 
-    def _called(self, guest: Guest, _module: nn.Module, _inputs: Any) -> None:
-        if not guest.here:
-            for other in self._guests:
-                if other.here:
-                    self._send(other, here=False)
-            self._send(guest, here=True)
-            self.changes += 1
-        for parameter in guest.trainee.parameters.values():  # as they were lent an average, so they get theirs back
+    def _on_forward(self, expert: ShardedSwappableExpert, _module: nn.Module, _inputs: Any) -> None:
+        if not expert.on_device:
+            for other in self._experts:
+                if other.on_device:
+                    self._move_expert(other, on_device=False)
+            self._move_expert(expert, on_device=True)
+            self.swap_count += 1
+        for (
+            parameter
+        ) in expert.expert_state.parameters.values():  # as they were lent an average, so they get theirs back
             if parameter.device != self._device:
                 parameter.data = parameter.data.to(self._device)
 
-    def _send(self, guest: Guest, *, here: bool) -> None:
-        device = self._device if here else HOST
-        self._move(guest.trainee.module, device)
-        guest.moved()
-        TrainedState(guest.trainee.optimizer, guest.trainee.ema).move(device)
-        guest.here = here
+    def _move_expert(self, expert: ShardedSwappableExpert, *, on_device: bool) -> None:
+        device = self._device if on_device else HOST
+        self._move_module(expert.expert_state.module, device)
+        expert.on_moved()
+        ParameterState(expert.expert_state.optimizer, expert.expert_state.ema).move_to(device)
+        expert.on_device = on_device

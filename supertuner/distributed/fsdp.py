@@ -25,176 +25,178 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from supertuner.config.settings.parallel import ParallelSettings
-from supertuner.distributed.expert_swap import Turns
-from supertuner.distributed.gradient_sum import Replicated
-from supertuner.models.adapters.attach import Place, Trained
-from supertuner.models.blocks import blocks_of
-from supertuner.step.window import Trainee
-from supertuner.train.out_of_memory import fitting
+from supertuner.distributed.expert_swap import ShardedExpertSwap
+from supertuner.distributed.gradient_sum import ReplicatedGradientReduction
+from supertuner.models.adapters.attach import RowShard, TrainableExpert
+from supertuner.models.blocks import named_blocks
+from supertuner.step.window import ExpertState
+from supertuner.train.out_of_memory import explain_out_of_memory
 
-LESS_MEMORY = "use more processes, or set parallel.cpu_offload: true"
+OUT_OF_MEMORY_REMEDY = "use more processes, or set parallel.cpu_offload: true"
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Shards:
+class FsdpShardedModule:
     """An expert's module whose weights are all trained, shared out. (`Parts` says what the calls mean.)"""
 
-    modules: tuple[FSDPModule, ...]
+    fsdp_modules: tuple[FSDPModule, ...]
     """Its blocks, and itself for what stands outside of them."""
-    weights: Mapping[str, DTensor]
+    dtensors: Mapping[str, DTensor]
     """Its parameters as FSDP knows them."""
-    places: Mapping[str, Place]
+    row_shards: Mapping[str, RowShard]
 
-    def changed(self) -> None:
-        for module in self.modules:
+    def mark_changed(self) -> None:
+        for module in self.fsdp_modules:
             module.reshard()
 
-    def whole(self, name: str, part: torch.Tensor, /) -> torch.Tensor | None:
-        place = self.places[name]
-        counts = rows_of(place.shape[0], dist.get_world_size())
-        padded = torch.zeros(max(counts), *place.shape[1:], dtype=part.dtype)
+    def gather_full(self, name: str, part: torch.Tensor, /) -> torch.Tensor | None:
+        row_shard = self.row_shards[name]
+        row_counts = rows_per_rank(row_shard.full_shape[0], dist.get_world_size())
+        padded = torch.zeros(max(row_counts), *row_shard.full_shape[1:], dtype=part.dtype)
         padded[: len(part)] = part.detach()
-        first = dist.get_rank() == 0
-        gathered = [torch.empty_like(padded) for _ in counts] if first else None
+        is_rank_zero = dist.get_rank() == 0
+        gathered = [torch.empty_like(padded) for _ in row_counts] if is_rank_zero else None
         dist.gather(padded, gathered)
-        return torch.cat([rows[:count] for rows, count in zip(gathered, counts, strict=True)]) if gathered else None
+        return torch.cat([rows[:count] for rows, count in zip(gathered, row_counts, strict=True)]) if gathered else None
 
 
 @dataclass(eq=False, slots=True)
-class Sharing:
+class FsdpSharder:
     """How weights are shared out, and who has been."""
 
     settings: ParallelSettings
     device: torch.device
     mesh: DeviceMesh
-    shards: list[Shards] = field(default_factory=list)
+    sharded_modules: list[FsdpShardedModule] = field(default_factory=list)
     """Of experts whose weights are all trained."""
-    known_as: dict[nn.Parameter, DTensor] = field(default_factory=dict)
+    dtensor_by_parameter: dict[nn.Parameter, DTensor] = field(default_factory=dict)
     """Trained part → the weight as FSDP knows it."""
-    turns: Turns | None = None
+    expert_swap: ShardedExpertSwap | None = None
     """Experts that wait in host memory; None: all are on the device, or in host memory anyway."""
 
-    def share_out(self, trained: Trained) -> Trained:
+    def shard_expert(self, trainable: TrainableExpert) -> TrainableExpert:
         """The same in parts, on the device; its module was elsewhere."""
-        module = trained.module
-        outside = () if trained.kind == "full" else tuple(trained.parameters.values())
-        with fitting(f"{trained.name} in parts does", LESS_MEMORY):
-            self.share(module, outside)
-        if trained.kind != "full":
-            return trained
-        shards = _shards_of(module)
-        self.shards.append(shards)
-        parameters = {name: nn.Parameter(weight.to_local().detach()) for name, weight in shards.weights.items()}
-        self.known_as |= {parameters[name]: weight for name, weight in shards.weights.items()}
-        return replace(trained, parameters=parameters, parts=shards)
+        module = trainable.module
+        ignored_params = () if trainable.adapter_type == "full" else tuple(trainable.parameters.values())
+        with explain_out_of_memory(f"{trainable.name} in parts does", OUT_OF_MEMORY_REMEDY):
+            self.shard_module(module, ignored_params)
+        if trainable.adapter_type != "full":
+            return trainable
+        sharded = _collect_sharded_module(module)
+        self.sharded_modules.append(sharded)
+        parameters = {name: nn.Parameter(weight.to_local().detach()) for name, weight in sharded.dtensors.items()}
+        self.dtensor_by_parameter |= {parameters[name]: weight for name, weight in sharded.dtensors.items()}
+        return replace(trainable, parameters=parameters, shards=sharded)
 
-    def take_turns(self, trainees: Sequence[Trainee]) -> None:
+    def enable_expert_swap(self, expert_states: Sequence[ExpertState]) -> None:
         """Have those that do not compute wait in host memory, where the device has one of its own."""
-        if len(trainees) > 1 and self.device.type != "cpu" and not self.settings.cpu_offload:
-            self.turns = Turns(self.device)
-            for trainee in trainees:
-                self.turns.add(trainee, partial(self.relink, trainee.parameters.values()))
+        if len(expert_states) > 1 and self.device.type != "cpu" and not self.settings.cpu_offload:
+            self.expert_swap = ShardedExpertSwap(self.device)
+            for expert_state in expert_states:
+                self.expert_swap.add(expert_state, partial(self.relink_parameters, expert_state.parameters.values()))
 
-    def relink(self, parts: Iterable[nn.Parameter]) -> None:
+    def relink_parameters(self, parameters: Iterable[nn.Parameter]) -> None:
         """FSDP's weights are elsewhere now: what is trained is there again."""
-        for part in parts:
-            if part in self.known_as:
-                part.data = self.known_as[part].to_local().detach()
+        for parameter in parameters:
+            if parameter in self.dtensor_by_parameter:
+                parameter.data = self.dtensor_by_parameter[parameter].to_local().detach()
 
-    def share(self, module: nn.Module, /, outside: Collection[nn.Parameter] = ()) -> None:
+    def shard_module(self, module: nn.Module, /, ignored_params: Collection[nn.Parameter] = ()) -> None:
         """The module in parts, on the device; what is `outside` stays whole there."""
-        for parameter in outside:
+        for parameter in ignored_params:
             parameter.data = parameter.data.to(self.device)
         reshard = self.settings.reshard_after_forward
-        for block in blocks_of(module).values():
-            self._shard(block, set(outside), reshard)
+        for block in named_blocks(module).values():
+            self._fully_shard(block, set(ignored_params), reshard)
         # What stands outside of blocks is little, and the backward pass begins with it: FSDP's own rule (None) has it
         # stay until then.
-        self._shard(module, set(outside), None if reshard else False)
+        self._fully_shard(module, set(ignored_params), None if reshard else False)
 
-    def _shard(self, module: nn.Module, outside: set[nn.Parameter], reshard: bool | None) -> None:
-        module.register_forward_hook(_owned)  # before FSDP's own
+    def _fully_shard(
+        self, module: nn.Module, ignored_params: set[nn.Parameter], reshard_after_forward: bool | None
+    ) -> None:
+        module.register_forward_hook(_clone_output_views)  # before FSDP's own
         fully_shard(
             module,
             mesh=self.mesh,
-            reshard_after_forward=reshard,
+            reshard_after_forward=reshard_after_forward,
             # What is computed in is decided by autocast, layer by layer, as in a run of one process.
             mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False),
-            offload_policy=self._offload(),
-            ignored_params=outside,
+            offload_policy=self._offload_policy(),
+            ignored_params=ignored_params,
         )
 
-    def _offload(self) -> OffloadPolicy:
+    def _offload_policy(self) -> OffloadPolicy:
         if not self.settings.cpu_offload:
             return OffloadPolicy()
         return CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
 
 
-class Sharded(Replicated):
+class FsdpGradientReduction(ReplicatedGradientReduction):
     """A reduction for processes that share out the weights."""
 
-    def __init__(self, sharing: Sharing) -> None:
-        self._sharing = sharing
-        self._sums: bool | None = None
+    def __init__(self, sharder: FsdpSharder) -> None:
+        self._sharder = sharder
+        self._syncs_gradients: bool | None = None
 
-    def begin(self, last: bool) -> None:
+    def begin_backward(self, is_last: bool) -> None:
         """FSDP adds up in the backward pass itself, block by block: told to do so in the last one, or in each."""
-        sums = last or self._sharing.settings.reduce_every_batch
-        if self._sums is not sums:
-            self._sums = sums
-            for shards in self._sharing.shards:
-                for module in shards.modules:
-                    module.set_requires_gradient_sync(sums, recurse=False)
+        sync_gradients = is_last or self._sharder.settings.reduce_every_batch
+        if self._syncs_gradients is not sync_gradients:
+            self._syncs_gradients = sync_gradients
+            for sharded in self._sharder.sharded_modules:
+                for module in sharded.fsdp_modules:
+                    module.set_requires_gradient_sync(sync_gradients, recurse=False)
 
-    def add(self, parameters: Iterable[nn.Parameter], loss: torch.Tensor) -> torch.Tensor:
-        if not self._sharing.shards:
-            return super().add(parameters, loss)
-        for part in parameters:
-            weight = self._sharing.known_as[part]
-            part.grad = None if weight.grad is None else cast(DTensor, weight.grad).to_local()
-            weight.grad = None
+    def all_reduce(self, parameters: Iterable[nn.Parameter], loss: torch.Tensor) -> torch.Tensor:
+        if not self._sharder.sharded_modules:
+            return super().all_reduce(parameters, loss)
+        for parameter in parameters:
+            dtensor = self._sharder.dtensor_by_parameter[parameter]
+            parameter.grad = None if dtensor.grad is None else cast(DTensor, dtensor.grad).to_local()
+            dtensor.grad = None
         total = loss.detach().clone()
         dist.all_reduce(total)
         return total
 
-    def norm(self, norm: torch.Tensor) -> torch.Tensor:
-        if not self._sharing.shards:
-            return norm
-        squares = norm.double().square()
+    def global_norm(self, local_norm: torch.Tensor) -> torch.Tensor:
+        if not self._sharder.sharded_modules:
+            return local_norm
+        squares = local_norm.double().square()
         dist.all_reduce(squares)
-        return squares.sqrt().to(norm.dtype)
+        return squares.sqrt().to(local_norm.dtype)
 
 
-def sharing_over_all(settings: ParallelSettings, device: torch.device) -> Sharing:
+def create_fsdp_sharder(settings: ParallelSettings, device: torch.device) -> FsdpSharder:
     """Sharing out over all processes of the job."""
-    return Sharing(settings, device, init_device_mesh(device.type, (dist.get_world_size(),)))
+    return FsdpSharder(settings, device, init_device_mesh(device.type, (dist.get_world_size(),)))
 
 
-def rows_of(rows: int, ranks: int) -> list[int]:
+def rows_per_rank(rows: int, world_size: int) -> list[int]:
     """How many rows of a tensor each process has: as torch cuts it, of which the last ones may have none."""
-    each = -(-rows // ranks)
-    return [max(0, min(each, rows - rank * each)) for rank in range(ranks)]
+    chunk_rows = -(-rows // world_size)
+    return [max(0, min(chunk_rows, rows - rank * chunk_rows)) for rank in range(world_size)]
 
 
-def _shards_of(module: nn.Module) -> Shards:
-    modules = tuple(part for part in module.modules() if isinstance(part, FSDPModule))
-    for part in modules:
+def _collect_sharded_module(module: nn.Module) -> FsdpShardedModule:
+    fsdp_modules = tuple(submodule for submodule in module.modules() if isinstance(submodule, FSDPModule))
+    for part in fsdp_modules:
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)  # gloo knows no other
-    weights = {name: cast(DTensor, parameter) for name, parameter in module.named_parameters()}
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    dtensors = {name: cast(DTensor, parameter) for name, parameter in module.named_parameters()}
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     places = {
-        name: Place(tuple(weight.shape), sum(rows_of(weight.shape[0], ranks)[:rank]))
-        for name, weight in weights.items()
+        name: RowShard(tuple(weight.shape), sum(rows_per_rank(weight.shape[0], world_size)[:rank]))
+        for name, weight in dtensors.items()
     }
-    return Shards(modules, weights, places)
+    return FsdpShardedModule(fsdp_modules, dtensors, places)
 
 
-def _owned(_module: nn.Module, _inputs: Any, output: Any) -> Any:
+def _clone_output_views(_module: nn.Module, _inputs: Any, output: Any) -> Any:
     """FSDP hangs its work of the backward pass on what a module returns, and warns of views: they may be changed in
     place behind its back."""
     if isinstance(output, torch.Tensor):
         return output.clone() if output.requires_grad and output._is_view() else output
     if isinstance(output, tuple):
-        return tuple(_owned(_module, _inputs, one) for one in output)
+        return tuple(_clone_output_views(_module, _inputs, one) for one in output)
     return output

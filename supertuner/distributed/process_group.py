@@ -9,24 +9,24 @@ from typing import Protocol
 
 from torch import nn
 
-from supertuner.models.adapters.attach import Trained
-from supertuner.step.window import Reduction, Trainee
+from supertuner.models.adapters.attach import TrainableExpert
+from supertuner.step.window import ExpertState, GradientReduction
 
 
-class Sharing(Protocol):
+class WeightSharder(Protocol):
     """Weights shared out over the processes."""
 
-    def share_out(self, trained: Trained, /) -> Trained:
+    def shard_expert(self, trainable: TrainableExpert, /) -> TrainableExpert:
         """An expert whose module is in host memory, in parts on the device of each process."""
 
-    def share(self, module: nn.Module, /) -> None:
+    def shard_module(self, module: nn.Module, /) -> None:
         """The same with a module that nothing is trained of."""
 
-    def take_turns(self, trainees: Sequence[Trainee], /) -> None:
+    def enable_expert_swap(self, expert_states: Sequence[ExpertState], /) -> None:
         """Have experts that do not compute wait in host memory, where that is another one."""
 
 
-class Parallel(Protocol):
+class ProcessGroup(Protocol):
     """The processes that train together. Every call is made by all of them, in the same order."""
 
     @property
@@ -34,7 +34,7 @@ class Parallel(Protocol):
         """This process's number, from 0."""
 
     @property
-    def ranks(self) -> int:
+    def world_size(self) -> int:
         """How many processes train together."""
 
     @property
@@ -42,59 +42,59 @@ class Parallel(Protocol):
         """Its number among those of its node."""
 
     @property
-    def local_ranks(self) -> int:
+    def local_world_size(self) -> int:
         """How many of them its node has."""
 
     @property
-    def in_step(self) -> bool:
+    def forward_is_collective(self) -> bool:
         """Whether every process takes part in every pass through the model: it has a part of the weights."""
 
     @property
-    def sharing(self) -> Sharing | None:
+    def sharder(self) -> WeightSharder | None:
         """Who shares out the weights; None: each process has all of them."""
 
     @property
-    def reduction(self) -> Reduction | None:
+    def reduction(self) -> GradientReduction | None:
         """How the windows' gradients are added up; None: there is nobody to add to."""
 
-    def agree(self, numbers: Sequence[int], /) -> list[int]:
+    def all_reduce_max(self, numbers: Sequence[int], /) -> list[int]:
         """The largest of each over all processes."""
 
-    def gather(self, content: bytes, /) -> list[bytes]:
+    def all_gather(self, content: bytes, /) -> list[bytes]:
         """What each process says, in the order of ranks."""
 
-    def told(self, content: bytes | None, /) -> bytes:
+    def broadcast(self, content: bytes | None, /) -> bytes:
         """What rank 0 says; the others give None."""
 
 
 @dataclass(frozen=True, slots=True)
-class Alone:
+class SingleProcess:
     """One process."""
 
     rank: int = 0
-    ranks: int = 1
+    world_size: int = 1
     local_rank: int = 0
-    local_ranks: int = 1
-    in_step: bool = False
-    sharing: Sharing | None = None
-    reduction: Reduction | None = None
+    local_world_size: int = 1
+    forward_is_collective: bool = False
+    sharder: WeightSharder | None = None
+    reduction: GradientReduction | None = None
 
-    def agree(self, numbers: Sequence[int], /) -> list[int]:
+    def all_reduce_max(self, numbers: Sequence[int], /) -> list[int]:
         return list(numbers)
 
-    def gather(self, content: bytes, /) -> list[bytes]:
+    def all_gather(self, content: bytes, /) -> list[bytes]:
         return [content]
 
-    def told(self, content: bytes | None, /) -> bytes:
+    def broadcast(self, content: bytes | None, /) -> bytes:
         assert content is not None
         return content
 
 
 @contextmanager
-def in_turn(parallel: Parallel) -> Iterator[None]:
+def rank_zero_first(process_group: ProcessGroup) -> Iterator[None]:
     """The first process does what is inside, and then the others: they find what it made."""
-    if parallel.rank != 0:
-        parallel.agree([0])
+    if process_group.rank != 0:
+        process_group.all_reduce_max([0])
     yield
-    if parallel.rank == 0:
-        parallel.agree([0])
+    if process_group.rank == 0:
+        process_group.all_reduce_max([0])

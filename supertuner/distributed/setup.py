@@ -9,36 +9,41 @@ from dataclasses import replace
 import torch
 
 from supertuner.config.settings.parallel import ParallelSettings
-from supertuner.config.sources.launcher import Launched
-from supertuner.distributed.group import joined
-from supertuner.distributed.process_group import Alone, Parallel
-from supertuner.distributed.rendezvous import meet
-from supertuner.distributed.watchdog.heartbeat import MarkedReduction, Pulse
-from supertuner.distributed.watchdog.watch import watching
+from supertuner.config.sources.launcher import LauncherEnvironment
+from supertuner.distributed.group import join_process_group
+from supertuner.distributed.process_group import ProcessGroup, SingleProcess
+from supertuner.distributed.rendezvous import open_rendezvous_store
+from supertuner.distributed.watchdog.heartbeat import Heartbeat, HeartbeatReduction
+from supertuner.distributed.watchdog.watch import watch_ranks
 
-MEETING_S = 120.0
+MIN_RENDEZVOUS_S = 120.0
 """The least that processes wait for each other at the start: on some node, libraries come from a cold disk."""
 
 
 @contextmanager
-def open_parallel(
-    settings: ParallelSettings, launched: Launched, device: torch.device, pulse: Pulse
-) -> Iterator[Parallel]:
+def open_process_group(
+    settings: ParallelSettings, launch_env: LauncherEnvironment, device: torch.device, heartbeat: Heartbeat
+) -> Iterator[ProcessGroup]:
     """Join the other processes, and watch them; one process joins nobody. `pulse` is for signs of life."""
-    if launched.ranks == 1:
-        yield Alone()
+    if launch_env.world_size == 1:
+        yield SingleProcess()
         return
     timeout_s = settings.timeout_s
-    store = meet(launched, timeout_s=max(timeout_s, MEETING_S))
+    store = open_rendezvous_store(launch_env, timeout_s=max(timeout_s, MIN_RENDEZVOUS_S))
     with (
-        watching(store, launched, pulse, timeout_s=timeout_s),
-        joined(launched, device, timeout_s=timeout_s, store=store) as group,
+        watch_ranks(store, launch_env, heartbeat, timeout_s=timeout_s),
+        join_process_group(launch_env, device, timeout_s=timeout_s, store=store) as group,
     ):
         if settings.strategy != "fsdp":
             assert group.reduction is not None
-            yield replace(group, reduction=MarkedReduction(group.reduction, pulse))
+            yield replace(group, reduction=HeartbeatReduction(group.reduction, heartbeat))
             return
-        from supertuner.distributed.fsdp import Sharded, sharing_over_all
+        from supertuner.distributed.fsdp import FsdpGradientReduction, create_fsdp_sharder
 
-        sharing = sharing_over_all(settings, device)
-        yield replace(group, in_step=True, sharing=sharing, reduction=MarkedReduction(Sharded(sharing), pulse))
+        sharder = create_fsdp_sharder(settings, device)
+        yield replace(
+            group,
+            forward_is_collective=True,
+            sharder=sharder,
+            reduction=HeartbeatReduction(FsdpGradientReduction(sharder), heartbeat),
+        )

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from supertuner.core.host import Host
+from supertuner.core.host import HostFacts
 from supertuner.core.types import KIB
 from supertuner.memory.driver import Device, Driver, Missing
 from supertuner.memory.machines import MACHINES, Machine, machine_of, machine_of_cpu
@@ -88,7 +88,7 @@ class Facts:
     no_gpu_reason: str | None
 
 
-def probe(host: Host, driver: Driver | Missing, nvml: Nvml | Missing) -> Facts:
+def probe(host: HostFacts, driver: Driver | Missing, nvml: Nvml | Missing) -> Facts:
     """Ask everybody once."""
     gpus = _gpus(driver, nvml)
     proc, meminfo = host.root / "proc", kernel_fields(host.root / "proc/meminfo")
@@ -117,7 +117,7 @@ def probe(host: Host, driver: Driver | Missing, nvml: Nvml | Missing) -> Facts:
     )
 
 
-def free_gpu_bytes(facts: Facts, driver: Driver | Missing, host: Host, device: int = 0) -> int | None:
+def free_gpu_bytes(facts: Facts, driver: Driver | Missing, host: HostFacts, device: int = 0) -> int | None:
     """Bytes that can still be had on a GPU. None: no GPU, or nobody knows.
 
     The driver counts as taken what the kernel uses for cache and would give up. So on a one-pool machine this is
@@ -136,7 +136,7 @@ def free_gpu_bytes(facts: Facts, driver: Driver | Missing, host: Host, device: i
     return free if available is None else min(max(free, available), total)
 
 
-def host_available_bytes(facts: Facts, host: Host) -> int | None:
+def host_available_bytes(facts: Facts, host: HostFacts) -> int | None:
     """Bytes of host memory that can still be taken.
 
     MemAvailable, but where GPU memory is a NUMA node the kernel counts it in, and this does not.
@@ -160,7 +160,7 @@ def kernel_fields(path: Path) -> dict[str, int]:
     return found
 
 
-def uvm_parameters(host: Host) -> dict[str, str]:
+def uvm_parameters(host: HostFacts) -> dict[str, str]:
     """The parameters of nvidia_uvm that this user may read."""
     folder = host.root / "sys/module/nvidia_uvm/parameters"
     names = sorted(folder.iterdir()) if folder.is_dir() else []
@@ -196,7 +196,7 @@ def _one_pool(gpus: tuple[GpuFacts, ...], machine: Machine | None) -> bool | Non
     return any(known) if known else None
 
 
-def _nodes(host: Host, devices: list[Device]) -> tuple[NodeFacts, ...]:
+def _nodes(host: HostFacts, devices: list[Device]) -> tuple[NodeFacts, ...]:
     """Nodes with CPUs or memory: Grace superchips also list empty ones, for slices of a GPU (MIG) that may come."""
     folder = host.root / "sys/devices/system/node"
     numbers = sorted(int(entry.name[4:]) for entry in folder.glob("node[0-9]*")) if folder.is_dir() else []
@@ -217,7 +217,7 @@ def _nodes(host: Host, devices: list[Device]) -> tuple[NodeFacts, ...]:
     return tuple(found)
 
 
-def _node_folder(host: Host, number: int) -> Path:
+def _node_folder(host: HostFacts, number: int) -> Path:
     return host.root / f"sys/devices/system/node/node{number}"
 
 
@@ -256,7 +256,7 @@ def _chosen(text: str | None) -> str | None:
     return match[1] if match else None
 
 
-def _is_here(host: Host) -> bool:
+def _is_here(host: HostFacts) -> bool:
     return host.root == Path("/")
 
 

@@ -9,9 +9,9 @@ import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend, dispatch_attention_fn
 from torch import nn
 
-from supertuner.config.problems import nearest
+from supertuner.config.problems import closest_match
 from supertuner.core.errors import ModelError
-from supertuner.models.quiet import quietly
+from supertuner.models.quiet import quiet_libraries
 
 ALIASES: Final[Mapping[str, str]] = {
     "sdpa": "native",
@@ -33,23 +33,23 @@ ALIASES: Final[Mapping[str, str]] = {
     "sage_attention": "sage",
 }
 """What people call them elsewhere → their name in diffusers."""
-HEAD_WIDTH: Final = 128
+PROBE_HEAD_DIM: Final = 128
 """Of the probe: what Wan and Flux have, and every backend takes."""
 
 
 def require_backend(name: str, device: torch.device) -> None:
     """Raise if the backend is unknown, is not installed, or computes no attention or no gradient on this device."""
-    backend = _backend(name)
-    query = torch.zeros(1, 16, 2, HEAD_WIDTH, device=device, dtype=torch.bfloat16, requires_grad=True)
+    backend = _resolve_backend(name)
+    query = torch.zeros(1, 16, 2, PROBE_HEAD_DIM, device=device, dtype=torch.bfloat16, requires_grad=True)
     try:
         with attention_backend(backend):
-            attended = dispatch_attention_fn(query, query, query, backend=backend)
-        if attended.requires_grad:
-            attended.sum().backward()
+            output = dispatch_attention_fn(query, query, query, backend=backend)
+        if output.requires_grad:
+            output.sum().backward()
     except (RuntimeError, ValueError, ImportError, TypeError, AssertionError, OSError) as error:
-        why = str(error).strip().splitlines() or [type(error).__name__]
+        reason_lines = str(error).strip().splitlines() or [type(error).__name__]
         raise ModelError(
-            f"model.attention is {name!r}, which cannot train on this machine ({device.type}): {why[0]} "
+            f"model.attention is {name!r}, which cannot train on this machine ({device.type}): {reason_lines[0]} "
             '"native" always can'
         ) from error
     if query.grad is None:
@@ -58,17 +58,17 @@ def require_backend(name: str, device: torch.device) -> None:
 
 def use_backend(module: nn.Module, name: str) -> None:
     """Have the module's attention computed by this backend; other modules keep theirs."""
-    backend = _backend(name)
-    chosen: Any = module
+    backend = _resolve_backend(name)
+    model: Any = module
     # set_attention_backend also changes the default of the whole process; the context puts that back.
-    with quietly(), attention_backend(AttentionBackendName.NATIVE):
-        chosen.set_attention_backend(backend.value)
+    with quiet_libraries(), attention_backend(AttentionBackendName.NATIVE):
+        model.set_attention_backend(backend.value)
 
 
-def require_choice(module: nn.Module, name: str) -> None:
+def require_backend_support(module: nn.Module, name: str) -> None:
     """Raise if a backend other than torch's own is asked for and no layer of the module would follow: diffusers takes
     the choice without a word, and the layers of some models know nothing of it."""
-    if _backend(name) is AttentionBackendName.NATIVE:
+    if _resolve_backend(name) is AttentionBackendName.NATIVE:
         return
     processors = [layer.processor for layer in module.modules() if hasattr(layer, "processor")]
     if not any(hasattr(processor, "_attention_backend") for processor in processors):
@@ -78,12 +78,12 @@ def require_choice(module: nn.Module, name: str) -> None:
         )
 
 
-def _backend(name: str) -> Any:
+def _resolve_backend(name: str) -> Any:
     known = [backend.value for backend in AttentionBackendName]
-    plain = name.lower().replace("-", "_")
-    plain = plain if plain in known else ALIASES.get(plain, plain)
-    if plain in known:
-        return AttentionBackendName(plain)
-    guess = nearest(plain, [*known, *ALIASES])
+    normalized = name.lower().replace("-", "_")
+    normalized = normalized if normalized in known else ALIASES.get(normalized, normalized)
+    if normalized in known:
+        return AttentionBackendName(normalized)
+    guess = closest_match(normalized, [*known, *ALIASES])
     hint = f"did you mean {guess!r}?" if guess else f"there are {', '.join(known)}"
     raise ModelError(f"model.attention is {name!r}, which diffusers does not have; {hint}")

@@ -5,19 +5,19 @@ from __future__ import annotations
 from torch import nn
 
 
-def blocks_of(module: nn.Module) -> dict[str, nn.Module]:
+def named_blocks(module: nn.Module) -> dict[str, nn.Module]:
     """Name in the module → block, in the order of the forward pass.
 
     Transformers keep them in lists; a U-Net has its middle between the list of its way down and that of its way up.
     Modules that no list holds (embeddings, the last norm) are small, and belong to no block.
     """
-    found: dict[str, nn.Module] = {}
-    for name, part in module.named_children():
-        if isinstance(part, nn.ModuleList):
-            found |= {f"{name}.{number}": block for number, block in enumerate(part) if isinstance(block, nn.Module)}
+    blocks: dict[str, nn.Module] = {}
+    for name, child in module.named_children():
+        if isinstance(child, nn.ModuleList):
+            blocks |= {f"{name}.{number}": block for number, block in enumerate(child) if isinstance(block, nn.Module)}
         elif name == "mid_block":
-            found[name] = part
-    if "mid_block" not in found:
-        return found
+            blocks[name] = child
+    if "mid_block" not in blocks:
+        return blocks
     order = ("down_blocks", "mid_block", "up_blocks")
-    return dict(sorted(found.items(), key=lambda item: order.index(item[0].partition(".")[0])))
+    return dict(sorted(blocks.items(), key=lambda item: order.index(item[0].partition(".")[0])))

@@ -6,10 +6,10 @@ import torch
 from torch import nn
 
 from supertuner.core.errors import ModelError
-from supertuner.core.events import Decided
+from supertuner.core.events import DecisionEvent
 
 
-def compile_blocks(module: nn.Module, device: torch.device) -> Decided:
+def compile_blocks(module: nn.Module, device: torch.device) -> DecisionEvent:
     """Compile each repeated block of `module`, after adapters are on it. Names and parameters stay as they are.
 
     Block by block: they are alike, so the first one's code serves all of them, and the wait is that of one block.
@@ -17,26 +17,26 @@ def compile_blocks(module: nn.Module, device: torch.device) -> Decided:
     blocks = repeated_blocks(module)
     if not blocks:
         raise ModelError(f"model.compile is true, but {type(module).__name__} has no repeated blocks; set it to false")
-    try_compiler(device)
+    check_compiler(device)
     for block in blocks:
         block.compile()
     kinds = sorted({type(block).__name__ for block in blocks})
-    return Decided("model.compile", True, f"{', '.join(kinds)} × {len(blocks)}, compiled when first used")
+    return DecisionEvent("model.compile", True, f"{', '.join(kinds)} × {len(blocks)}, compiled when first used")
 
 
 def repeated_blocks(module: nn.Module) -> list[nn.Module]:
     """The blocks that the model's class names, as diffusers' regional compilation does, or else those in its lists."""
-    named = getattr(module, "_repeated_blocks", None)
-    if named:
-        return [block for block in module.modules() if type(block).__name__ in named]
+    class_names = getattr(module, "_repeated_blocks", None)
+    if class_names:
+        return [block for block in module.modules() if type(block).__name__ in class_names]
     return [block for part in module.children() if isinstance(part, nn.ModuleList) for block in part]
 
 
-def try_compiler(device: torch.device) -> None:
+def check_compiler(device: torch.device) -> None:
     """Compile and run one small function on `device`; an error says what is missing."""
-    given = torch.ones(64, device=device)
+    inputs = torch.ones(64, device=device)
     try:
-        found = torch.compile(_small, fullgraph=True)(given)
+        output = torch.compile(_probe_function, fullgraph=True)(inputs)
     except Exception as error:
         cause = getattr(error, "inner_exception", error)  # dynamo's own error only says that the backend raised one
         reason = (str(cause).strip() or type(cause).__name__).splitlines()[0]
@@ -44,9 +44,9 @@ def try_compiler(device: torch.device) -> None:
             f"model.compile is true, and torch.compile does not work on {device.type} here: {reason}; install a C++ "
             "compiler (g++; for a GPU also triton), or set model.compile: false"
         ) from error
-    if not torch.equal(found, _small(given)):
+    if not torch.equal(output, _probe_function(inputs)):
         raise ModelError(f"model.compile is true, and compiled code on {device.type} computes wrongly; set it to false")
 
 
-def _small(x: torch.Tensor) -> torch.Tensor:
+def _probe_function(x: torch.Tensor) -> torch.Tensor:
     return x * 2 + 1

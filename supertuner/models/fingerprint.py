@@ -25,7 +25,7 @@ THREADS: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
+class _HashedFile:
     """What a file was when it was hashed. Content changed behind an equal stamp would need a forged change time."""
 
     nbytes: int
@@ -34,55 +34,57 @@ class _Known:
     inode: int
     digest: str
 
-    def still(self, stamp: os.stat_result) -> bool:
-        return (self.nbytes, self.modified_ns, self.changed_ns, self.inode) == _stamp(stamp)
+    def matches(self, file_stat: os.stat_result) -> bool:
+        return (self.nbytes, self.modified_ns, self.changed_ns, self.inode) == _stat_key(file_stat)
 
 
 def fingerprint(files: Sequence[Path], memo: Path | None) -> str:
     """32 hex digits over the names and contents of `files`, whatever folder they lie in and in whatever order."""
     resolved = [file.resolve() for file in files]
-    known = _read_memo(memo)
+    remembered = _read_memo(memo)
     with ThreadPoolExecutor(THREADS) as threads:
-        hashed = list(threads.map(lambda file: _hashed(file, known.get(str(file))), resolved))
-    found = {str(file): one for file, one in zip(resolved, hashed, strict=True)}
-    if memo is not None and any(known.get(file) != one for file, one in found.items()):
-        _write_memo(memo, {**known, **found})
+        hashed_files = list(threads.map(lambda file: _hash_file(file, remembered.get(str(file))), resolved))
+    entries = {str(file): one for file, one in zip(resolved, hashed_files, strict=True)}
+    if memo is not None and any(remembered.get(file) != one for file, one in entries.items()):
+        _write_memo(memo, {**remembered, **entries})
     # Parts have files of the same name (config.json), so the name of the folder belongs to the name of the file.
-    named = sorted((f"{file.parent.name}/{file.name}", one.digest) for file, one in zip(files, hashed, strict=True))
-    return xxhash.xxh3_128_hexdigest(json.dumps([FORMAT, named]).encode())
+    named_digests = sorted(
+        (f"{file.parent.name}/{file.name}", one.digest) for file, one in zip(files, hashed_files, strict=True)
+    )
+    return xxhash.xxh3_128_hexdigest(json.dumps([FORMAT, named_digests]).encode())
 
 
-def _hashed(file: Path, known: _Known | None) -> _Known:
+def _hash_file(file: Path, remembered: _HashedFile | None) -> _HashedFile:
     try:
-        with file.open("rb", buffering=0) as opened:
-            stamp = os.fstat(opened.fileno())
-            if known is not None and known.still(stamp):
-                return known
+        with file.open("rb", buffering=0) as stream:
+            file_stat = os.fstat(stream.fileno())
+            if remembered is not None and remembered.matches(file_stat):
+                return remembered
             digest = xxhash.xxh3_128()
-            room = bytearray(min(CHUNK_BYTES, max(1, stamp.st_size)))
-            while count := opened.readinto(room):
-                digest.update(memoryview(room)[:count])
+            buffer = bytearray(min(CHUNK_BYTES, max(1, file_stat.st_size)))
+            while count := stream.readinto(buffer):
+                digest.update(memoryview(buffer)[:count])
     except OSError as error:
         raise ModelError(f"{file} cannot be read: {error.strerror}") from error
-    return _Known(*_stamp(stamp), digest.hexdigest())
+    return _HashedFile(*_stat_key(file_stat), digest.hexdigest())
 
 
-def _stamp(stamp: os.stat_result) -> tuple[int, int, int, int]:
-    return stamp.st_size, stamp.st_mtime_ns, stamp.st_ctime_ns, stamp.st_ino
+def _stat_key(file_stat: os.stat_result) -> tuple[int, int, int, int]:
+    return file_stat.st_size, file_stat.st_mtime_ns, file_stat.st_ctime_ns, file_stat.st_ino
 
 
-def _read_memo(memo: Path | None) -> Mapping[str, _Known]:
+def _read_memo(memo: Path | None) -> Mapping[str, _HashedFile]:
     if memo is None or not memo.is_file():
         return {}
     try:
-        read = json.loads(memo.read_bytes())
-        if read["format"] != FORMAT:
+        content = json.loads(memo.read_bytes())
+        if content["format"] != FORMAT:
             return {}
-        return {file: _Known(**entry) for file, entry in read["files"].items()}
+        return {file: _HashedFile(**entry) for file, entry in content["files"].items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return {}  # not what was written: everything is hashed again, and the memo is written anew
 
 
-def _write_memo(memo: Path, known: Mapping[str, _Known]) -> None:
+def _write_memo(memo: Path, entries: Mapping[str, _HashedFile]) -> None:
     memo.parent.mkdir(parents=True, exist_ok=True)
-    write_json(memo, {"format": FORMAT, "files": {file: asdict(known[file]) for file in sorted(known)}})
+    write_json(memo, {"format": FORMAT, "files": {file: asdict(entries[file]) for file in sorted(entries)}})

@@ -18,21 +18,21 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
-def stand_in(skeleton: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
+def build_without_weights(build_module: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
     """What loading would give: in eval mode, no gradient required, in fp32 what its class keeps so. It is on the meta
     device, or, where fake tensors are in use, on the CPU with fake ones."""
     mode = detect_fake_mode()
     with unset_fake_temporarily():
-        module = skeleton()
-        kept = _kept_in_fp32(module, dtype)
+        module = build_module()
+        fp32_names = _fp32_module_names(module, dtype)
         for name, tensor in module.state_dict(keep_vars=True).items():  # what a file would hold; other buffers stay
             if tensor.is_floating_point():
-                tensor.data = tensor.data.to(torch.float32 if kept & set(name.split(".")) else dtype)
+                tensor.data = tensor.data.to(torch.float32 if fp32_names & set(name.split(".")) else dtype)
     module = module.eval().requires_grad_(False)
-    return module if mode is None else filled(module, mode, torch.device("cpu"))
+    return module if mode is None else fill_with_fake_tensors(module, mode, torch.device("cpu"))
 
 
-class Nowhere(TorchFunctionMode):
+class MetaDeviceMode(TorchFunctionMode):
     """Inside, tensors are made on the meta device and stay there, whoever wants a copy on the CPU."""
 
     def __torch_function__(
@@ -44,7 +44,7 @@ class Nowhere(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
 
 
-class Wordless:
+class PlaceholderTokenizer:
     """A tokenizer that knows no words: of any text it makes as many tokens as it may, or `tokens` where nobody says how
     many that are. Nobody can look at their values."""
 
@@ -62,48 +62,50 @@ class Wordless:
         return SimpleNamespace(input_ids=ids, attention_mask=torch.ones_like(ids))
 
 
-def _kept_in_fp32(module: nn.Module, dtype: torch.dtype) -> set[str]:
+def _fp32_module_names(module: nn.Module, dtype: torch.dtype) -> set[str]:
     """Names of submodules: diffusers keeps what a class names, transformers only beside fp16, unless the class is
     strict about it."""
-    named = set(getattr(module, "_keep_in_fp32_modules", None) or ())
+    names = set(getattr(module, "_keep_in_fp32_modules", None) or ())
     if type(module).__module__.startswith("transformers.") and dtype is not torch.float16:
-        named = set()
-    return named | set(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
+        names = set()
+    return names | set(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
 
 
-def filled(module: nn.Module, mode: FakeTensorMode, device: torch.device) -> nn.Module:
+def fill_with_fake_tensors(module: nn.Module, mode: FakeTensorMode, device: torch.device) -> nn.Module:
     """The module with every tensor of it replaced by a fake one on `device`; parameters that are shared stay so."""
-    made: dict[int, Any] = {}
+    fake_parameters: dict[int, Any] = {}
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
-        return _fake(tensor, mode, device)
+        return _to_fake_tensor(tensor, mode, device)
 
-    for part in module.modules():
-        for name, parameter in part._parameters.items():
+    for submodule in module.modules():
+        for name, parameter in submodule._parameters.items():
             if parameter is not None:
-                if id(parameter) not in made:
-                    made[id(parameter)] = nn.Parameter(fake(parameter.data), requires_grad=parameter.requires_grad)
-                part._parameters[name] = made[id(parameter)]
-        for name, buffer in part._buffers.items():
+                if id(parameter) not in fake_parameters:
+                    fake_parameters[id(parameter)] = nn.Parameter(
+                        fake(parameter.data), requires_grad=parameter.requires_grad
+                    )
+                submodule._parameters[name] = fake_parameters[id(parameter)]
+        for name, buffer in submodule._buffers.items():
             if buffer is not None:
-                part._buffers[name] = fake(buffer)
-        for name, value in vars(part).items():  # tables that a class keeps as plain attributes
+                submodule._buffers[name] = fake(buffer)
+        for name, value in vars(submodule).items():  # tables that a class keeps as plain attributes
             if isinstance(value, torch.Tensor):
-                vars(part)[name] = fake(value)
+                vars(submodule)[name] = fake(value)
             elif isinstance(value, list):
-                vars(part)[name] = [fake(one) if isinstance(one, torch.Tensor) else one for one in value]
+                vars(submodule)[name] = [fake(one) if isinstance(one, torch.Tensor) else one for one in value]
     # Fake tensors are where they are; torch's own `to` would swap each for another, which it refuses now and then.
     vars(module)["to"] = lambda *_where, **_how: module
     return module
 
 
-def _fake(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> torch.Tensor:
+def _to_fake_tensor(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> torch.Tensor:
     wrapper: Any = tensor
     if is_traceable_wrapper_subclass(wrapper):  # 8-bit weights: several plain tensors in one
         names, context = wrapper.__tensor_flatten__()
-        inner = {name: _fake(getattr(wrapper, name), mode, device) for name in names}
-        made: torch.Tensor = type(wrapper).__tensor_unflatten__(inner, context, wrapper.shape, wrapper.stride())
-        return made
+        inner = {name: _to_fake_tensor(getattr(wrapper, name), mode, device) for name in names}
+        rebuilt: torch.Tensor = type(wrapper).__tensor_unflatten__(inner, context, wrapper.shape, wrapper.stride())
+        return rebuilt
     if tensor.device.type != "meta":
         tensor = tensor.to("meta")
     return FakeTensor(mode, tensor, device)

@@ -11,10 +11,10 @@ from pathlib import Path
 from huggingface_hub import errors, snapshot_download
 
 from supertuner.core.errors import ModelError
-from supertuner.models.spec import Source
+from supertuner.models.spec import ModelSource
 
 
-def snapshot(source: Source, patterns: Sequence[str]) -> Path:
+def download_snapshot(source: ModelSource, patterns: Sequence[str]) -> Path:
     """The folder of this revision in the hub's cache, named by its commit, with every file that matches a pattern."""
     try:
         return Path(
@@ -31,10 +31,10 @@ def snapshot(source: Source, patterns: Sequence[str]) -> Path:
             f"model.path is {source.path!r}: there is no such folder, and a name on the hub looks like owner/name"
         ) from error
     except (errors.HTTPError, OSError) as error:  # type: ignore[attr-defined]  # the base of all its transport errors
-        raise ModelError(_why(source, error)) from error
+        raise ModelError(_failure_message(source, error)) from error
 
 
-def _why(source: Source, error: BaseException) -> str:
+def _failure_message(source: ModelSource, error: BaseException) -> str:
     name = source.path
     if isinstance(error, errors.GatedRepoError):
         return (
@@ -48,21 +48,21 @@ def _why(source: Source, error: BaseException) -> str:
     if isinstance(error, errors.RevisionNotFoundError):
         return f"model.revision is {source.revision!r}: {name} has no such branch, tag or commit"
     if isinstance(error, errors.LocalEntryNotFoundError):
-        return _why_not_here(source, error)
-    return _unreachable(name, error)
+        return _missing_files_message(source, error)
+    return _unreachable_message(name, error)
 
 
-def _why_not_here(source: Source, error: errors.LocalEntryNotFoundError) -> str:
+def _missing_files_message(source: ModelSource, error: errors.LocalEntryNotFoundError) -> str:
     """The files are not all on this machine. Whether anybody was asked for them, and what came of it, is the cause."""
-    where = f"{source.path} (revision {source.revision or 'main'})"
+    description = f"{source.path} (revision {source.revision or 'main'})"
     if source.offline:
-        return f"{where} is not whole in the hub's cache, and model.offline is true; turn it off once to fetch it"
+        return f"{description} is not whole in the hub's cache, and model.offline is true; turn it off once to fetch it"
     if isinstance(error.__cause__, errors.OfflineModeIsEnabled):
-        return f"{where} is not whole in the hub's cache, and HF_HUB_OFFLINE is set; unset it once to fetch it"
-    return _unreachable(source.path, error.__cause__ or error)
+        return f"{description} is not whole in the hub's cache, and HF_HUB_OFFLINE is set; unset it once to fetch it"
+    return _unreachable_message(source.path, error.__cause__ or error)
 
 
-def _unreachable(name: str, error: BaseException) -> str:
+def _unreachable_message(name: str, error: BaseException) -> str:
     if isinstance(error, errors.HfHubHTTPError):
         status = error.response.status_code
         if status == 401:

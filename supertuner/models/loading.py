@@ -12,151 +12,163 @@ from torch import nn
 
 from supertuner.core.errors import ModelError
 from supertuner.models import hollow
-from supertuner.models.quiet import quietly
-from supertuner.models.reading import folder_of, weights_of
-from supertuner.models.spec import Expert, Model
+from supertuner.models.quiet import quiet_libraries
+from supertuner.models.reading import pipeline_folder, weight_files
+from supertuner.models.spec import Expert, ModelDescription
 
-LIBRARIES: Final = ("diffusers", "transformers")
+TRUSTED_LIBRARIES: Final = ("diffusers", "transformers")
 """Where classes of parts may come from: an index can name any module, and importing one runs its code."""
 
-SCALES: Final = (".scale_weight", ".weight_scale", ".scale_input", "scaled_fp8")
+SCALE_SUFFIXES: Final = (".scale_weight", ".weight_scale", ".scale_input", "scaled_fp8")
 """Names of what other programs store beside weights that they scaled to fit 8 bits."""
 
 
-def denoiser(model: Model, expert: Expert, dtype: torch.dtype) -> nn.Module:
+def load_denoiser(model: ModelDescription, expert: Expert, dtype: torch.dtype) -> nn.Module:
     """An expert's module."""
-    return module(model, expert.part, dtype)
+    return load_module(model, expert.component, dtype)
 
 
-def module(model: Model, part: str, dtype: torch.dtype) -> nn.Module:
+def load_module(model: ModelDescription, component: str, dtype: torch.dtype) -> nn.Module:
     """A part with weights: on the CPU, in eval mode, no gradient required.
 
     Modules that the class itself keeps in fp32 (norms, time embeddings) stay so whatever `dtype` is.
     """
-    if model.source.hollow:
-        return hollow.stand_in(lambda: skeleton(model, part), dtype)
-    kind = _class_of(model, part)
-    folder = folder_of(model.source, (part,))
-    single = model.source.single_files.get(part)
-    for file in weights_of(model.source, folder, part):
-        _check_whole(file)
-    with quietly(), torch.random.fork_rng(devices=[]):
+    if model.source.without_weights:
+        return hollow.build_without_weights(lambda: build_meta_module(model, component), dtype)
+    component_class = _component_class(model, component)
+    folder = pipeline_folder(model.source, (component,))
+    single_file = model.source.single_files.get(component)
+    for file in weight_files(model.source, folder, component):
+        _check_weight_file(file)
+    with quiet_libraries(), torch.random.fork_rng(devices=[]):
         try:
-            if single is not None:
-                loaded = _from_single_file(kind, single, folder, part, dtype)
+            if single_file is not None:
+                loaded = _from_single_file(component_class, single_file, folder, component, dtype)
             else:
-                loaded = _from_folder(kind, model, folder, part, dtype)
+                loaded = _from_folder(component_class, model, folder, component, dtype)
         except (OSError, ValueError, TypeError, AttributeError, RuntimeError, KeyError, ImportError) as error:
-            where = single or folder / part  # a config of another class, or of nonsense, fails in any of these ways
-            raise ModelError(f"{where} cannot be loaded as {kind.__name__}: {_first_line(error)}") from error
-    align(loaded)
+            where = (
+                single_file or folder / component
+            )  # a config of another class, or of nonsense, fails in any of these ways
+            raise ModelError(f"{where} cannot be loaded as {component_class.__name__}: {_first_line(error)}") from error
+    align_tensors(loaded)
     return loaded.eval().requires_grad_(False)
 
 
-def skeleton(model: Model, part: str) -> nn.Module:
+def build_meta_module(model: ModelDescription, component: str) -> nn.Module:
     """A part without its weights: names and shapes of layers, in no memory, in a moment."""
-    kind = _class_of(model, part)
-    with quietly(), torch.device("meta"):
+    component_class = _component_class(model, component)
+    with quiet_libraries(), torch.device("meta"):
         try:
-            made = _from_config(kind, dict(model.configs[part]))
+            meta_module = _from_config(component_class, dict(model.configs[component]))
         except (ValueError, TypeError, AttributeError, RuntimeError, KeyError) as error:
             raise ModelError(
-                f"{model.source.path}: the config of {part} describes no {kind.__name__}: {_first_line(error)}"
+                f"{model.source.path}: the config of {component} describes no {component_class.__name__}: {_first_line(error)}"
             ) from error
-    assert isinstance(made, nn.Module)
-    return made
+    assert isinstance(meta_module, nn.Module)
+    return meta_module
 
 
-def plain(model: Model, part: str) -> Any:
+def load_tokenizer_or_scheduler(model: ModelDescription, component: str) -> Any:
     """A part without weights: a tokenizer or a scheduler."""
-    if model.source.hollow:
-        return hollow.Wordless(model.source.hollow_tokens)
-    kind = _class_of(model, part)
-    folder = folder_of(model.source, (part,))
-    with quietly():
+    if model.source.without_weights:
+        return hollow.PlaceholderTokenizer(model.source.assumed_caption_tokens)
+    component_class = _component_class(model, component)
+    folder = pipeline_folder(model.source, (component,))
+    with quiet_libraries():
         try:
-            return kind.from_pretrained(str(folder), subfolder=part, local_files_only=True)
+            return component_class.from_pretrained(str(folder), subfolder=component, local_files_only=True)
         except (OSError, ValueError, TypeError, KeyError) as error:
-            raise ModelError(f"{folder / part} cannot be loaded as {kind.__name__}: {_first_line(error)}") from error
+            raise ModelError(
+                f"{folder / component} cannot be loaded as {component_class.__name__}: {_first_line(error)}"
+            ) from error
 
 
-def align(loaded: nn.Module) -> None:
+def align_tensors(module_to_align: nn.Module) -> None:
     """Give each tensor memory of its own, one after the other, so that only one is held twice.
 
     Memory mapped from a .safetensors file begins anywhere, and CPU kernels round differently on unaligned data: the
     same weights would give results that differ in the last bits from one load to the next.
     """
-    for tensor in (*loaded.parameters(), *loaded.buffers()):
+    for tensor in (*module_to_align.parameters(), *module_to_align.buffers()):
         tensor.data = tensor.data.clone()
 
 
-def _class_of(model: Model, part: str) -> Any:
+def _component_class(model: ModelDescription, component: str) -> Any:
     """The class that the pipeline's index names for a part."""
-    library, name = (str(one) for one in model.configs[""][part])  # type: ignore[attr-defined]  # checked by read_parts
-    if library not in LIBRARIES:
-        raise ModelError(f"{model.source.path}: its {part} is code of its own ({library}), which is not run")
-    found = getattr(import_module(library), name, None)
-    if found is None:
-        raise ModelError(f"{model.source.path}: its {part} is a {name}, which the installed {library} does not have")
-    return found
+    library, name = (str(one) for one in model.configs[""][component])  # type: ignore[attr-defined]  # checked by read_parts
+    if library not in TRUSTED_LIBRARIES:
+        raise ModelError(f"{model.source.path}: its {component} is code of its own ({library}), which is not run")
+    component_class = getattr(import_module(library), name, None)
+    if component_class is None:
+        raise ModelError(
+            f"{model.source.path}: its {component} is a {name}, which the installed {library} does not have"
+        )
+    return component_class
 
 
-def _from_config(kind: Any, config: dict[str, Any]) -> Any:
+def _from_config(component_class: Any, config: dict[str, Any]) -> Any:
     """Each library has its own way."""
-    if kind.__module__.startswith("diffusers."):
-        return kind.from_config(config)
-    return kind(kind.config_class.from_dict(config))
+    if component_class.__module__.startswith("diffusers."):
+        return component_class.from_config(config)
+    return component_class(component_class.config_class.from_dict(config))
 
 
-def _from_folder(kind: Any, model: Model, folder: Path, part: str, dtype: torch.dtype) -> nn.Module:
+def _from_folder(
+    component_class: Any, model: ModelDescription, folder: Path, component: str, dtype: torch.dtype
+) -> nn.Module:
     # Each library has an older name for the other's argument, and takes an unknown one without a word.
-    precision = {"torch_dtype" if kind.__module__.startswith("diffusers.") else "dtype": dtype}
-    loaded, report = kind.from_pretrained(
+    dtype_argument = {"torch_dtype" if component_class.__module__.startswith("diffusers.") else "dtype": dtype}
+    loaded, report = component_class.from_pretrained(
         str(folder),
-        subfolder=part,
+        subfolder=component,
         variant=model.source.variant,
         use_safetensors=True,
         local_files_only=True,
         output_loading_info=True,
-        **precision,
+        **dtype_argument,
     )
-    _require_complete(f"{folder / part}", sorted(report["missing_keys"]))
+    _require_complete(f"{folder / component}", sorted(report["missing_keys"]))
     assert isinstance(loaded, nn.Module)
     return loaded
 
 
-def _from_single_file(kind: Any, file: Path, folder: Path, part: str, dtype: torch.dtype) -> nn.Module:
+def _from_single_file(component_class: Any, file: Path, folder: Path, component: str, dtype: torch.dtype) -> nn.Module:
     """Weights in diffusers' names or in those of the model's authors; the config is the pipeline's."""
-    if not hasattr(kind, "from_single_file"):
-        raise ModelError(f"{file}: diffusers cannot read a {kind.__name__} from a single file; use a folder")
+    if not hasattr(component_class, "from_single_file"):
+        raise ModelError(f"{file}: diffusers cannot read a {component_class.__name__} from a single file; use a folder")
     try:
-        loaded = kind.from_single_file(str(file), config=str(folder), subfolder=part, local_files_only=True)
+        loaded = component_class.from_single_file(
+            str(file), config=str(folder), subfolder=component, local_files_only=True
+        )
     except (
         NotImplementedError
     ) as error:  # diffusers moves the module at the end, and what was not in the file cannot be
-        raise ModelError(f"{file} lacks tensors that {folder / part} asks for; it is not of this model") from error
+        raise ModelError(f"{file} lacks tensors that {folder / component} asks for; it is not of this model") from error
     assert isinstance(loaded, nn.Module)
-    kept = tuple(getattr(kind, "_keep_in_fp32_modules", None) or ())
+    fp32_names = tuple(getattr(component_class, "_keep_in_fp32_modules", None) or ())
     for name, tensor in (*loaded.named_parameters(), *loaded.named_buffers()):
         if tensor.is_floating_point():
-            tensor.data = tensor.data.to(torch.float32 if set(kept) & set(name.split(".")) else dtype)
+            tensor.data = tensor.data.to(torch.float32 if set(fp32_names) & set(name.split(".")) else dtype)
     return loaded
 
 
-def _require_complete(where: str, missing: list[str]) -> None:
+def _require_complete(location: str, missing: list[str]) -> None:
     if missing:
-        some = ", ".join(missing[:3]) + (" …" if len(missing) > 3 else "")
-        raise ModelError(f"{where} lacks {len(missing)} tensors that its config asks for ({some}); fetch it again")
+        examples = ", ".join(missing[:3]) + (" …" if len(missing) > 3 else "")
+        raise ModelError(
+            f"{location} lacks {len(missing)} tensors that its config asks for ({examples}); fetch it again"
+        )
 
 
-def _check_whole(file: Path) -> None:
+def _check_weight_file(file: Path) -> None:
     """A truncated or foreign file is found by its header, before the first weight is read."""
     try:
-        with safe_open(file, framework="pt") as opened:
-            names = list(opened.keys())
+        with safe_open(file, framework="pt") as weights:
+            names = list(weights.keys())
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{file} is damaged ({_first_line(error)}); fetch it again") from error
-    if scale := next((name for name in names if name.endswith(SCALES)), None):
+    if scale := next((name for name in names if name.endswith(SCALE_SUFFIXES)), None):
         raise ModelError(
             f"{file} holds weights in 8 bits with scales beside them ({scale}), which are not applied when it is "
             "loaded; use the file in bf16 or fp16, and model.base_weights to keep it in 8 bits"

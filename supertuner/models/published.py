@@ -17,55 +17,63 @@ from typing import Any, Final, TypeAlias
 
 from supertuner.config.settings.model import ModelSettings
 from supertuner.core.errors import ModelError
-from supertuner.models.reading import CONFIGS, INDEX
-from supertuner.models.spec import Family, Model, Source
-from supertuner.models.table import PIPELINES
-from supertuner.models.table import family as family_of
+from supertuner.models.reading import CONFIG_NAMES, INDEX_NAME
+from supertuner.models.spec import Family, ModelDescription, ModelSource
+from supertuner.models.table import FAMILY_BY_PIPELINE
+from supertuner.models.table import load_family as family_of
 
-Part: TypeAlias = tuple[str, str, Mapping[str, Any]]
+ComponentEntry: TypeAlias = tuple[str, str, Mapping[str, Any]]
 """Library, class, config."""
 
 
-def described(settings: ModelSettings) -> tuple[Family, Model, str]:
+def describe_model(settings: ModelSettings) -> tuple[Family, ModelDescription, str]:
     """The model that the settings name, all of whose parts are hollow, and where what is known of it comes from."""
     family = family_of(settings.family)
     path = settings.path
     if path is None:
         raise ModelError('model.path is not set; name a folder, a model on the hub, or "tiny"')
     if path == "tiny":
-        with tempfile.TemporaryDirectory() as made:
-            family.tiny(Path(made) / "tiny", 0)
-            return family, _hollow(family.read(Source(str(Path(made) / "tiny"))), path), "made now, as a run would"
+        with tempfile.TemporaryDirectory() as temp_dir:
+            family.write_tiny_pipeline(Path(temp_dir) / "tiny", 0)
+            return (
+                family,
+                _without_weights(family.read_model(ModelSource(str(Path(temp_dir) / "tiny"))), path),
+                "made now, as a run would",
+            )
     if Path(path).expanduser().is_dir() or Path(path).is_absolute():
-        return family, _hollow(family.read(Source(path)), path), f"the config files in {path}"
+        return family, _without_weights(family.read_model(ModelSource(path)), path), f"the config files in {path}"
     try:
-        model = family.read(Source(path, settings.revision, offline=True))
-    except ModelError as problem:
-        if (known := PUBLISHED.get(path.lower())) is None:
-            raise ModelError(_unknown(path, family.name)) from problem
-        return family, _hollow(_read(family, known), path), "what is published about it: a table, nothing downloaded"
-    return family, _hollow(model, path), f"the config files of {path} in the hub's cache"
+        model = family.read_model(ModelSource(path, settings.revision, offline=True))
+    except ModelError as error:
+        if (entry := PUBLISHED.get(path.lower())) is None:
+            raise ModelError(_unknown_model_message(path, family.name)) from error
+        return (
+            family,
+            _without_weights(_read_published(family, entry), path),
+            "what is published about it: a table, nothing downloaded",
+        )
+    return family, _without_weights(model, path), f"the config files of {path} in the hub's cache"
 
 
-def _read(family: Family, known: Mapping[str, Any]) -> Model:
+def _read_published(family: Family, entry: Mapping[str, Any]) -> ModelDescription:
     """The family's own reader, on a folder that holds what the table says."""
-    with tempfile.TemporaryDirectory() as made:
-        folder = Path(made)
-        parts: Mapping[str, Part] = known["parts"]
-        index = {**known["index"], **{name: [library, kind] for name, (library, kind, _) in parts.items()}}
-        (folder / INDEX).write_text(json.dumps(index))
-        for name, (_, _, config) in parts.items():
+    with tempfile.TemporaryDirectory() as temp_dir:
+        folder = Path(temp_dir)
+        components: Mapping[str, ComponentEntry] = entry["parts"]
+        index = {**entry["index"], **{name: [library, kind] for name, (library, kind, _) in components.items()}}
+        (folder / INDEX_NAME).write_text(json.dumps(index))
+        for name, (_, _, config) in components.items():
             (folder / name).mkdir()
-            (folder / name / CONFIGS[0]).write_text(json.dumps(config))
-        return family.read(Source(str(folder)))
+            (folder / name / CONFIG_NAMES[0]).write_text(json.dumps(config))
+        return family.read_model(ModelSource(str(folder)))
 
 
-def _hollow(model: Model, path: str) -> Model:
-    return replace(model, source=Source(path, hollow=True))
+def _without_weights(model: ModelDescription, path: str) -> ModelDescription:
+    return replace(model, source=ModelSource(path, without_weights=True))
 
 
-def _unknown(path: str, family: str) -> str:
-    names = [name for name, known in PUBLISHED.items() if PIPELINES[known["index"]["_class_name"]] == family]
+def _unknown_model_message(path: str, family: str) -> str:
+    names = [name for name, known in PUBLISHED.items() if FAMILY_BY_PIPELINE[known["index"]["_class_name"]] == family]
     guess = get_close_matches(path.lower(), names, n=1, cutoff=0.85)
     hint = f"did you mean {guess[0]}?" if guess else f"of {family} are known without a download: {', '.join(names)}"
     return (
@@ -133,7 +141,7 @@ _SDXL: Final = {
 _DDPM: Final = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 
 
-def _tokenizers(*classes: str) -> dict[str, Part]:
+def _tokenizers(*classes: str) -> dict[str, ComponentEntry]:
     names = ("tokenizer", "tokenizer_2", "tokenizer_3")
     return {name: ("transformers", kind, {}) for name, kind in zip(names, classes, strict=False)}
 
@@ -152,11 +160,11 @@ def _wan(kind: str, denoiser: Mapping[str, Any], vae: Mapping[str, Any], **index
     }
 
 
-def _flux(guided: bool) -> Mapping[str, Any]:
+def _flux(guidance_embeds: bool) -> Mapping[str, Any]:
     return {
         "index": {"_class_name": "FluxPipeline"},
         "parts": {
-            "transformer": ("diffusers", "FluxTransformer2DModel", {"guidance_embeds": guided}),
+            "transformer": ("diffusers", "FluxTransformer2DModel", {"guidance_embeds": guidance_embeds}),
             "vae": ("diffusers", "AutoencoderKL", {**_KL_16, "scaling_factor": 0.3611, "shift_factor": 0.1159}),
             "text_encoder": ("transformers", "CLIPTextModel", _CLIP_L),
             "text_encoder_2": ("transformers", "T5EncoderModel", {**_T5, "vocab_size": 32128}),
@@ -166,7 +174,7 @@ def _flux(guided: bool) -> Mapping[str, Any]:
     }
 
 
-def _qwen(kind: str, **processor: Part) -> Mapping[str, Any]:
+def _qwen(kind: str, **processor: ComponentEntry) -> Mapping[str, Any]:
     return {
         "index": {"_class_name": kind},
         "parts": {
@@ -210,7 +218,7 @@ def _sdxl() -> Mapping[str, Any]:
 
 
 _T2V, _I2V = "WanPipeline", "WanImageToVideoPipeline"
-_EDITING: Final[Part] = ("transformers", "Qwen2VLProcessor", {})
+_EDIT_PROCESSOR: Final[ComponentEntry] = ("transformers", "Qwen2VLProcessor", {})
 PUBLISHED: Final[Mapping[str, Mapping[str, Any]]] = {
     "wan-ai/wan2.2-t2v-a14b-diffusers": _wan(_T2V, _WAN, {}, boundary_ratio=0.875),
     "wan-ai/wan2.2-i2v-a14b-diffusers": _wan(_I2V, {**_WAN, "in_channels": 36}, {}, boundary_ratio=0.9),
@@ -218,9 +226,9 @@ PUBLISHED: Final[Mapping[str, Mapping[str, Any]]] = {
     "wan-ai/wan2.1-t2v-14b-diffusers": _wan(_T2V, _WAN, {}),
     "wan-ai/wan2.1-t2v-1.3b-diffusers": _wan(_T2V, _WAN_1B, {}),
     "qwen/qwen-image": _qwen("QwenImagePipeline"),
-    "qwen/qwen-image-edit": _qwen("QwenImageEditPipeline", processor=_EDITING),
-    "black-forest-labs/flux.1-dev": _flux(guided=True),
-    "black-forest-labs/flux.1-schnell": _flux(guided=False),
+    "qwen/qwen-image-edit": _qwen("QwenImageEditPipeline", processor=_EDIT_PROCESSOR),
+    "black-forest-labs/flux.1-dev": _flux(guidance_embeds=True),
+    "black-forest-labs/flux.1-schnell": _flux(guidance_embeds=False),
     "stabilityai/stable-diffusion-3.5-medium": _sd35(_SD35_MEDIUM),
     "stabilityai/stable-diffusion-3.5-large": _sd35(_SD35_LARGE),
     "stabilityai/stable-diffusion-xl-base-1.0": _sdxl(),

@@ -10,17 +10,17 @@ import transformers
 
 
 @contextmanager
-def quietly() -> Iterator[None]:
+def quiet_libraries() -> Iterator[None]:
     """What matters of it is checked by the caller, and told by us; afterwards everything is as it was."""
-    before = diffusers.logging.get_verbosity(), transformers.logging.get_verbosity()
-    bars = transformers.logging.is_progress_bar_enabled()
+    verbosities = diffusers.logging.get_verbosity(), transformers.logging.get_verbosity()
+    bars_enabled = transformers.logging.is_progress_bar_enabled()
     diffusers.logging.set_verbosity_error()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:
         yield
     finally:
-        diffusers.logging.set_verbosity(before[0])
-        transformers.logging.set_verbosity(before[1])
-        if bars:
+        diffusers.logging.set_verbosity(verbosities[0])
+        transformers.logging.set_verbosity(verbosities[1])
+        if bars_enabled:
             transformers.logging.enable_progress_bar()

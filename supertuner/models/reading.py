@@ -14,134 +14,147 @@ from typing import Any, Final, TypeAlias
 
 from supertuner.core.errors import ModelError
 from supertuner.models import hub
-from supertuner.models.spec import Model, Source
-from supertuner.models.table import PIPELINES
+from supertuner.models.spec import ModelDescription, ModelSource
+from supertuner.models.table import FAMILY_BY_PIPELINE
 
-Config: TypeAlias = Mapping[str, Any]
+ConfigDict: TypeAlias = Mapping[str, Any]
 
-INDEX: Final = "model_index.json"
-CONFIGS: Final = ("config.json", "scheduler_config.json", "tokenizer_config.json")
-STEMS: Final = ("diffusion_pytorch_model", "model")
+INDEX_NAME: Final = "model_index.json"
+CONFIG_NAMES: Final = ("config.json", "scheduler_config.json", "tokenizer_config.json")
+WEIGHT_STEMS: Final = ("diffusion_pytorch_model", "model")
 """Names of weight files: of diffusers, and of transformers."""
-SMALL: Final = (".json", ".txt", ".model", ".jinja")
+CONFIG_SUFFIXES: Final = (".json", ".txt", ".model", ".jinja")
 """Endings of configs and vocabularies."""
 
 
-def read_index(source: Source, family: str) -> tuple[Source, Config]:
+def read_index(source: ModelSource, family: str) -> tuple[ModelSource, ConfigDict]:
     """The pipeline's index, which must be of that family, and the source with its revision pinned."""
-    if (folder := _local(source)) is None:
-        folder = hub.snapshot(source, (INDEX, *(f"*/{name}" for name in CONFIGS)))
+    if (folder := _local_folder(source)) is None:
+        folder = hub.download_snapshot(source, (INDEX_NAME, *(f"*/{name}" for name in CONFIG_NAMES)))
         source = replace(source, revision=folder.name)
-    if not (folder / INDEX).is_file():
-        raise ModelError(f"{source.path} has no {INDEX}: {_what_it_is(folder)}")
-    index = _json(folder / INDEX)
+    if not (folder / INDEX_NAME).is_file():
+        raise ModelError(f"{source.path} has no {INDEX_NAME}: {_layout_problem(folder)}")
+    index = _read_json(folder / INDEX_NAME)
     _require_family(source, str(index.get("_class_name")), family)
-    for part, file in source.single_files.items():
+    for component, file in source.single_files.items():
         if file.suffix != ".safetensors" or not file.is_file():
-            raise ModelError(f"{file}, the weights of {part}, is not a .safetensors file")
+            raise ModelError(f"{file}, the weights of {component}, is not a .safetensors file")
     return source, index
 
 
-def read_parts(source: Source, index: Config, parts: Sequence[str]) -> Mapping[str, Config]:
+def read_component_configs(
+    source: ModelSource, index: ConfigDict, components: Sequence[str]
+) -> Mapping[str, ConfigDict]:
     """Config of each of these parts by its name, and the index as `""`."""
-    folder = _local(source) or hub.snapshot(source, tuple(f"{part}/{name}" for part in parts for name in CONFIGS))
+    folder = _local_folder(source) or hub.download_snapshot(
+        source, tuple(f"{component}/{name}" for component in components for name in CONFIG_NAMES)
+    )
     configs = {"": index}
-    for part in parts:
-        named = index.get(part)
-        if not isinstance(named, list) or None in named:
-            raise ModelError(f"{source.path}: its {INDEX} names no {part}, which this family needs")
-        configs[part] = _json(_config_file(folder, part))
+    for part in components:
+        class_entry = index.get(part)
+        if not isinstance(class_entry, list) or None in class_entry:
+            raise ModelError(f"{source.path}: its {INDEX_NAME} names no {part}, which this family needs")
+        configs[part] = _read_json(_config_file(folder, part))
     return configs
 
 
-def positive(source: Source, configs: Mapping[str, Config], part: str, keys: Sequence[str], default: float) -> float:
+def positive_number(
+    source: ModelSource, configs: Mapping[str, ConfigDict], component: str, keys: Sequence[str], default: float
+) -> float:
     """The first of these entries that a part's config has; a number above 0, or an error that names it."""
-    key = next((key for key in keys if configs[part].get(key) is not None), None)
-    value = default if key is None else configs[part][key]
+    key = next((key for key in keys if configs[component].get(key) is not None), None)
+    value = default if key is None else configs[component][key]
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise ModelError(f"{source.path}: the config of {part}: {key} is {value!r}, not a number above 0")
+        raise ModelError(f"{source.path}: the config of {component}: {key} is {value!r}, not a number above 0")
     return float(value)
 
 
-def folder_of(source: Source, parts: Sequence[str]) -> Path:
+def pipeline_folder(source: ModelSource, components: Sequence[str]) -> Path:
     """The folder of the pipeline, with every file of these parts in it."""
-    if (local := _local(source)) is not None:
+    if (local := _local_folder(source)) is not None:
         return local
-    small = tuple(f"{part}/*{ending}" for part in parts for ending in SMALL)
-    folder = hub.snapshot(source, small)
-    weights = tuple(name for part in parts for name in _weight_names(folder, part, source.variant))
-    return hub.snapshot(source, (*small, *weights))
+    config_patterns = tuple(f"{part}/*{ending}" for part in components for ending in CONFIG_SUFFIXES)
+    folder = hub.download_snapshot(source, config_patterns)
+    weight_patterns = tuple(name for part in components for name in _weight_names(folder, part, source.variant))
+    return hub.download_snapshot(source, (*config_patterns, *weight_patterns))
 
 
-def files_of(source: Source, parts: Sequence[str]) -> tuple[Path, ...]:
+def component_files(source: ModelSource, components: Sequence[str]) -> tuple[Path, ...]:
     """The files that decide what these parts compute: configs, vocabularies, and the weights that are loaded."""
-    folder = folder_of(source, parts)
+    folder = pipeline_folder(source, components)
     files: list[Path] = []
-    for part in parts:
-        files += sorted(file for file in (folder / part).iterdir() if file.suffix in SMALL and file.is_file())
-        if "tokenizer" not in part:
-            files += weights_of(source, folder, part)
+    for component in components:
+        files += sorted(
+            file for file in (folder / component).iterdir() if file.suffix in CONFIG_SUFFIXES and file.is_file()
+        )
+        if "tokenizer" not in component:
+            files += weight_files(source, folder, component)
     return tuple(files)
 
 
-def vae_files(model: Model) -> tuple[Path, ...]:
+def vae_files(model: ModelDescription) -> tuple[Path, ...]:
     """The files that decide what the VAE computes."""
-    return files_of(model.source, ("vae",))
+    return component_files(model.source, ("vae",))
 
 
-def largest_shift(source: Source, configs: Mapping[str, Config], max_shift: float) -> float:
+def largest_shift(source: ModelSource, configs: Mapping[str, ConfigDict], max_shift: float) -> float:
     """The scheduler's shift. With dynamic shifting it grows with the picture; this is that of the largest, 1024×1024,
     the exponential of `max_shift` where the config names no other."""
     if configs["scheduler"].get("use_dynamic_shifting"):
-        return math.exp(positive(source, configs, "scheduler", ("max_shift",), max_shift))
-    return positive(source, configs, "scheduler", ("shift",), 1.0)
+        return math.exp(positive_number(source, configs, "scheduler", ("max_shift",), max_shift))
+    return positive_number(source, configs, "scheduler", ("shift",), 1.0)
 
 
-def weights_of(source: Source, folder: Path, part: str) -> tuple[Path, ...]:
+def weight_files(source: ModelSource, folder: Path, component: str) -> tuple[Path, ...]:
     """The .safetensors files with a part's weights; all of them are there."""
-    if part in source.single_files:
-        return (source.single_files[part],)
-    files = [folder / name for name in _weight_names(folder, part, source.variant)]
-    if any(file.parent.name == part and file.name.count("-of-") for file in files):
+    if component in source.single_files:
+        return (source.single_files[component],)
+    files = [folder / name for name in _weight_names(folder, component, source.variant)]
+    if any(file.parent.name == component and file.name.count("-of-") for file in files):
         missing = [file.name for file in files if not file.is_file()]
         if missing:
-            raise ModelError(f"{folder / part}: {', '.join(missing)} of its weights is missing; fetch the model again")
+            raise ModelError(
+                f"{folder / component}: {', '.join(missing)} of its weights is missing; fetch the model again"
+            )
         return tuple(files)
-    found = [file for file in files if file.is_file()]
-    if not found:
-        raise ModelError(_no_weights(folder / part, source.variant))
-    return (found[0],)
+    present = [file for file in files if file.is_file()]
+    if not present:
+        raise ModelError(_no_weights_message(folder / component, source.variant))
+    return (present[0],)
 
 
-def _weight_names(folder: Path, part: str, variant: str | None) -> Iterator[str]:
+def _weight_names(folder: Path, component: str, variant: str | None) -> Iterator[str]:
     """Relative to the folder: the shards that an index file names, else the names that a single file may have."""
-    for stem in STEMS:
+    for stem in WEIGHT_STEMS:
         index = (
             folder
-            / part
+            / component
             / (f"{stem}.safetensors.index.{variant}.json" if variant else f"{stem}.safetensors.index.json")
         )
         if index.is_file():
-            shards = sorted(set(_json(index).get("weight_map", {}).values()))
+            shards = sorted(set(_read_json(index).get("weight_map", {}).values()))
             if any(Path(shard).name != shard for shard in shards):
                 raise ModelError(f"{index}: names a file outside its folder")
-            yield from (f"{part}/{shard}" for shard in shards)
+            yield from (f"{component}/{shard}" for shard in shards)
             return
-    yield from (f"{part}/{stem}.{variant}.safetensors" if variant else f"{part}/{stem}.safetensors" for stem in STEMS)
+    yield from (
+        f"{component}/{stem}.{variant}.safetensors" if variant else f"{component}/{stem}.safetensors"
+        for stem in WEIGHT_STEMS
+    )
 
 
-def _no_weights(folder: Path, variant: str | None) -> str:
-    here = sorted(file.name for file in folder.iterdir() if file.suffix in (".safetensors", ".bin", ".pt", ".ckpt"))
-    if variant and here:
-        return f"model.variant is {variant!r}: {folder} has no such weights, but {', '.join(here)}"
-    if any(not name.endswith(".safetensors") for name in here):
-        return (
-            f"{folder} has {', '.join(here)}: such files can run code when they are opened; only .safetensors is read"
-        )
+def _no_weights_message(folder: Path, variant: str | None) -> str:
+    weight_names = sorted(
+        file.name for file in folder.iterdir() if file.suffix in (".safetensors", ".bin", ".pt", ".ckpt")
+    )
+    if variant and weight_names:
+        return f"model.variant is {variant!r}: {folder} has no such weights, but {', '.join(weight_names)}"
+    if any(not name.endswith(".safetensors") for name in weight_names):
+        return f"{folder} has {', '.join(weight_names)}: such files can run code when they are opened; only .safetensors is read"
     return f"{folder} has no .safetensors file; fetch the model again"
 
 
-def _local(source: Source) -> Path | None:
+def _local_folder(source: ModelSource) -> Path | None:
     """The folder that is meant, or None if it can only be a name on the hub."""
     path = Path(source.path).expanduser()
     if path.is_dir():
@@ -156,16 +169,16 @@ def _local(source: Source) -> Path | None:
     return None
 
 
-def _require_family(source: Source, kind: str, family: str) -> None:
-    fits = PIPELINES.get(kind)
-    if fits == family:
+def _require_family(source: ModelSource, pipeline_class: str, family: str) -> None:
+    matching_family = FAMILY_BY_PIPELINE.get(pipeline_class)
+    if matching_family == family:
         return
-    mine = ", ".join(name for name, of in PIPELINES.items() if of == family)
-    remedy = f'set model.family to "{fits}"' if fits else f"{family} takes {mine}"
-    raise ModelError(f"{source.path} is a {kind}, and model.family is {family!r}; {remedy}")
+    accepted = ", ".join(name for name, of in FAMILY_BY_PIPELINE.items() if of == family)
+    remedy = f'set model.family to "{matching_family}"' if matching_family else f"{family} takes {accepted}"
+    raise ModelError(f"{source.path} is a {pipeline_class}, and model.family is {family!r}; {remedy}")
 
 
-def _what_it_is(folder: Path) -> str:
+def _layout_problem(folder: Path) -> str:
     if (folder / "config.json").is_file():
         return "it is one part of a pipeline; give the folder above it"
     if any((folder / name).is_dir() for name in ("high_noise_model", "low_noise_model")):
@@ -173,19 +186,19 @@ def _what_it_is(folder: Path) -> str:
     return "it is not the folder of a diffusers pipeline"
 
 
-def _config_file(folder: Path, part: str) -> Path:
-    for name in CONFIGS:
-        if (folder / part / name).is_file():
-            return folder / part / name
-    problem = "has no config file" if (folder / part).is_dir() else "is missing"
-    raise ModelError(f"{folder / part} {problem}, and the pipeline's {INDEX} names it; fetch the model again")
+def _config_file(folder: Path, component: str) -> Path:
+    for name in CONFIG_NAMES:
+        if (folder / component / name).is_file():
+            return folder / component / name
+    problem = "has no config file" if (folder / component).is_dir() else "is missing"
+    raise ModelError(f"{folder / component} {problem}, and the pipeline's {INDEX_NAME} names it; fetch the model again")
 
 
-def _json(file: Path) -> Config:
+def _read_json(file: Path) -> ConfigDict:
     try:
-        read = json.loads(file.read_bytes())
+        content = json.loads(file.read_bytes())
     except (ValueError, OSError) as error:
         raise ModelError(f"{file} cannot be read as JSON ({error}); fetch the model again") from error
-    if not isinstance(read, dict):
+    if not isinstance(content, dict):
         raise ModelError(f"{file} does not hold a JSON object; fetch the model again")
-    return read
+    return content

@@ -25,11 +25,11 @@ from supertuner.core.types import MediaKind
 
 Tensors: TypeAlias = dict[str, torch.Tensor]
 """Named tensors: what an encoder makes of a sample, or of a batch of them."""
-Prediction: TypeAlias = Literal["flow", "epsilon", "v"]
+PredictionType: TypeAlias = Literal["flow", "epsilon", "v"]
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ModelSource:
     """Where a model comes from."""
 
     path: str
@@ -39,9 +39,9 @@ class Source:
     offline: bool = False
     single_files: Mapping[str, Path] = field(default_factory=dict)
     """Part → a .safetensors file that its weights come from instead."""
-    hollow: bool = False
+    without_weights: bool = False
     """Its parts are made from their configs alone, without weights and files: for a forecast."""
-    hollow_tokens: int = 576
+    assumed_caption_tokens: int = 576
     """Hollow: as many tokens is a caption taken for where the model reads it whole."""
 
 
@@ -51,44 +51,44 @@ class Expert:
 
     name: str
     """`high_noise`, `low_noise`; a model with only one calls it `model`."""
-    part: str
+    component: str
     """Its name in the pipeline: `transformer`, `transformer_2`."""
-    low: float = 0.0
-    high: float = 1.0
+    sigma_min: float = 0.0
+    sigma_max: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class ModelDescription:
     """One model of a family, as its config files describe it."""
 
-    source: Source
+    source: ModelSource
     title: str
     """For people: `Wan2.2 text-to-video, two experts`."""
     experts: tuple[Expert, ...]
     """In the order in which sampling uses them: high noise first."""
-    kinds: frozenset[MediaKind]
+    media_kinds: frozenset[MediaKind]
     """What it can be trained on."""
     shift: float
     """How far its scheduler moves noise levels towards noise; 1: not at all."""
     configs: Mapping[str, Mapping[str, object]]
     """Config of the pipeline (`""`) and of each part, as read."""
 
-    starts_from_frame: bool = False
+    needs_first_frame: bool = False
     """A sample of it needs a first frame."""
-    edits: bool = False
+    edits_images: bool = False
     """It changes a picture into another. Every sample has the picture that it is made from; `denoise` gets that as the
     condition `condition`, latents of the same media encoder, and the text encoder sees it too."""
-    told_framing: bool = False
+    micro_conditioning: bool = False
     """It is told how each picture was framed: `denoise` gets the condition `framing`, with a row for each sample of its
     height and width as a file, what was cut off at its top and left, and its height and width in the batch."""
-    prediction: Prediction | None = None
+    prediction: PredictionType | None = None
     """Where the models of a family differ in what they predict; None: what the family says."""
     alphas_cumprod: tuple[float, ...] | None = None
     """The table that a model of epsilon or v was trained on: DDPM's ᾱ_t, from the first timestep to the last."""
 
-    def config(self, part: str, key: str) -> object:
+    def config_value(self, component: str, key: str) -> object:
         """One entry of a part's config, which must be there."""
-        return self.configs[part][key]
+        return self.configs[component][key]
 
 
 class MediaEncoder(Protocol):
@@ -103,7 +103,7 @@ class MediaEncoder(Protocol):
 
 class TextEncoder(Protocol):
     @property
-    def cut(self) -> int:
+    def truncated_captions(self) -> int:
         """How many captions so far were longer than the model reads, and were cut."""
 
     def encode(self, captions: Sequence[str]) -> list[Tensors]:
@@ -111,10 +111,10 @@ class TextEncoder(Protocol):
 
 
 @runtime_checkable
-class PictureTextEncoder(TextEncoder, Protocol):
+class ImageTextEncoder(TextEncoder, Protocol):
     """Of a model that edits: a caption says what to do with a picture, and is encoded together with it."""
 
-    def encode_of(self, captions: Sequence[str], pictures: Sequence[torch.Tensor]) -> list[Tensors]:
+    def encode_with_images(self, captions: Sequence[str], images: Sequence[torch.Tensor]) -> list[Tensors]:
         """`encode`, each caption with its picture: uint8 CHW."""
 
 
@@ -132,7 +132,7 @@ class SampleRequest:
     """HWC: the first frame, for models that start from one; the picture to change, for models that edit."""
 
 
-class Sampler(Protocol):
+class ModelSampler(Protocol):
     def sample(self, request: SampleRequest) -> NDArray[np.uint8]:
         """The sample as frames, FHWC; a picture has one. Draws on no global random state."""
 
@@ -140,32 +140,32 @@ class Sampler(Protocol):
 @dataclass(frozen=True, eq=False, slots=True)
 class Family:
     name: str
-    prediction: Prediction
-    read: Callable[[Source], Model]
-    media_files: Callable[[Model], Sequence[Path]]
+    prediction: PredictionType
+    read_model: Callable[[ModelSource], ModelDescription]
+    media_files: Callable[[ModelDescription], Sequence[Path]]
     """The files that decide what the media encoder computes: weights and configs. Their content is its identity."""
-    text_files: Callable[[Model], Sequence[Path]]
+    text_files: Callable[[ModelDescription], Sequence[Path]]
     """The same of the text encoders and tokenizers."""
-    media_encoder: Callable[[Model, torch.device], MediaEncoder]
-    text_encoder: Callable[[Model, torch.device, torch.dtype], TextEncoder]
-    why_not: Callable[[Model, tuple[int, ...]], str | None]
+    build_media_encoder: Callable[[ModelDescription, torch.device], MediaEncoder]
+    build_text_encoder: Callable[[ModelDescription, torch.device, torch.dtype], TextEncoder]
+    unsupported_reason: Callable[[ModelDescription, tuple[int, ...]], str | None]
     """Why media of this shape (CHW, CFHW, CT) cannot be encoded or denoised; None if it can."""
-    denoiser: Callable[[Model, Expert, torch.dtype], nn.Module]
+    load_denoiser: Callable[[ModelDescription, Expert, torch.dtype], nn.Module]
     """The expert's module on the CPU, in eval mode, no gradient required, aligned so that results are repeatable."""
-    denoise: Callable[[Model, nn.Module, torch.Tensor, torch.Tensor, Tensors, Tensors], torch.Tensor]
+    denoise: Callable[[ModelDescription, nn.Module, torch.Tensor, torch.Tensor, Tensors, Tensors], torch.Tensor]
     """(model, module, noisy, levels, text, conditions) → prediction, of the shape of `noisy`. Levels: fp32, one per
     sample. Runs under the caller's autocast."""
-    pad_text: Callable[[Model, Sequence[Tensors]], Tensors]
+    pad_text: Callable[[ModelDescription, Sequence[Tensors]], Tensors]
     """Encoded captions as one batch, padded as the family's pipeline does."""
-    tokens: Callable[[Model, tuple[int, ...]], int]
+    token_count: Callable[[ModelDescription, tuple[int, ...]], int]
     """Tokens that latents of this shape (without batch) are for the denoiser."""
-    sampler: Callable[[Model, Mapping[str, nn.Module], torch.device, torch.dtype], Sampler]
+    build_sampler: Callable[[ModelDescription, Mapping[str, nn.Module], torch.device, torch.dtype], ModelSampler]
     """(model, part → module, device, dtype): a pipeline around these modules; a part that is not given is loaded."""
-    targets: Mapping[str, Sequence[str]]
+    target_presets: Mapping[str, Sequence[str]]
     """Presets of adapter targets: endings of module names."""
     export_prefix: Mapping[str, str]
     """Part → prefix of its adapter's keys in an exported file that diffusers loads."""
-    tiny: Callable[[Path, int], None]
+    write_tiny_pipeline: Callable[[Path, int], None]
     """Write a tiny random pipeline of the family into a new folder, from a seed."""
-    guides_together: bool = False
+    batched_guidance: bool = False
     """Its sampler predicts with and without the prompt in one batch; otherwise in one pass after the other."""

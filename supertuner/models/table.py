@@ -10,7 +10,7 @@ from typing import Final
 from supertuner.core.errors import ModelError
 from supertuner.models.spec import Family
 
-MODELS: Final[Mapping[str, str]] = {
+FAMILY_MODULES: Final[Mapping[str, str]] = {
     "flux": "supertuner.models.families.flux.family:FAMILY",
     "qwen-image": "supertuner.models.families.qwen_image.family:FAMILY",
     "qwen-image-edit": "supertuner.models.families.qwen_image_edit.family:FAMILY",
@@ -19,7 +19,7 @@ MODELS: Final[Mapping[str, str]] = {
     "wan2.2": "supertuner.models.families.wan22.family:FAMILY",
 }
 
-PIPELINES: Final[Mapping[str, str]] = {
+FAMILY_BY_PIPELINE: Final[Mapping[str, str]] = {
     "FluxPipeline": "flux",
     "QwenImageEditPipeline": "qwen-image-edit",
     "QwenImagePipeline": "qwen-image",
@@ -31,18 +31,18 @@ PIPELINES: Final[Mapping[str, str]] = {
 """Class of a diffusers pipeline → the family that trains it."""
 
 
-def family(name: str | None) -> Family:
+def load_family(name: str | None) -> Family:
     """The family of that name; its libraries are imported now and not before."""
     if name is None:
-        raise ModelError(f"model.family is not set; there are {', '.join(MODELS)}")
-    if name not in MODELS:
-        raise ModelError(f"model.family is {name!r}; there are {', '.join(MODELS)}")
-    module, attribute = MODELS[name].split(":")
-    before = logging.root.manager.disable
+        raise ModelError(f"model.family is not set; there are {', '.join(FAMILY_MODULES)}")
+    if name not in FAMILY_MODULES:
+        raise ModelError(f"model.family is {name!r}; there are {', '.join(FAMILY_MODULES)}")
+    module, attribute = FAMILY_MODULES[name].split(":")
+    disabled_level = logging.root.manager.disable
     logging.disable(logging.WARNING)  # libraries tell here what optional parts of theirs this machine lacks
     try:
-        found = getattr(import_module(module), attribute)
+        loaded = getattr(import_module(module), attribute)
     finally:
-        logging.disable(before)
-    assert isinstance(found, Family)
-    return found
+        logging.disable(disabled_level)
+    assert isinstance(loaded, Family)
+    return loaded

@@ -15,28 +15,28 @@ from torch import nn
 from supertuner.core.errors import CheckpointError
 
 
-class Ema:
+class EmaWeights:
     """Averages by name, beside the parameters that they follow."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float) -> None:
         assert 0 < decay < 1, f"decay {decay}"
         self.decay = decay
         self.updates = 0
-        self._live = dict(parameters)
+        self._parameters = dict(parameters)
         self.averages = {name: p.detach().to(torch.float32, copy=True) for name, p in parameters.items()}
 
     def update(self) -> None:
         """Take in the weights as they are now."""
-        self.take_in(self._live)
+        self.update_subset(self._parameters)
         self.updates += 1
 
     @torch.no_grad()
-    def take_in(self, names: Collection[str]) -> None:
+    def update_subset(self, names: Collection[str]) -> None:
         """The part of an update that is of these weights; whoever takes them in piece by piece counts the update."""
-        live = [self._live[name].detach().float() for name in names]
-        torch._foreach_lerp_([self.averages[name] for name in names], live, 1 - self.rate())
+        current = [self._parameters[name].detach().float() for name in names]
+        torch._foreach_lerp_([self.averages[name] for name in names], current, 1 - self.current_decay())
 
-    def rate(self) -> float:
+    def current_decay(self) -> float:
         """The decay of the next update."""
         return min(self.decay, (1 + self.updates) / (10 + self.updates))
 

@@ -18,11 +18,11 @@ from typing import Literal, TypeAlias
 
 from supertuner.config.settings.tree import RunConfig
 
-Kind: TypeAlias = Literal["constant", "cosine", "linear"]
+LrScheduleKind: TypeAlias = Literal["constant", "cosine", "linear"]
 
 
 @dataclass(frozen=True, slots=True)
-class Ramp:
+class BatchRamp:
     """How the window grows. A constant size is the ramp that starts where it ends."""
 
     start: int
@@ -39,113 +39,122 @@ class Ramp:
         return self.start < self.end and self.samples > 0
 
 
-def ramp_of(config: RunConfig, processes: int) -> Ramp:
+def build_batch_ramp(config: RunConfig, world_size: int) -> BatchRamp:
     """The window sizes that a configuration asks for. One of `batch_rampup_steps` is `train.batch_size` samples."""
-    train, asked = config.train, config.gh200_optimizations
-    constant = train.batch_size * train.gradient_accumulation_steps * processes
-    if not asked.enable_batch_size_rampup or asked.initial_effective_batch_size is None:
-        return Ramp(constant, constant)
-    end = asked.target_effective_batch_size or constant
-    return Ramp(asked.initial_effective_batch_size, end, asked.batch_rampup_steps * train.batch_size)
+    train, ramp_settings = config.train, config.gh200_optimizations
+    constant = train.batch_size * train.gradient_accumulation_steps * world_size
+    if not ramp_settings.enable_batch_size_rampup or ramp_settings.initial_effective_batch_size is None:
+        return BatchRamp(constant, constant)
+    end = ramp_settings.target_effective_batch_size or constant
+    return BatchRamp(
+        ramp_settings.initial_effective_batch_size, end, ramp_settings.batch_rampup_steps * train.batch_size
+    )
 
 
-def window_samples(consumed: int, ramp: Ramp) -> int:
+def window_samples(consumed: int, ramp: BatchRamp) -> int:
     """Samples in the window that begins after `consumed` samples."""
     if consumed >= ramp.samples:
         return ramp.end
     return ramp.start + (ramp.end - ramp.start) * consumed // ramp.samples
 
 
-def windows(total: int, ramp: Ramp, begin: int = 0) -> Iterator[range]:
+def windows(total: int, ramp: BatchRamp, start: int = 0) -> Iterator[range]:
     """The run from `begin` on, as ranges of sample positions; the last may be short."""
-    while begin < total:
-        end = min(begin + window_samples(begin, ramp), total)
-        yield range(begin, end)
-        begin = end
+    while start < total:
+        end = min(start + window_samples(start, ramp), total)
+        yield range(start, end)
+        start = end
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class EqualWindowSpan:
     """Consecutive windows of one size."""
 
-    step: int
+    first_step: int
     """The first of them, counted from the start of the run."""
-    begin: int
+    first_position: int
     """The position where it begins."""
-    size: int
+    window_size: int
 
 
-def stretches(ramp: Ramp) -> tuple[Stretch, ...]:
+def equal_window_spans(ramp: BatchRamp) -> tuple[EqualWindowSpan, ...]:
     """The run without an end, as windows of equal size; the last stretch goes on for ever.
 
     There are at most as many as sizes, however long the ramp is: how many windows have a size is a closed form.
     """
-    step, begin, found = 0, 0, []
+    step, position, spans = 0, 0, []
     while True:
-        size = window_samples(begin, ramp)
-        found.append(Stretch(step, begin, size))
+        size = window_samples(position, ramp)
+        spans.append(EqualWindowSpan(step, position, size))
         if size == ramp.end:
-            return tuple(found)
+            return tuple(spans)
         larger_from = _ceil((size - ramp.start + 1) * ramp.samples, ramp.end - ramp.start)
-        count = _ceil(larger_from - begin, size)
-        step, begin = step + count, begin + count * size
+        count = _ceil(larger_from - position, size)
+        step, position = step + count, position + count * size
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class TrainingSchedule:
     """The whole run: how its windows grow, and where it ends."""
 
-    ramp: Ramp
+    ramp: BatchRamp
     total_samples: int
     total_steps: int
-    why: str
+    end_reason: str
     """Which setting ends the run, for people."""
-    stretches: tuple[Stretch, ...] = field(repr=False, compare=False)
+    spans: tuple[EqualWindowSpan, ...] = field(repr=False, compare=False)
 
     def step_at(self, consumed: int) -> int:
         """The optimizer step whose window holds position `consumed`; at the end of the run, the number of steps."""
         if consumed >= self.total_samples:
             return self.total_steps
-        return _step_at(consumed, self.stretches)
+        return _step_at(consumed, self.spans)
 
-    def consumed(self, steps: int) -> int:
+    def samples_after(self, steps: int) -> int:
         """Samples that so many optimizer steps consume."""
-        return self.total_samples if steps >= self.total_steps else self.window_of(steps).start
+        return self.total_samples if steps >= self.total_steps else self.window_at(steps).start
 
-    def window_of(self, step: int) -> range:
+    def window_at(self, step: int) -> range:
         """The positions that optimizer step `step` consumes; the last window may be short."""
         assert 0 <= step < self.total_steps, f"step {step} of {self.total_steps}"
-        begin = _begin_of(step, self.stretches)
-        return range(begin, min(begin + window_samples(begin, self.ramp), self.total_samples))
+        start = _window_start(step, self.spans)
+        return range(start, min(start + window_samples(start, self.ramp), self.total_samples))
 
-    def changes_at(self, step: int) -> bool:
+    def window_size_changes_at(self, step: int) -> bool:
         """Whether E differs from that of the step before."""
-        return step > 0 and _part_of(step, self.stretches).step == step
+        return step > 0 and _span_of(step, self.spans).first_step == step
 
 
-def course_of(config: RunConfig, epoch_begin: Callable[[int], int], processes: int) -> Course:
+def build_training_schedule(
+    config: RunConfig, samples_before_epoch: Callable[[int], int], world_size: int
+) -> TrainingSchedule:
     """The run that a configuration asks for: `max_steps` windows or `num_epochs` epochs, whichever ends first.
 
     With neither, it is one epoch. `epoch_begin(n)` is the number of samples in the first n epochs.
     """
-    ramp = ramp_of(config, processes)
-    parts = stretches(ramp)
+    ramp = build_batch_ramp(config, world_size)
+    spans = equal_window_spans(ramp)
     max_steps, epochs = config.train.max_steps, config.train.num_epochs
-    by_steps = None if max_steps is None else _begin_of(max_steps, parts)
+    by_steps = None if max_steps is None else _window_start(max_steps, spans)
     if epochs is None and by_steps is not None:
-        return Course(ramp, by_steps, _steps(by_steps, parts), f"train.max_steps {max_steps} ends the run", parts)
-    by_epochs = epoch_begin(epochs or 1)
-    total, why = by_epochs, f"train.num_epochs {epochs} ends the run"
+        return TrainingSchedule(
+            ramp, by_steps, _step_count(by_steps, spans), f"train.max_steps {max_steps} ends the run", spans
+        )
+    by_epochs = samples_before_epoch(epochs or 1)
+    total, end_reason = by_epochs, f"train.num_epochs {epochs} ends the run"
     if epochs is None:
-        why = "one epoch: neither train.max_steps nor train.num_epochs is set"
+        end_reason = "one epoch: neither train.max_steps nor train.num_epochs is set"
     elif by_steps is not None and by_steps <= by_epochs:
-        total, why = by_steps, f"train.max_steps {max_steps} ends the run, no later than train.num_epochs {epochs}"
+        total, end_reason = (
+            by_steps,
+            f"train.max_steps {max_steps} ends the run, no later than train.num_epochs {epochs}",
+        )
     elif by_steps is not None:
-        why += f", before train.max_steps {max_steps}"
-    return Course(ramp, total, _steps(total, parts), why, parts)
+        end_reason += f", before train.max_steps {max_steps}"
+    return TrainingSchedule(ramp, total, _step_count(total, spans), end_reason, spans)
 
 
-def rate_factor(step: int, total_steps: int, kind: Kind, warmup: int) -> float:
+def learning_rate_factor(step: int, total_steps: int, kind: LrScheduleKind, warmup: int) -> float:
     """What the learning rate is multiplied by at optimizer step `step`, the first being 0.
 
     Warm-up, s < w:                   (s + 1) / w: no step is wasted on a rate of zero, and the last one has it all.
@@ -155,52 +164,52 @@ def rate_factor(step: int, total_steps: int, kind: Kind, warmup: int) -> float:
         return (step + 1) / warmup
     if kind == "constant":
         return 1.0
-    done = min(1.0, (step - warmup) / max(1, total_steps - warmup))
-    return 1.0 - done if kind == "linear" else (1.0 + math.cos(math.pi * done)) / 2
+    decay_progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+    return 1.0 - decay_progress if kind == "linear" else (1.0 + math.cos(math.pi * decay_progress)) / 2
 
 
-def active(step: int, experts: int, every: int) -> int:
+def active_expert_index(step: int, experts: int, every: int) -> int:
     """Which of several experts is trained in optimizer step `step`: each for `every` steps, in turn."""
     return step // every % experts
 
 
-def accumulation(samples: int, batch_size: int, processes: int) -> int:
+def accumulation_steps(samples: int, batch_size: int, world_size: int) -> int:
     """Micro-batches per process that a window of `samples` is cut into, where its samples are all of one bucket."""
-    return _ceil(_ceil(samples, processes), batch_size)
+    return _ceil(_ceil(samples, world_size), batch_size)
 
 
-def ramp_text(ramp: Ramp, batch_size: int, processes: int) -> str:
+def ramp_text(ramp: BatchRamp, batch_size: int, world_size: int) -> str:
     """The line of the log that says how windows grow."""
-    first, last = (accumulation(size, batch_size, processes) for size in (ramp.start, ramp.end))
+    first, last = (accumulation_steps(size, batch_size, world_size) for size in (ramp.start, ramp.end))
     return (
         f"GH200 gradient accumulation ramp enabled: effective batch size {ramp.start} -> {ramp.end} over "
         f"{ramp.samples} samples (gradient_accumulation_steps {first} -> {last})"
     )
 
 
-def change_text(size: int, batch_size: int, processes: int) -> str:
+def ramp_change_text(size: int, batch_size: int, world_size: int) -> str:
     """The line of the log for a window that is larger than the one before."""
-    count = accumulation(size, batch_size, processes)
+    count = accumulation_steps(size, batch_size, world_size)
     return f"GH200 ramp adjusted effective batch size -> {size} (gradient_accumulation_steps -> {count})"
 
 
-def _steps(total: int, parts: tuple[Stretch, ...]) -> int:
+def _step_count(total: int, spans: tuple[EqualWindowSpan, ...]) -> int:
     """Windows that it takes to consume `total` samples."""
-    return _step_at(total - 1, parts) + 1 if total > 0 else 0
+    return _step_at(total - 1, spans) + 1 if total > 0 else 0
 
 
-def _step_at(position: int, parts: tuple[Stretch, ...]) -> int:
-    part = parts[bisect_right(parts, position, key=lambda part: part.begin) - 1]
-    return part.step + (position - part.begin) // part.size
+def _step_at(position: int, spans: tuple[EqualWindowSpan, ...]) -> int:
+    span = spans[bisect_right(spans, position, key=lambda part: part.first_position) - 1]
+    return span.first_step + (position - span.first_position) // span.window_size
 
 
-def _begin_of(step: int, parts: tuple[Stretch, ...]) -> int:
-    part = _part_of(step, parts)
-    return part.begin + (step - part.step) * part.size
+def _window_start(step: int, spans: tuple[EqualWindowSpan, ...]) -> int:
+    span = _span_of(step, spans)
+    return span.first_position + (step - span.first_step) * span.window_size
 
 
-def _part_of(step: int, parts: tuple[Stretch, ...]) -> Stretch:
-    return parts[bisect_right(parts, step, key=lambda part: part.step) - 1]
+def _span_of(step: int, spans: tuple[EqualWindowSpan, ...]) -> EqualWindowSpan:
+    return spans[bisect_right(spans, step, key=lambda part: part.first_step) - 1]
 
 
 def _ceil(numerator: int, denominator: int) -> int:

@@ -14,24 +14,24 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from supertuner.config.settings.optim import USUAL_MAX_LR, USUAL_MIN_LR, OptimizerSettings
+from supertuner.config.settings.optim import DEFAULT_MAX_LR, DEFAULT_MIN_LR, OptimizerSettings
 from supertuner.core.errors import TrainError
 from supertuner.optim.automagic.batched import state_shapes
 from supertuner.optim.automagic.optimizer import Automagic
-from supertuner.optim.automagic.packed_rates import Limits, PackedRates, Spread
+from supertuner.optim.automagic.packed_rates import LearningRateLimits, LearningRateSpread, PackedRates
 
 Shape: TypeAlias = tuple[int, ...]
-Made: TypeAlias = "torch.optim.Optimizer"
+TorchOptimizer: TypeAlias = "torch.optim.Optimizer"
 FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Order:
+class OptimizerInputs:
     """What an optimizer is made from."""
 
     parameters: Mapping[str, nn.Parameter]
-    rate: float
-    decay: float
+    learning_rate: float
+    weight_decay: float
     settings: OptimizerSettings
     expert: str
     seed: int
@@ -42,50 +42,52 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class OptimizerSpec:
     """One optimizer of the table."""
 
-    make: Callable[[Order], Made]
+    build: Callable[[OptimizerInputs], TorchOptimizer]
     learning_rate: float
     """Where the settings give none."""
     weight_decay: float
     """Where the settings give none."""
     state_shapes: Callable[[nn.Parameter], dict[str, tuple[Shape, ...]]]
     """What it remembers of a parameter once that had a gradient, and which shapes each entry may have."""
-    each_weight_alone: bool = False
+    elementwise: bool = False
     """Whether a weight's step depends on its own gradients only: then parts of a tensor are stepped like the whole."""
 
 
-class Optimizer:
+class ExpertOptimizer:
     """One expert's optimizer. Its parameters have names, and it is told its rate before every step."""
 
-    def __init__(self, name: str, inner: Made, parameters: Mapping[str, nn.Parameter], rate: float) -> None:
+    def __init__(
+        self, name: str, torch_optimizer: TorchOptimizer, parameters: Mapping[str, nn.Parameter], learning_rate: float
+    ) -> None:
         self.name = name
-        self.inner = inner
+        self.torch_optimizer = torch_optimizer
         self.parameters = dict(parameters)
-        self.base_rate = rate
+        self.base_learning_rate = learning_rate
         """The learning rate that a schedule's factor is applied to."""
 
-    def set_rate(self, rate: float) -> None:
-        for group in self.inner.param_groups:
+    def set_learning_rate(self, learning_rate: float) -> None:
+        for group in self.torch_optimizer.param_groups:
             if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(rate)
+                group["lr"].fill_(learning_rate)
             else:
-                group["lr"] = rate
+                group["lr"] = learning_rate
 
     def step(self) -> None:
-        with self._stance():
-            self.inner.step()
+        with self._compiler_stance():
+            self.torch_optimizer.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self.inner.zero_grad(set_to_none=set_to_none)
+        self.torch_optimizer.zero_grad(set_to_none=set_to_none)
 
-    def spread(self) -> Spread | None:
+    def learning_rate_spread(self) -> LearningRateSpread | None:
         """How the rates of single weights are spread, where weights have rates of their own. Waits for the device."""
-        return self.inner.spread() if isinstance(self.inner, Automagic) else None
+        return self.torch_optimizer.learning_rate_spread() if isinstance(self.torch_optimizer, Automagic) else None
 
     @torch.no_grad()
-    def averaged(self) -> dict[str, torch.Tensor] | None:
+    def averaged_weights(self) -> dict[str, torch.Tensor] | None:
         """Copies of the weights to validate and to export, where those are not the ones that are trained.
 
         Schedule-free trains y and means x; with z, x = y + (1 - 1/β₁)(z - y). Its own way, to swap x in and y back,
@@ -93,14 +95,14 @@ class Optimizer:
         """
         if self.name != "schedule_free":
             return None
-        beta = self.inner.param_groups[0]["betas"][0]
-        states = {name: self.inner.state.get(p, {}) for name, p in self.parameters.items()}
+        beta = self.torch_optimizer.param_groups[0]["betas"][0]
+        states = {name: self.torch_optimizer.state.get(p, {}) for name, p in self.parameters.items()}
         return {
             name: p.lerp(states[name]["z"].to(p.device), 1 - 1 / beta) if "z" in states[name] else p.detach().clone()
             for name, p in self.parameters.items()
         }
 
-    def _stance(self) -> AbstractContextManager[Any]:
+    def _compiler_stance(self) -> AbstractContextManager[Any]:
         """torchao compiles its step. On a CPU that takes half a minute and a C++ compiler, and gains nothing."""
         if self.name == "adamw8bit" and all(p.device.type == "cpu" for p in self.parameters.values()):
             stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
@@ -108,116 +110,120 @@ class Optimizer:
         return nullcontext()
 
 
-def build(
+def build_optimizer(
     settings: OptimizerSettings, parameters: Mapping[str, nn.Parameter], expert: str, *, seed: int = 0
-) -> Optimizer:
+) -> ExpertOptimizer:
     """The optimizer that the settings name, for the parameters of one expert; what it draws by chance is the seed's."""
-    entry = entry_of(settings)
+    spec = optimizer_spec(settings)
     if not parameters:
         raise TrainError(f"expert {expert} has nothing to train: no parameter is left; see adapter.targets")
-    rate = rate_of(settings, expert)
-    decay = entry.weight_decay if settings.weight_decay is None else settings.weight_decay
-    order = Order(parameters, rate, decay, settings, expert, seed)
-    return Optimizer(settings.name, entry.make(order), parameters, rate)
+    learning_rate = learning_rate_for(settings, expert)
+    weight_decay = spec.weight_decay if settings.weight_decay is None else settings.weight_decay
+    inputs = OptimizerInputs(parameters, learning_rate, weight_decay, settings, expert, seed)
+    return ExpertOptimizer(settings.name, spec.build(inputs), parameters, learning_rate)
 
 
-def entry_of(settings: OptimizerSettings) -> Entry:
+def optimizer_spec(settings: OptimizerSettings) -> OptimizerSpec:
     """The entry of the table that the settings name."""
     return OPTIMIZERS[settings.name]
 
 
-def rate_of(settings: OptimizerSettings, expert: str) -> float:
+def learning_rate_for(settings: OptimizerSettings, expert: str) -> float:
     """Learning rate of an expert: its own, else that of all, else the table's."""
     if settings.name == "automagic":
-        return limits_of(settings, expert).start
-    given = _start_of(settings, expert)
-    return OPTIMIZERS[settings.name].learning_rate if given is None else given
+        return automagic_limits(settings, expert).start
+    configured = _configured_learning_rate(settings, expert)
+    return OPTIMIZERS[settings.name].learning_rate if configured is None else configured
 
 
-def limits_of(settings: OptimizerSettings, expert: str) -> Limits:
+def automagic_limits(settings: OptimizerSettings, expert: str) -> LearningRateLimits:
     """Between what an expert's rates move under Automagic, and how far in a step: its own settings, else those of all,
     else the usual ones. A start or a bump that nobody chose gives way to the limits."""
     bumps = (settings.lr_bump, settings.high_noise_lr_bump, settings.low_noise_lr_bump)
     lows = (settings.min_lr, settings.high_noise_min_lr, settings.low_noise_min_lr)
     highs = (settings.max_lr, settings.high_noise_max_lr, settings.low_noise_max_lr)
-    lowest_is, lowest = _said("min_lr", expert, lows, USUAL.lowest)
-    highest_is, highest = _said("max_lr", expert, highs, USUAL.highest)
+    lowest_text, lowest = _resolve_expert_setting("min_lr", expert, lows, DEFAULT_LIMITS.lowest)
+    highest_text, highest = _resolve_expert_setting("max_lr", expert, highs, DEFAULT_LIMITS.highest)
     if highest < lowest:
-        raise TrainError(f"{highest_is} is below {lowest_is}: Automagic's rates move between them; set both")
-    bump_is, bump = _said("lr_bump", expert, bumps, min(USUAL.bump, (highest - lowest) or USUAL.bump))
+        raise TrainError(f"{highest_text} is below {lowest_text}: Automagic's rates move between them; set both")
+    bump_text, bump = _resolve_expert_setting(
+        "lr_bump", expert, bumps, min(DEFAULT_LIMITS.bump, (highest - lowest) or DEFAULT_LIMITS.bump)
+    )
     if bump > highest - lowest > 0:
         raise TrainError(
-            f"{bump_is} is more than lies between {lowest_is} and {highest_is}: Automagic's rates would jump from one "
+            f"{bump_text} is more than lies between {lowest_text} and {highest_text}: Automagic's rates would jump from one "
             "to the other; set a smaller one"
         )
-    given = _start_of(settings, expert)
-    start = min(max(USUAL.start, lowest), highest) if given is None else given
+    configured = _configured_learning_rate(settings, expert)
+    start = min(max(DEFAULT_LIMITS.start, lowest), highest) if configured is None else configured
     if not lowest <= start <= highest:
         raise TrainError(
             f"optimizer.{'learning_rate' if start == settings.learning_rate else f'{expert}_lr'} {start:g}, where "
-            f"Automagic's rates start, is not between {lowest_is} and {highest_is}; leave it out, or widen the limits"
+            f"Automagic's rates start, is not between {lowest_text} and {highest_text}; leave it out, or widen the limits"
         )
-    return Limits(start=start, bump=bump, lowest=lowest, highest=highest)
+    return LearningRateLimits(start=start, bump=bump, lowest=lowest, highest=highest)
 
 
-def _said(name: str, expert: str, given: tuple[float | None, ...], usual: float) -> tuple[str, float]:
+def _resolve_expert_setting(
+    name: str, expert: str, configured: tuple[float | None, ...], default: float
+) -> tuple[str, float]:
     """A setting of an expert, in words and as a number: its own, else that of all, else the usual one. `given`: that of
     all, of the high-noise and of the low-noise expert."""
-    everyone, high, low = given
-    own = {"high_noise": high, "low_noise": low}.get(expert)
-    if own is not None:
-        return f"optimizer.{expert}_{name} {own:g}", own
-    return (f"{name} {usual:g} (unset)", usual) if everyone is None else (f"optimizer.{name} {everyone:g}", everyone)
+    shared, high, low = configured
+    expert_value = {"high_noise": high, "low_noise": low}.get(expert)
+    if expert_value is not None:
+        return f"optimizer.{expert}_{name} {expert_value:g}", expert_value
+    return (f"{name} {default:g} (unset)", default) if shared is None else (f"optimizer.{name} {shared:g}", shared)
 
 
-def _start_of(settings: OptimizerSettings, expert: str) -> float | None:
-    own = {"high_noise": settings.high_noise_lr, "low_noise": settings.low_noise_lr}.get(expert)
-    return settings.learning_rate if own is None else own
+def _configured_learning_rate(settings: OptimizerSettings, expert: str) -> float | None:
+    expert_value = {"high_noise": settings.high_noise_lr, "low_noise": settings.low_noise_lr}.get(expert)
+    return settings.learning_rate if expert_value is None else expert_value
 
 
-def _adamw(order: Order) -> Made:
-    fused = all(p.device.type in FUSED_DEVICES and p.is_floating_point() for p in order.weights)
-    return torch.optim.AdamW(order.weights, lr=order.rate, weight_decay=order.decay, fused=fused, foreach=not fused)
+def _adamw(inputs: OptimizerInputs) -> TorchOptimizer:
+    fused = all(p.device.type in FUSED_DEVICES and p.is_floating_point() for p in inputs.weights)
+    return torch.optim.AdamW(
+        inputs.weights, lr=inputs.learning_rate, weight_decay=inputs.weight_decay, fused=fused, foreach=not fused
+    )
 
 
-def _adamw8bit(order: Order) -> Made:
+def _adamw8bit(inputs: OptimizerInputs) -> TorchOptimizer:
     try:
         from torchao.optim import AdamW8bit
-    except ImportError as problem:
-        raise TrainError(
-            f'optimizer.name "adamw8bit" needs torchao ({problem}); install it, or use "adamw"'
-        ) from problem
-    made: Made = AdamW8bit(order.weights, lr=order.rate, weight_decay=order.decay)
-    return made
-
-
-def _adafactor(order: Order) -> Made:
-    # One by one: little memory is its point.
-    return torch.optim.Adafactor(order.weights, lr=order.rate, weight_decay=order.decay)
-
-
-def _prodigy(order: Order) -> Made:
-    from prodigyopt import Prodigy
-
-    made: Made = Prodigy(order.weights, lr=order.rate)
-    for group in made.param_groups:
-        group["weight_decay"] = order.decay  # given to the constructor, it would be announced on the screen
-    return made
-
-
-def _schedule_free(order: Order) -> Made:
-    from schedulefree import AdamWScheduleFree
-
-    made = AdamWScheduleFree(order.weights, lr=order.rate, weight_decay=order.decay)
-    made.train()
-    optimizer: Made = made
+    except ImportError as error:
+        raise TrainError(f'optimizer.name "adamw8bit" needs torchao ({error}); install it, or use "adamw"') from error
+    optimizer: TorchOptimizer = AdamW8bit(inputs.weights, lr=inputs.learning_rate, weight_decay=inputs.weight_decay)
     return optimizer
 
 
-def _automagic(order: Order) -> Made:
-    names = {f"{order.expert}/{name}": p for name, p in order.parameters.items()}  # each expert draws for itself
-    limits = limits_of(order.settings, order.expert)
-    return Automagic(names, limits, weight_decay=order.decay, seed=order.seed)
+def _adafactor(inputs: OptimizerInputs) -> TorchOptimizer:
+    # One by one: little memory is its point.
+    return torch.optim.Adafactor(inputs.weights, lr=inputs.learning_rate, weight_decay=inputs.weight_decay)
+
+
+def _prodigy(inputs: OptimizerInputs) -> TorchOptimizer:
+    from prodigyopt import Prodigy
+
+    optimizer: TorchOptimizer = Prodigy(inputs.weights, lr=inputs.learning_rate)
+    for group in optimizer.param_groups:
+        group["weight_decay"] = inputs.weight_decay  # given to the constructor, it would be announced on the screen
+    return optimizer
+
+
+def _schedule_free(inputs: OptimizerInputs) -> TorchOptimizer:
+    from schedulefree import AdamWScheduleFree
+
+    schedule_free = AdamWScheduleFree(inputs.weights, lr=inputs.learning_rate, weight_decay=inputs.weight_decay)
+    schedule_free.train()
+    optimizer: TorchOptimizer = schedule_free
+    return optimizer
+
+
+def _automagic(inputs: OptimizerInputs) -> TorchOptimizer:
+    names = {f"{inputs.expert}/{name}": p for name, p in inputs.parameters.items()}  # each expert draws for itself
+    limits = automagic_limits(inputs.settings, inputs.expert)
+    return Automagic(names, limits, weight_decay=inputs.weight_decay, seed=inputs.seed)
 
 
 def _adam_shapes(p: nn.Parameter) -> dict[str, tuple[Shape, ...]]:
@@ -242,19 +248,19 @@ def _schedule_free_shapes(p: nn.Parameter) -> dict[str, tuple[Shape, ...]]:
 
 
 def _automagic_shapes(p: nn.Parameter) -> dict[str, tuple[Shape, ...]]:
-    return {key: ((length,),) for key, (length, _) in state_shapes(p.shape, PackedRates(USUAL)).items()}
+    return {key: ((length,),) for key, (length, _) in state_shapes(p.shape, PackedRates(DEFAULT_LIMITS)).items()}
 
 
-USUAL = Limits(start=1e-6, bump=1e-6, lowest=USUAL_MIN_LR, highest=USUAL_MAX_LR)
+DEFAULT_LIMITS = LearningRateLimits(start=1e-6, bump=1e-6, lowest=DEFAULT_MIN_LR, highest=DEFAULT_MAX_LR)
 """Automagic's own settings where nothing else is said."""
 OPTIMIZERS = {
-    "adamw": Entry(_adamw, 1e-4, 1e-2, _adam_shapes, each_weight_alone=True),
-    "adamw8bit": Entry(_adamw8bit, 1e-4, 1e-2, _adam_shapes),
+    "adamw": OptimizerSpec(_adamw, 1e-4, 1e-2, _adam_shapes, elementwise=True),
+    "adamw8bit": OptimizerSpec(_adamw8bit, 1e-4, 1e-2, _adam_shapes),
     # The rate of Adafactor is relative to the size of the weights, as in its paper.
-    "adafactor": Entry(_adafactor, 1e-2, 0.0, _adafactor_shapes),
+    "adafactor": OptimizerSpec(_adafactor, 1e-2, 0.0, _adafactor_shapes),
     # Prodigy estimates the rate; what is given is a factor on it.
-    "prodigy": Entry(_prodigy, 1.0, 0.0, _prodigy_shapes),
-    "schedule_free": Entry(_schedule_free, 5e-4, 0.0, _schedule_free_shapes, each_weight_alone=True),
+    "prodigy": OptimizerSpec(_prodigy, 1.0, 0.0, _prodigy_shapes),
+    "schedule_free": OptimizerSpec(_schedule_free, 5e-4, 0.0, _schedule_free_shapes, elementwise=True),
     # The rate is where the rates of all weights start from.
-    "automagic": Entry(_automagic, USUAL.start, 0.0, _automagic_shapes),
+    "automagic": OptimizerSpec(_automagic, DEFAULT_LIMITS.start, 0.0, _automagic_shapes),
 }

@@ -14,19 +14,19 @@ from numpy.typing import NDArray
 
 from supertuner.config.settings.validation import ValidationSettings
 from supertuner.core.errors import TrainError
-from supertuner.core.events import Decided, Sink
+from supertuner.core.events import DecisionEvent, Sink
 from supertuner.core.types import MediaKind
 from supertuner.data.ordering.buckets import Bucket
 from supertuner.models.spec import SampleRequest
 
-FEW = 4
+PROMPTS_FROM_CAPTIONS = 4
 """Prompts that are taken from captions."""
-LOOKED_AT = 256
+MAX_SAMPLES_SEARCHED = 256
 """Samples whose captions are looked at for different ones."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Captioned:
+class CaptionedSample:
     """A sample of the data that prompts, and first frames, can be taken from."""
 
     caption: str
@@ -35,19 +35,19 @@ class Captioned:
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
+class SampleSize:
     width: int
     height: int
     frames: int
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class SamplePlan:
+class ValidationSamplePlan:
     prompts: tuple[str, ...]
     images: tuple[NDArray[np.uint8] | None, ...]
     """For each prompt its first frame."""
     seeds: tuple[int, ...]
-    size: Size
+    size: SampleSize
     fps: float
     negative_prompt: str
     inference_steps: int
@@ -76,21 +76,21 @@ class SamplePlan:
         )
 
 
-def plan_samples(
+def plan_validation_samples(
     settings: ValidationSettings,
     *,
-    default: Size,
-    held_out: Iterable[Captioned],
-    data: Iterable[Captioned],
+    default_size: SampleSize,
+    held_out: Iterable[CaptionedSample],
+    training_data: Iterable[CaptionedSample],
     sink: Sink,
-) -> SamplePlan:
+) -> ValidationSamplePlan:
     """`default` is what samples are like where the settings do not say; of the data as much is read as is needed."""
-    chosen = _chosen(settings, held_out, data, sink)
-    return SamplePlan(
-        prompts=tuple(one.caption for one in chosen),
-        images=tuple(one.image for one in chosen),
+    samples = _choose_samples(settings, held_out, training_data, sink)
+    return ValidationSamplePlan(
+        prompts=tuple(one.caption for one in samples),
+        images=tuple(one.image for one in samples),
         seeds=settings.seeds,
-        size=_size(settings, default, sink),
+        size=_resolve_size(settings, default_size, sink),
         fps=settings.fps,
         negative_prompt=settings.negative_prompt,
         inference_steps=settings.inference_steps,
@@ -98,48 +98,55 @@ def plan_samples(
     )
 
 
-def largest(buckets: Iterable[Bucket]) -> Size:
+def largest_sample_size(buckets: Iterable[Bucket]) -> SampleSize:
     """The size of the bucket with the most pixels; the smallest of equals by its sides, so that order is no matter."""
-    shown = [b for b in buckets if b.kind is not MediaKind.AUDIO]
-    if not shown:
+    visual_buckets = [b for b in buckets if b.kind is not MediaKind.AUDIO]
+    if not visual_buckets:
         raise TrainError("no dataset has pictures or videos: set validation.width, height and frames for samples")
-    found = max(shown, key=lambda b: (b.width * b.height * max(1, b.frames), -b.width, -b.frames))
-    return Size(found.width, found.height, max(1, found.frames))
+    largest_bucket = max(visual_buckets, key=lambda b: (b.width * b.height * max(1, b.frames), -b.width, -b.frames))
+    return SampleSize(largest_bucket.width, largest_bucket.height, max(1, largest_bucket.frames))
 
 
-def _size(settings: ValidationSettings, default: Size, sink: Sink) -> Size:
-    size = Size(settings.width or default.width, settings.height or default.height, settings.frames or default.frames)
+def _resolve_size(settings: ValidationSettings, default_size: SampleSize, sink: Sink) -> SampleSize:
+    size = SampleSize(
+        settings.width or default_size.width,
+        settings.height or default_size.height,
+        settings.frames or default_size.frames,
+    )
     if None in (settings.width, settings.frames):
         value = f"{size.width}×{size.height}, {size.frames} frame{'s' if size.frames != 1 else ''}"
-        sink.emit(Decided("validation.size", value, "what is not set is taken from the largest bucket"))
+        sink.emit(DecisionEvent("validation.size", value, "what is not set is taken from the largest bucket"))
     return size
 
 
-def _chosen(
-    settings: ValidationSettings, held_out: Iterable[Captioned], data: Iterable[Captioned], sink: Sink
-) -> list[Captioned]:
-    given = settings.prompts
-    wanted = len(given) or FEW
-    found, where = _distinct(held_out, wanted), "held-out data"
-    if not found:
-        found, where = _distinct(data, wanted), "the training data"
-    if given:
-        frames: list[NDArray[np.uint8] | None] = [one.image for one in found if one.image is not None]
+def _choose_samples(
+    settings: ValidationSettings,
+    held_out: Iterable[CaptionedSample],
+    training_data: Iterable[CaptionedSample],
+    sink: Sink,
+) -> list[CaptionedSample]:
+    prompts = settings.prompts
+    count = len(prompts) or PROMPTS_FROM_CAPTIONS
+    samples, origin = _distinct_by_caption(held_out, count), "held-out data"
+    if not samples:
+        samples, origin = _distinct_by_caption(training_data, count), "the training data"
+    if prompts:
+        frames: list[NDArray[np.uint8] | None] = [one.image for one in samples if one.image is not None]
         frames = frames or [None]
-        return [Captioned(prompt, frames[place % len(frames)]) for place, prompt in enumerate(given)]
-    found = found or [Captioned("")]
-    captions = [one.caption for one in found]
-    reason = f"none are given: the first captions of {where}" if any(captions) else "none are given, nor any captions"
-    sink.emit(Decided("validation.prompts", captions, reason))
-    return found
+        return [CaptionedSample(prompt, frames[place % len(frames)]) for place, prompt in enumerate(prompts)]
+    samples = samples or [CaptionedSample("")]
+    captions = [one.caption for one in samples]
+    reason = f"none are given: the first captions of {origin}" if any(captions) else "none are given, nor any captions"
+    sink.emit(DecisionEvent("validation.prompts", captions, reason))
+    return samples
 
 
-def _distinct(samples: Iterable[Captioned], most: int) -> list[Captioned]:
+def _distinct_by_caption(samples: Iterable[CaptionedSample], max_count: int) -> list[CaptionedSample]:
     """The first samples with different captions; an empty one only if there is no other."""
-    found: dict[str, Captioned] = {}
-    for sample in islice(samples, LOOKED_AT):
-        found.setdefault(sample.caption.strip(), sample)
-        if len(found) - ("" in found) >= most:
+    by_caption: dict[str, CaptionedSample] = {}
+    for sample in islice(samples, MAX_SAMPLES_SEARCHED):
+        by_caption.setdefault(sample.caption.strip(), sample)
+        if len(by_caption) - ("" in by_caption) >= max_count:
             break
-    told = [sample for caption, sample in found.items() if caption]
-    return told or list(found.values())
+    captioned = [sample for caption, sample in by_caption.items() if caption]
+    return captioned or list(by_caption.values())

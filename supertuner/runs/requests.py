@@ -21,80 +21,80 @@ from typing import Literal, TypeAlias, get_args
 
 from supertuner.core import durable
 from supertuner.core.errors import RunFolderError
-from supertuner.core.events import Silence, Sink, Warned
-from supertuner.core.types import JSON, on_screen
+from supertuner.core.events import NullSink, Sink, WarningEvent
+from supertuner.core.types import JSON, escape_for_terminal
 
-FOLDER = "requests"
-ANSWERS = "answers"
-REFUSED = "refused"
-NAME = re.compile(r"([a-z0-9][a-z0-9-]{0,63})\.json")
-MOST_BYTES = 1 << 16
-MOST_AT_ONCE = 64
+REQUESTS_FOLDER = "requests"
+ANSWERS_FOLDER = "answers"
+REFUSED_FOLDER = "refused"
+REQUEST_FILE_NAME = re.compile(r"([a-z0-9][a-z0-9-]{0,63})\.json")
+MAX_REQUEST_BYTES = 1 << 16
+MAX_REQUESTS_AT_ONCE = 64
 """Requests looked at between two windows; the others wait for the next."""
 
-Kind: TypeAlias = Literal["validate", "checkpoint"]
-Status: TypeAlias = Literal["done", "error", "ended"]
+RequestKind: TypeAlias = Literal["validate", "checkpoint"]
+AnswerStatus: TypeAlias = Literal["done", "error", "ended"]
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class RunRequest:
     id: str
-    kind: Kind
+    kind: RequestKind
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    status: Status
+class RequestAnswer:
+    status: AnswerStatus
     message: str
     """For people."""
     path: str | None = None
     """Where the result is."""
 
 
-class Requests:
+class RequestInbox:
     """The job's side. Leaving its `with` tells everybody who still waits that the run has ended."""
 
     def __init__(self, run: Path, sink: Sink | None = None) -> None:
-        self._folder = run / FOLDER
-        self._sink = sink or Silence()
-        self._ignored: frozenset[str] = frozenset((ANSWERS, REFUSED))
+        self._folder = run / REQUESTS_FOLDER
+        self._sink = sink or NullSink()
+        self._ignored_names: frozenset[str] = frozenset((ANSWERS_FOLDER, REFUSED_FOLDER))
         try:
-            for folder in (self._folder, self._folder / ANSWERS, self._folder / REFUSED):
+            for folder in (self._folder, self._folder / ANSWERS_FOLDER, self._folder / REFUSED_FOLDER):
                 folder.mkdir(exist_ok=True)
         except OSError as error:
             raise RunFolderError(f"{error.filename} cannot be made: {error.strerror}; move it away") from error
         self._drop_old_answers()
 
-    def pending(self) -> list[Request]:
+    def pending(self) -> list[RunRequest]:
         """What is asked for now, in order of the files' names. Costs one listing of a folder that is nearly empty."""
         try:
             names = os.listdir(self._folder)
         except OSError as error:
             self._warn_once("", f"cannot be listed: {error.strerror}; requests to this run are not seen")
             return []
-        if len(names) <= len(self._ignored) and self._ignored.issuperset(names):
+        if len(names) <= len(self._ignored_names) and self._ignored_names.issuperset(names):
             return []
-        asked = sorted(name for name in names if name not in self._ignored and not name.startswith("."))
-        looked = [self._look(name) for name in asked[:MOST_AT_ONCE]]
-        return [request for request in looked if request is not None]
+        file_names = sorted(name for name in names if name not in self._ignored_names and not name.startswith("."))
+        requests = [self._read_request(name) for name in file_names[:MAX_REQUESTS_AT_ONCE]]
+        return [request for request in requests if request is not None]
 
-    def take(self, request: Request) -> None:
+    def defer(self, request: RunRequest) -> None:
         """It will be answered later, perhaps by another thread: `pending` names it no more."""
-        self._ignored |= {f"{request.id}.json"}
+        self._ignored_names |= {f"{request.id}.json"}
 
-    def answer(self, request: Request, result: str, path: Path | None = None) -> None:
+    def answer(self, request: RunRequest, message: str, path: Path | None = None) -> None:
         """It was done: `result` is told to who asked, and `path` says where it is."""
-        self._reply(request.id, Answer("done", result, None if path is None else str(path)))
+        self._reply(request.id, RequestAnswer("done", message, None if path is None else str(path)))
 
-    def refuse(self, request: Request, why: str) -> None:
+    def refuse(self, request: RunRequest, reason: str) -> None:
         """It could not be done."""
-        self._reply(request.id, Answer("error", why))
+        self._reply(request.id, RequestAnswer("error", reason))
 
     def close(self) -> None:
         for request in self.pending():
-            self._reply(request.id, Answer("ended", "the run ended before it could do this"))
+            self._reply(request.id, RequestAnswer("ended", "the run ended before it could do this"))
 
-    def __enter__(self) -> Requests:
+    def __enter__(self) -> RequestInbox:
         return self
 
     def __exit__(
@@ -102,68 +102,82 @@ class Requests:
     ) -> None:
         self.close()
 
-    def _look(self, name: str) -> Request | None:
-        match = NAME.fullmatch(name)
+    def _read_request(self, name: str) -> RunRequest | None:
+        match = REQUEST_FILE_NAME.fullmatch(name)
         try:
             if match is None:
                 raise ValueError("it is not named like a request")
-            return Request(match[1], _kind(read_object(self._folder / name)))
+            return RunRequest(match[1], _request_kind(read_json_object(self._folder / name)))
         except FileNotFoundError:
             return None  # withdrawn by who asked
         except (OSError, ValueError) as error:
             if match is not None:
-                self._write_answer(match[1], Answer("error", f"this is no request: {error}"))
-            self._set_aside(name, f"is no request: {error}")
+                self._write_answer(match[1], RequestAnswer("error", f"this is no request: {error}"))
+            self._move_to_refused(name, f"is no request: {error}")
             return None
 
-    def _reply(self, asked: str, answer: Answer) -> None:
-        self._write_answer(asked, answer)
+    def _reply(self, request_id: str, answer: RequestAnswer) -> None:
+        self._write_answer(request_id, answer)
         try:
-            (self._folder / f"{asked}.json").unlink(missing_ok=True)
+            (self._folder / f"{request_id}.json").unlink(missing_ok=True)
         except OSError as error:
-            self._warn_once(f"{asked}.json", f"was served, and cannot be removed: {error.strerror}")
+            self._warn_once(f"{request_id}.json", f"was served, and cannot be removed: {error.strerror}")
 
-    def _write_answer(self, asked: str, answer: Answer) -> None:
+    def _write_answer(self, request_id: str, answer: RequestAnswer) -> None:
         """An answer that cannot be written is told to the run's own log: no request is worth a run."""
         try:
             fields = {"status": answer.status, "message": answer.message, "path": answer.path}
-            durable.write_json(self._folder / ANSWERS / f"{asked}.json", fields)
+            durable.write_json(self._folder / ANSWERS_FOLDER / f"{request_id}.json", fields)
         except OSError as error:
-            self._sink.emit(Warned(f"request {asked}", f"cannot be answered ({answer.message}): {error.strerror}"))
+            self._sink.emit(
+                WarningEvent(f"request {request_id}", f"cannot be answered ({answer.message}): {error.strerror}")
+            )
 
-    def _set_aside(self, name: str, why: str) -> None:
+    def _move_to_refused(self, name: str, reason: str) -> None:
         try:
-            os.rename(self._folder / name, self._folder / REFUSED / name)
+            os.rename(self._folder / name, self._folder / REFUSED_FOLDER / name)
         except OSError as error:
-            self._warn_once(name, f"{why}, and cannot be moved away: {error.strerror}; it is ignored")
+            self._warn_once(name, f"{reason}, and cannot be moved away: {error.strerror}; it is ignored")
         else:
-            self._sink.emit(Warned(f"{FOLDER}/{on_screen(name)}", f"{on_screen(why)}; moved to {REFUSED}/"))
+            self._sink.emit(
+                WarningEvent(
+                    f"{REQUESTS_FOLDER}/{escape_for_terminal(name)}",
+                    f"{escape_for_terminal(reason)}; moved to {REFUSED_FOLDER}/",
+                )
+            )
 
     def _warn_once(self, name: str, message: str) -> None:
-        if name not in self._ignored:
-            self._ignored |= {name}
-            self._sink.emit(Warned(f"{FOLDER}/{on_screen(name)}", on_screen(message)))
+        if name not in self._ignored_names:
+            self._ignored_names |= {name}
+            self._sink.emit(
+                WarningEvent(f"{REQUESTS_FOLDER}/{escape_for_terminal(name)}", escape_for_terminal(message))
+            )
 
     def _drop_old_answers(self) -> None:
         """Answers that nobody fetched, of earlier sessions. Who waits for one has seen that the run had ended."""
-        for name in _listing(self._folder / ANSWERS):
+        for name in _list_names(self._folder / ANSWERS_FOLDER):
             try:
-                (self._folder / ANSWERS / name).unlink()
+                (self._folder / ANSWERS_FOLDER / name).unlink()
             except OSError as error:
-                self._sink.emit(Warned(f"{FOLDER}/{ANSWERS}/{on_screen(name)}", f"cannot be removed: {error.strerror}"))
+                self._sink.emit(
+                    WarningEvent(
+                        f"{REQUESTS_FOLDER}/{ANSWERS_FOLDER}/{escape_for_terminal(name)}",
+                        f"cannot be removed: {error.strerror}",
+                    )
+                )
 
 
-def read_object(path: Path) -> Mapping[str, JSON]:
+def read_json_object(path: Path) -> Mapping[str, JSON]:
     """A small JSON object from a plain file; OSError or ValueError if it is anything else."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise ValueError("it is not a file")
-        content = os.read(fd, MOST_BYTES + 1)
+        content = os.read(fd, MAX_REQUEST_BYTES + 1)
     finally:
         os.close(fd)
-    if len(content) > MOST_BYTES:
-        raise ValueError(f"it is longer than {MOST_BYTES} bytes")
+    if len(content) > MAX_REQUEST_BYTES:
+        raise ValueError(f"it is longer than {MAX_REQUEST_BYTES} bytes")
     try:
         value = json.loads(content)
     except RecursionError as error:
@@ -173,16 +187,16 @@ def read_object(path: Path) -> Mapping[str, JSON]:
     return value
 
 
-def _kind(value: Mapping[str, JSON]) -> Kind:
-    for known in get_args(Kind):
+def _request_kind(value: Mapping[str, JSON]) -> RequestKind:
+    for known in get_args(RequestKind):
         if value.get("kind") == known:
-            kind: Kind = known
+            kind: RequestKind = known
             return kind
     shown = repr(value.get("kind"))[:80]
-    raise ValueError(f"its kind is {shown}; a run can be asked for {' or '.join(get_args(Kind))}")
+    raise ValueError(f"its kind is {shown}; a run can be asked for {' or '.join(get_args(RequestKind))}")
 
 
-def _listing(folder: Path) -> Iterable[str]:
+def _list_names(folder: Path) -> Iterable[str]:
     try:
         return os.listdir(folder)
     except OSError:

@@ -14,18 +14,28 @@ from rich.padding import Padding
 from rich.text import Text
 
 from supertuner.core.errors import RunFolderError
-from supertuner.core.types import JSON, bytes_text, on_screen
+from supertuner.core.types import JSON, bytes_text, escape_for_terminal
 from supertuner.sinks.console import value_text
-from supertuner.sinks.jsonlines import people_time, read_lines
-from supertuner.sinks.kept_config import leaves
+from supertuner.sinks.jsonlines import read_records, readable_time
+from supertuner.sinks.kept_config import flatten_settings
 from supertuner.sinks.live import held_out_text, samples_text
-from supertuner.sinks.run_folder import DECISIONS, EVENTS, RESOLVED, RUN, SET_ASIDE, holder_of
-from supertuner.sinks.training import HELD_OUT, SAMPLES
+from supertuner.sinks.run_folder import (
+    DECISIONS_FILE,
+    EVENTS_FILE,
+    RESOLVED_CONFIG_FILE,
+    RUN_FILE,
+    SET_ASIDE_FILE,
+    lock_holder,
+)
+from supertuner.sinks.training import TRAIN_HELD_OUT, TRAIN_SAMPLES
 
-FILES_SHOWN = 10
-TOLD: Final[Mapping[str, Callable[[Mapping[str, JSON]], str]]] = {HELD_OUT: held_out_text, SAMPLES: samples_text}
+MAX_FILES_SHOWN = 10
+FIGURE_FORMATTERS: Final[Mapping[str, Callable[[Mapping[str, JSON]], str]]] = {
+    TRAIN_HELD_OUT: held_out_text,
+    TRAIN_SAMPLES: samples_text,
+}
 """Figures that have words of their own."""
-WIDEST = 64
+MAX_SETTING_WIDTH = 64
 """Characters that settings take at most before their origin."""
 
 
@@ -49,31 +59,33 @@ class RunView:
 
 
 def read_run(path: Path) -> RunView:
-    if not (path / RUN).is_file():
-        raise RunFolderError(f"{path} is not a run's folder: it has no {RUN}{_runs_below(path)}")
-    run = _load(path / RUN)
-    config = _load(path / RESOLVED)
-    events = list(read_lines(path / EVENTS))
+    if not (path / RUN_FILE).is_file():
+        raise RunFolderError(f"{path} is not a run's folder: it has no {RUN_FILE}{_runs_below_hint(path)}")
+    run = _load_object(path / RUN_FILE)
+    config = _load_object(path / RESOLVED_CONFIG_FILE)
+    events = list(read_records(path / EVENTS_FILE))
     return RunView(
         path=str(path),
         name=str(run.get("name")),
         begun=str(run.get("begun")),
-        in_use_by=holder_of(path),
+        in_use_by=lock_holder(path),
         config_file=str(run.get("config_file")),
-        settings=given_settings(config),
-        decisions=latest_decisions(_load_list(path / DECISIONS)),
-        warnings=_once({"what": e["what"], "message": e["message"]} for e in events if e["event"] == "warned"),
-        set_aside=list(read_lines(path / SET_ASIDE)),
+        settings=explicit_settings(config),
+        decisions=latest_decisions(_load_list(path / DECISIONS_FILE)),
+        warnings=_without_duplicates(
+            {"what": e["what"], "message": e["message"]} for e in events if e["event"] == "warned"
+        ),
+        set_aside=list(read_records(path / SET_ASIDE_FILE)),
         figures={str(e["what"]): e["figures"] for e in events if e["event"] == "measured"},
     )
 
 
-def given_settings(config: Mapping[str, JSON]) -> list[dict[str, JSON]]:
+def explicit_settings(config: Mapping[str, JSON]) -> list[dict[str, JSON]]:
     """The settings that do not come from a default, with where they come from."""
     origins = config.get("origins")
     if not isinstance(origins, Mapping):
         return []
-    values = dict(leaves(config.get("config")))
+    values = dict(flatten_settings(config.get("config")))
     return [
         {"path": path, "value": values.get(path), "origin": origin}
         for path, origin in origins.items()
@@ -86,21 +98,21 @@ def latest_decisions(decisions: Iterable[Mapping[str, JSON]]) -> list[dict[str, 
     latest: dict[JSON, dict[str, JSON]] = {}
     for decision in decisions:
         earlier = latest.pop(decision["what"], None)
-        before = [*_list(earlier["before"]), earlier["value"]] if earlier else []
+        before = [*_as_list(earlier["before"]), earlier["value"]] if earlier else []
         latest[decision["what"]] = {**decision, "before": before}
     return list(latest.values())
 
 
-def show(view: RunView, console: Console) -> None:
+def print_run(view: RunView, console: Console) -> None:
     """Print the run, widest facts first; parts that are empty are left out."""
     state = f"in use by {view.in_use_by}" if view.in_use_by else "not in use"
-    console.print(Text.assemble((view.name, "bold"), f"  begun {people_time(view.begun)}, {state}"))
+    console.print(Text.assemble((view.name, "bold"), f"  begun {readable_time(view.begun)}, {state}"))
     console.print(Text(view.path, style="dim"), soft_wrap=True)
-    _part(console, f"settings given ({view.config_file})", _settings(view) if view.settings else None)
-    _part(console, "decisions", _decisions(view) if view.decisions else None)
-    _part(console, "warnings", _warnings(view) if view.warnings else None)
-    _part(console, "figures", _figures(view) if view.figures else None)
-    _part(console, _counted(len(view.set_aside)), _set_aside(view) if view.set_aside else None)
+    _print_section(console, f"settings given ({view.config_file})", _render_settings(view) if view.settings else None)
+    _print_section(console, "decisions", _render_decisions(view) if view.decisions else None)
+    _print_section(console, "warnings", _render_warnings(view) if view.warnings else None)
+    _print_section(console, "figures", _render_figures(view) if view.figures else None)
+    _print_section(console, _set_aside_title(len(view.set_aside)), _render_set_aside(view) if view.set_aside else None)
 
 
 def figure_text(name: str, value: JSON) -> str:
@@ -118,43 +130,43 @@ def figure_text(name: str, value: JSON) -> str:
     return f"{number} {name.replace('_', ' ')}"
 
 
-def as_json(view: RunView) -> str:
+def run_as_json(view: RunView) -> str:
     return json.dumps(asdict(view), indent=2, ensure_ascii=False)
 
 
-def _part(console: Console, title: str, body: RenderableType | None) -> None:
+def _print_section(console: Console, title: str, body: RenderableType | None) -> None:
     if body is not None:
         console.print()
         console.print(Text(title, style="bold"))
         console.print(Padding(body, (0, 0, 0, 2)))
 
 
-def _settings(view: RunView) -> RenderableType:
+def _render_settings(view: RunView) -> RenderableType:
     lines = [(f"{row['path']} = {value_text(row['value'])}", str(row["origin"])) for row in view.settings]
-    width = min(WIDEST, max(len(left) for left, _ in lines))
+    width = min(MAX_SETTING_WIDTH, max(len(assignment) for assignment, _ in lines))
     return Group(*(Text.assemble(left.ljust(width), (f"  {origin}", "dim")) for left, origin in lines))
 
 
-def _decisions(view: RunView) -> RenderableType:
+def _render_decisions(view: RunView) -> RenderableType:
     lines: list[RenderableType] = []
     for row in view.decisions:
-        before = ", ".join(value_text(value) for value in _list(row["before"]))
+        before = ", ".join(value_text(value) for value in _as_list(row["before"]))
         reason = f"{row['reason']} (earlier: {before})" if before else str(row["reason"])
         lines.append(Text(f"{row['what']} = {value_text(row['value'])}"))
         lines.append(Padding(Text(reason, "dim"), (0, 0, 0, 4)))
     return Group(*lines)
 
 
-def _warnings(view: RunView) -> RenderableType:
+def _render_warnings(view: RunView) -> RenderableType:
     return Group(*(Text.assemble((str(w["what"]), "yellow"), f": {w['message']}") for w in view.warnings))
 
 
-def _figures(view: RunView) -> RenderableType:
+def _render_figures(view: RunView) -> RenderableType:
     """One line each; figures inside figures are left to `--json`."""
     lines = []
     for what, figures in view.figures.items():
-        if what in TOLD and isinstance(figures, Mapping):
-            lines.append(Text(TOLD[what](figures)))
+        if what in FIGURE_FORMATTERS and isinstance(figures, Mapping):
+            lines.append(Text(FIGURE_FORMATTERS[what](figures)))
             continue
         plain = figures.items() if isinstance(figures, Mapping) else ()
         texts = [
@@ -164,41 +176,41 @@ def _figures(view: RunView) -> RenderableType:
     return Group(*lines)
 
 
-def _set_aside(view: RunView) -> RenderableType:
+def _render_set_aside(view: RunView) -> RenderableType:
     counts = Counter(str(line["dataset"]) for line in view.set_aside)
     lines = [Text(f"{dataset}: {count}", "dim") for dataset, count in counts.items()] if len(counts) > 1 else []
-    for line in view.set_aside[:FILES_SHOWN]:
-        lines.append(Text.assemble((on_screen(str(line["file"])), "yellow"), f": {line['reason']}"))
-    if len(view.set_aside) > FILES_SHOWN:
-        lines.append(Text(f"and {len(view.set_aside) - FILES_SHOWN} more in {SET_ASIDE}", "dim"))
+    for line in view.set_aside[:MAX_FILES_SHOWN]:
+        lines.append(Text.assemble((escape_for_terminal(str(line["file"])), "yellow"), f": {line['reason']}"))
+    if len(view.set_aside) > MAX_FILES_SHOWN:
+        lines.append(Text(f"and {len(view.set_aside) - MAX_FILES_SHOWN} more in {SET_ASIDE_FILE}", "dim"))
     return Group(*lines)
 
 
-def _counted(files: int) -> str:
+def _set_aside_title(files: int) -> str:
     return f"set aside: {files} file{'s' if files != 1 else ''}"
 
 
-def _runs_below(path: Path) -> str:
+def _runs_below_hint(path: Path) -> str:
     """A hint for somebody who named the folder of runs instead of a run."""
-    runs = sorted(p.parent.name for p in path.glob(f"*/{RUN}")) if path.is_dir() else []
+    runs = sorted(p.parent.name for p in path.glob(f"*/{RUN_FILE}")) if path.is_dir() else []
     return f"; there are runs below it: {', '.join(runs[:5])}" if runs else ""
 
 
-def _load(path: Path) -> Mapping[str, JSON]:
-    value = _parsed(path)
+def _load_object(path: Path) -> Mapping[str, JSON]:
+    value = _load_json(path)
     if not isinstance(value, dict):
         raise RunFolderError(f"{path} is not a JSON object; the run's folder is damaged")
     return value
 
 
 def _load_list(path: Path) -> list[dict[str, JSON]]:
-    value = _parsed(path)
+    value = _load_json(path)
     if not isinstance(value, list):
         raise RunFolderError(f"{path} is not a JSON list; the run's folder is damaged")
     return value
 
 
-def _parsed(path: Path) -> object:
+def _load_json(path: Path) -> object:
     try:
         value: object = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
@@ -206,9 +218,9 @@ def _parsed(path: Path) -> object:
     return value
 
 
-def _once(rows: Iterable[dict[str, JSON]]) -> list[dict[str, JSON]]:
+def _without_duplicates(rows: Iterable[dict[str, JSON]]) -> list[dict[str, JSON]]:
     return list({json.dumps(row): row for row in rows}.values())
 
 
-def _list(value: JSON) -> list[JSON]:
+def _as_list(value: JSON) -> list[JSON]:
     return list(value) if isinstance(value, (list, tuple)) else []

@@ -19,20 +19,20 @@ from rich.progress import Progress as RichProgress
 from rich.table import Table
 from rich.text import Text
 
-from supertuner.core.events import Decided, Event, Measured, Noted, SetAside, Warned
-from supertuner.core.types import JSON, on_screen
-from supertuner.sinks.figures import Tally
-from supertuner.sinks.live import Counters, LiveTraining, Row
-from supertuner.sinks.screen import Screen
+from supertuner.core.events import DecisionEvent, Event, MeasurementEvent, NoteEvent, SetAsideEvent, WarningEvent
+from supertuner.core.types import JSON, escape_for_terminal
+from supertuner.sinks.figures import PhaseCounters
+from supertuner.sinks.live import DisplayCounters, DisplayRow, TrainingDisplay
+from supertuner.sinks.screen import StderrStream
 
-SET_ASIDE_SHOWN = 5
-PLAIN_SECONDS = 5.0
+MAX_SET_ASIDE_SHOWN = 5
+PLAIN_LINE_SECONDS = 5.0
 BAR_SECONDS = 0.1
-DRAWN_PER_SECOND = 4
+REFRESHES_PER_SECOND = 4
 """How often a live display is drawn by itself; each time takes milliseconds from the work it shows."""
 
 
-class Console:
+class ConsoleSink:
     """Sink and progress for a person. Close it (or leave its `with`) to see what was still held back.
 
     Decisions are collected and shown together, before the next phase begins and at the end; of the files set aside
@@ -44,57 +44,59 @@ class Console:
         self,
         console: RichConsole | None = None,
         clock: Callable[[], float] = time.monotonic,
-        rest: str = "the run's set_aside.jsonl has them all",
+        set_aside_hint: str = "the run's set_aside.jsonl has them all",
     ) -> None:
-        self._console = console or RichConsole(file=cast("IO[str]", Screen()), highlight=False)
+        self._console = console or RichConsole(file=cast("IO[str]", StderrStream()), highlight=False)
         self._clock = clock
-        self._rest = rest
-        self._decisions: list[Decided] = []
-        self._set_aside: list[SetAside] = []
+        self._set_aside_hint = set_aside_hint
+        self._decisions: list[DecisionEvent] = []
+        self._set_aside: list[SetAsideEvent] = []
         self._bars: RichProgress | None = None
-        self._rows = 0
-        self._guard = threading.Lock()
-        self._training = LiveTraining(self, self._clock)
+        self._row_count = 0
+        self._lock = threading.Lock()
+        self._training = TrainingDisplay(self, self._clock)
 
     def emit(self, event: Event, /) -> None:
-        if isinstance(event, Measured):
+        if isinstance(event, MeasurementEvent):
             self._training.show(event)
             return
-        with self._guard:
-            if isinstance(event, Warned):
-                self.say(Text.assemble(("warning ", "bold yellow"), (event.what, "bold"), f": {event.message}"))
-            elif isinstance(event, Noted):
-                self.say(Text(event.message))
-            elif isinstance(event, Decided):
+        with self._lock:
+            if isinstance(event, WarningEvent):
+                self.print_above(Text.assemble(("warning ", "bold yellow"), (event.what, "bold"), f": {event.message}"))
+            elif isinstance(event, NoteEvent):
+                self.print_above(Text(event.message))
+            elif isinstance(event, DecisionEvent):
                 self._decisions.append(event)
-            elif isinstance(event, SetAside):
+            elif isinstance(event, SetAsideEvent):
                 self._set_aside.append(event)
 
-    def phase(self, title: str, *, items: int = 0, nbytes: int = 0, noun: str = "files") -> Phase:
+    def phase(self, title: str, *, items: int = 0, nbytes: int = 0, noun: str = "files") -> ConsolePhase:
         self.show_decisions()
-        return Phase(self, Tally(title, items, nbytes, self._clock(), noun), self._clock)
+        return ConsolePhase(self, PhaseCounters(title, items, nbytes, self._clock(), noun), self._clock)
 
     def show_decisions(self) -> None:
         """Print the decisions that were made since the last time."""
-        with self._guard:
+        with self._lock:
             decisions, self._decisions = self._decisions, []
         if decisions and self._console.is_terminal:
-            self.say(decisions_table([(d.what, d.value, d.reason) for d in decisions]))
+            self.print_above(decisions_table([(d.what, d.value, d.reason) for d in decisions]))
         else:
             for d in decisions:
-                self.say(Text(f"decided {d.what} = {value_text(d.value)}: {d.reason}"))
+                self.print_above(Text(f"decided {d.what} = {value_text(d.value)}: {d.reason}"))
 
     def close(self) -> None:
         self._training.stop()
         self.show_decisions()
-        for event in self._set_aside[:SET_ASIDE_SHOWN]:
-            self.say(Text.assemble(("set aside ", "yellow"), (on_screen(event.file), "bold"), f": {event.reason}"))
-        more = len(self._set_aside) - SET_ASIDE_SHOWN
-        if more > 0:
-            self.say(Text(f"and {more} more files set aside; {self._rest}"))
+        for event in self._set_aside[:MAX_SET_ASIDE_SHOWN]:
+            self.print_above(
+                Text.assemble(("set aside ", "yellow"), (escape_for_terminal(event.file), "bold"), f": {event.reason}")
+            )
+        hidden_count = len(self._set_aside) - MAX_SET_ASIDE_SHOWN
+        if hidden_count > 0:
+            self.print_above(Text(f"and {hidden_count} more files set aside; {self._set_aside_hint}"))
         self._set_aside = []
 
-    def __enter__(self) -> Console:
+    def __enter__(self) -> ConsoleSink:
         return self
 
     def __exit__(
@@ -102,66 +104,66 @@ class Console:
     ) -> None:
         self.close()
 
-    def say(self, what: Text | Table) -> None:
+    def print_above(self, content: Text | Table) -> None:
         """Print above whatever is live."""
-        self._console.print(what, soft_wrap=isinstance(what, Text))
+        self._console.print(content, soft_wrap=isinstance(content, Text))
 
-    def open_row(self, title: str, counters: Counters) -> BarRow | None:
+    def open_row(self, title: str, counters: DisplayCounters) -> ProgressBarRow | None:
         """A new row of the live display, which all that is open shares; None where this is not a terminal."""
         if not self._console.is_terminal:
             return None
-        with self._guard:
-            self._rows += 1
+        with self._lock:
+            self._row_count += 1
             if self._bars is None:
                 columns = (TextColumn("{task.description}"), BarColumn(bar_width=30), FiguresColumn())
-                self._bars = RichProgress(*columns, console=self._console, refresh_per_second=DRAWN_PER_SECOND)
+                self._bars = RichProgress(*columns, console=self._console, refresh_per_second=REFRESHES_PER_SECOND)
                 self._bars.start()
-            return BarRow(self._bars, title, counters, self._clock)
+            return ProgressBarRow(self._bars, title, counters, self._clock)
 
-    def close_row(self, row: Row, line: str) -> None:
+    def close_row(self, row: DisplayRow, line: str) -> None:
         """The last row stays as it is, and the display ends; of another one `line` stays, above what is still live."""
         row.draw()
-        with self._guard:
-            self._rows -= 1
-            if self._rows == 0 and self._bars is not None:
+        with self._lock:
+            self._row_count -= 1
+            if self._row_count == 0 and self._bars is not None:
                 self._bars.stop()
                 self._bars = None
                 return
         row.remove()
-        self.say(Text(line))
+        self.print_above(Text(line))
 
 
-class Phase:
+class ConsolePhase:
     """One bar, or one series of lines. `advance` may be called from any thread, and often: drawing is rationed."""
 
-    def __init__(self, console: Console, tally: Tally, clock: Callable[[], float]) -> None:
+    def __init__(self, console: ConsoleSink, counters: PhaseCounters, clock: Callable[[], float]) -> None:
         self._console = console
-        self._tally = tally
+        self._counters = counters
         self._clock = clock
-        self._guard = threading.Lock()
+        self._lock = threading.Lock()
         self._drawn_at = clock()
-        self._row: BarRow | None = None
+        self._row: ProgressBarRow | None = None
 
     def advance(self, items: int = 0, nbytes: int = 0) -> None:
         now = self._clock()
-        with self._guard:
-            self._tally.add(items, nbytes)
-            if now - self._drawn_at < (BAR_SECONDS if self._row else PLAIN_SECONDS):
+        with self._lock:
+            self._counters.add(items, nbytes)
+            if now - self._drawn_at < (BAR_SECONDS if self._row else PLAIN_LINE_SECONDS):
                 return
             self._drawn_at = now
-            line = f"{self._tally.title}: {self._tally.text(now)}"
+            line = f"{self._counters.title}: {self._counters.status_text(now)}"
         self._draw(line)
 
-    def __enter__(self) -> Phase:
-        self._row = self._console.open_row(self._tally.title, self._tally)
+    def __enter__(self) -> ConsolePhase:
+        self._row = self._console.open_row(self._counters.title, self._counters)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         verb = "" if kind is None else "stopped after "
-        self._tally.end(self._clock())
-        line = f"{self._tally.title}: {verb}{self._tally.text(self._clock())}"
+        self._counters.end(self._clock())
+        line = f"{self._counters.title}: {verb}{self._counters.status_text(self._clock())}"
         if self._row is not None:
             self._console.close_row(self._row, line)
         else:
@@ -171,19 +173,19 @@ class Phase:
         if self._row is not None:
             self._row.draw()
         else:
-            self._console.say(Text(line))
+            self._console.print_above(Text(line))
 
 
-class BarRow:
+class ProgressBarRow:
     """One row of the live display: a title, a bar, and what its counters say."""
 
-    def __init__(self, bars: RichProgress, title: str, counters: Counters, clock: Callable[[], float]) -> None:
+    def __init__(self, bars: RichProgress, title: str, counters: DisplayCounters, clock: Callable[[], float]) -> None:
         self._bars = bars
         self._counters = counters
         self._task = bars.add_task(title, total=1.0, counters=counters, clock=clock)
 
     def draw(self) -> None:
-        self._bars.update(self._task, completed=self._counters.share())
+        self._bars.update(self._task, completed=self._counters.fraction_done())
 
     def remove(self) -> None:
         self._bars.remove_task(self._task)
@@ -193,8 +195,8 @@ class FiguresColumn(ProgressColumn):
     """The figures right of a bar, as of now: they go on when nothing advances, so that a stall can be seen."""
 
     def render(self, task: Task) -> Text:
-        counters: Counters = task.fields["counters"]
-        return Text(counters.text(task.fields["clock"]()), style="cyan")
+        counters: DisplayCounters = task.fields["counters"]
+        return Text(counters.status_text(task.fields["clock"]()), style="cyan")
 
 
 def decisions_table(decisions: list[tuple[str, JSON, str]]) -> Table:

@@ -8,13 +8,13 @@ from supertuner.core.types import bytes_text
 
 
 @dataclass(slots=True)
-class Tally:
+class PhaseCounters:
     """One phase's counters. A total of zero is unknown, or has no meaning here, and is not shown."""
 
     title: str
     items_total: int
     bytes_total: int
-    begun_s: float
+    started_s: float
     noun: str = "files"
     items: int = 0
     nbytes: int = 0
@@ -27,7 +27,7 @@ class Tally:
     def end(self, now_s: float) -> None:
         self.ended_s = now_s
 
-    def share(self) -> float:
+    def fraction_done(self) -> float:
         """How much of the phase is done, 0 to 1; by bytes where they are known, since files differ in size."""
         if self.bytes_total:
             return min(1.0, self.nbytes / self.bytes_total)
@@ -35,40 +35,44 @@ class Tally:
             return min(1.0, self.items / self.items_total)
         return 0.0 if self.ended_s is None else 1.0
 
-    def text(self, now_s: float) -> str:
+    def status_text(self, now_s: float) -> str:
         """`1,200 of 5,000 files, 1.2 GiB of 4.0 GiB, 310 MiB/s, 9 s left`; at the end the time taken."""
-        elapsed = max(1e-9, (self.ended_s if self.ended_s is not None else now_s) - self.begun_s)
+        elapsed = max(1e-9, (self.ended_s if self.ended_s is not None else now_s) - self.started_s)
         parts = []
         if self.items or self.items_total:
-            parts.append(_of(f"{self.items:,}", f"{self.items_total:,}" if self.items_total else "") + f" {self.noun}")
+            parts.append(
+                _part_of_total(f"{self.items:,}", f"{self.items_total:,}" if self.items_total else "") + f" {self.noun}"
+            )
         if self.nbytes or self.bytes_total:
-            parts.append(_of(bytes_text(self.nbytes), bytes_text(self.bytes_total) if self.bytes_total else ""))
+            parts.append(
+                _part_of_total(bytes_text(self.nbytes), bytes_text(self.bytes_total) if self.bytes_total else "")
+            )
         if self.nbytes:
             parts.append(f"{bytes_text(self.nbytes / elapsed)}/s")
         elif self.items:
             parts.append(f"{self.items / elapsed:,.0f} {self.noun}/s")
         if self.ended_s is not None:
             return ", ".join([*parts, f"in {duration_text(elapsed)}"]) if parts else duration_text(elapsed)
-        left = seconds_left(self.share(), elapsed)
-        return ", ".join(parts if left is None else [*parts, f"{duration_text(left)} left"])
+        remaining_s = seconds_left(self.fraction_done(), elapsed)
+        return ", ".join(parts if remaining_s is None else [*parts, f"{duration_text(remaining_s)} left"])
 
 
-def seconds_left(share: float, elapsed_s: float) -> float | None:
+def seconds_left(fraction_done: float, elapsed_s: float) -> float | None:
     """Time the rest takes at the pace so far; None while nothing is known."""
-    return None if share <= 0.0 else elapsed_s * (1.0 - share) / share
+    return None if fraction_done <= 0.0 else elapsed_s * (1.0 - fraction_done) / fraction_done
 
 
 def duration_text(seconds: float) -> str:
     """`0.4 s`, `12 s`, `3 min 20 s`, `2 h 05 min`."""
     if seconds < 10:
         return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02} min"
+    whole_seconds = round(seconds)
+    if whole_seconds < 60:
+        return f"{whole_seconds} s"
+    if whole_seconds < 3600:
+        return f"{whole_seconds // 60} min {whole_seconds % 60:02} s"
+    return f"{whole_seconds // 3600} h {whole_seconds % 3600 // 60:02} min"
 
 
-def _of(part: str, whole: str) -> str:
-    return f"{part} of {whole}" if whole and whole != part else part
+def _part_of_total(part: str, total: str) -> str:
+    return f"{part} of {total}" if total and total != part else part

@@ -11,19 +11,19 @@ from pathlib import Path
 from types import TracebackType
 
 from supertuner.core.errors import RunFolderError
-from supertuner.core.events import Decided, Event, Measured, Noted, SetAside, Warned
+from supertuner.core.events import DecisionEvent, Event, MeasurementEvent, NoteEvent, SetAsideEvent, WarningEvent
 from supertuner.core.types import JSON
 
 EVENT_NAMES: Mapping[type[Event], str] = {
-    Decided: "decided",
-    Warned: "warned",
-    Noted: "noted",
-    SetAside: "set_aside",
-    Measured: "measured",
+    DecisionEvent: "decided",
+    WarningEvent: "warned",
+    NoteEvent: "noted",
+    SetAsideEvent: "set_aside",
+    MeasurementEvent: "measured",
 }
 
 
-class JsonLines:
+class JsonLinesFile:
     """A file of records that can be appended to by several threads at once.
 
     A record is written by one write() of a whole line, so a line without its end is one that a kill or a full disk
@@ -36,10 +36,10 @@ class JsonLines:
         _cut_torn_tail(self._handle)
 
     def append(self, record: Mapping[str, JSON]) -> None:
-        rest = memoryview(line_bytes(record))
+        remaining = memoryview(encode_line(record))
         try:
-            while rest:  # a disk that fills up takes a part first, and says why at the next call
-                rest = rest[os.write(self._handle, rest) :]
+            while remaining:  # a disk that fills up takes a part first, and says why at the next call
+                remaining = remaining[os.write(self._handle, remaining) :]
         except OSError as error:
             raise RunFolderError(
                 f"{self.path} cannot be written: {error.strerror}; make room and start again"
@@ -54,7 +54,7 @@ class JsonLines:
         finally:
             os.close(self._handle)
 
-    def __enter__(self) -> JsonLines:
+    def __enter__(self) -> JsonLinesFile:
         return self
 
     def __exit__(
@@ -63,7 +63,7 @@ class JsonLines:
         self.close()
 
 
-def line_bytes(record: Mapping[str, JSON]) -> bytes:
+def encode_line(record: Mapping[str, JSON]) -> bytes:
     """One line of the file. A file name that is not UTF-8 survives as JSON's own escapes."""
     text = json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
     return text.encode(errors="backslashreplace")
@@ -74,7 +74,7 @@ def event_record(event: Event) -> dict[str, JSON]:
     return {"at": now_text(), "event": EVENT_NAMES[type(event)], **dataclasses.asdict(event)}
 
 
-def read_lines(path: Path) -> Iterator[dict[str, JSON]]:
+def read_records(path: Path) -> Iterator[dict[str, JSON]]:
     """Every whole record of the file, in order; a missing file has none."""
     if not path.exists():
         return
@@ -94,7 +94,7 @@ def now_text() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def people_time(moment: str) -> str:
+def readable_time(moment: str) -> str:
     """The same moment for people: `2026-01-31 09:30:00 UTC`."""
     return moment.replace("T", " ").replace("+00:00", " UTC")
 

@@ -11,14 +11,14 @@ from pathlib import PurePath
 
 from supertuner.core.types import JSON
 
-GIVEN = "config.given"
+CONFIG_FILE_STEM = "config.given"
 
 
 @dataclass(frozen=True, slots=True)
-class KeptConfig:
+class SavedConfig:
     """A configuration as a run keeps it; plain data, so that this room knows no schema."""
 
-    given: bytes
+    file_content: bytes
     """The file as it was; empty for a configuration made in code."""
     extension: str
     """`.yaml`, `.json`, `.toml`."""
@@ -29,56 +29,63 @@ class KeptConfig:
     """Further files that the configuration named and that were read as part of it, by name."""
     defaults: Mapping[str, JSON] = field(default_factory=dict)
     """Setting, list positions left out → the value that need not be said."""
-    free: Sequence[str] = ()
+    changeable: Sequence[str] = ()
     """Settings, and blocks of them, list positions left out, that may change while a run stays the same run."""
 
     def files(self) -> dict[str, bytes]:
         """What is kept byte for byte, by the name it is kept under; the configuration itself comes first."""
-        kept = {f"{GIVEN}{self.extension}": self.given}
+        contents = {f"{CONFIG_FILE_STEM}{self.extension}": self.file_content}
         for number, (name, content) in enumerate(self.attachments.items(), start=1):
-            kept[f"{GIVEN}.{number}.{PurePath(name).name}"] = content
-        return kept
+            contents[f"{CONFIG_FILE_STEM}.{number}.{PurePath(name).name}"] = content
+        return contents
 
     @property
     def digest(self) -> str:
         """Two configurations of one run have the same digest, however they were written."""
-        text = json.dumps(self._identity(self.resolved), sort_keys=True, ensure_ascii=False, allow_nan=False)
+        text = json.dumps(self._identity_settings(self.resolved), sort_keys=True, ensure_ascii=False, allow_nan=False)
         return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()[:32]
 
-    def differences(self, there: Mapping[str, JSON]) -> list[str]:
+    def identity_differences(self, other_resolved: Mapping[str, JSON]) -> list[str]:
         """The settings that make another run of it than the one with the resolved settings `there`, one line each."""
-        return _differences(self._identity(self.resolved), self._identity(there), self.defaults)
+        return _difference_lines(
+            self._identity_settings(self.resolved), self._identity_settings(other_resolved), self.defaults
+        )
 
-    def changes(self, there: Mapping[str, JSON]) -> list[str]:
+    def all_differences(self, other_resolved: Mapping[str, JSON]) -> list[str]:
         """The settings that are not what they are `there`, one line each; those of another run and all others."""
-        return _differences(dict(leaves(self.resolved)), dict(leaves(there)), self.defaults)
+        return _difference_lines(
+            dict(flatten_settings(self.resolved)), dict(flatten_settings(other_resolved)), self.defaults
+        )
 
-    def _identity(self, resolved: Mapping[str, JSON]) -> dict[str, JSON]:
+    def _identity_settings(self, resolved: Mapping[str, JSON]) -> dict[str, JSON]:
         """What decides whether it is the same run: no setting that may change, and none that need not be said."""
         return {
             path: value
-            for path, value in leaves(resolved)
-            if not any((pattern := _pattern(path)) == one or pattern.startswith(f"{one}.") for one in self.free)
+            for path, value in flatten_settings(resolved)
+            if not any(
+                (pattern := _pattern(path)) == changeable_pattern or pattern.startswith(f"{changeable_pattern}.")
+                for changeable_pattern in self.changeable
+            )
             and (_pattern(path) not in self.defaults or self.defaults[_pattern(path)] != value)
         }
 
 
-def _differences(mine: Mapping[str, JSON], theirs: Mapping[str, JSON], defaults: Mapping[str, JSON]) -> list[str]:
-    mine, theirs = _with_defaults(mine, theirs, defaults), _with_defaults(theirs, mine, defaults)
-    paths = [*mine, *(path for path in theirs if path not in mine)]
+def _difference_lines(ours: Mapping[str, JSON], theirs: Mapping[str, JSON], defaults: Mapping[str, JSON]) -> list[str]:
+    ours, theirs = _with_defaults(ours, theirs, defaults), _with_defaults(theirs, ours, defaults)
+    paths = [*ours, *(path for path in theirs if path not in ours)]
     return [
-        f"{path}: {_shown(theirs, path)} there, {_shown(mine, path)} here"
+        f"{path}: {_value_text(theirs, path)} there, {_value_text(ours, path)} here"
         for path in paths
-        if _shown(mine, path) != _shown(theirs, path)
+        if _value_text(ours, path) != _value_text(theirs, path)
     ]
 
 
 def _with_defaults(
-    mine: Mapping[str, JSON], theirs: Mapping[str, JSON], defaults: Mapping[str, JSON]
+    ours: Mapping[str, JSON], theirs: Mapping[str, JSON], defaults: Mapping[str, JSON]
 ) -> dict[str, JSON]:
     """`mine`, and the defaults of what only `theirs` says."""
-    unsaid = (path for path in theirs if path not in mine and _pattern(path) in defaults)
-    return {**mine, **{path: defaults[_pattern(path)] for path in unsaid}}
+    missing_paths = (path for path in theirs if path not in ours and _pattern(path) in defaults)
+    return {**ours, **{path: defaults[_pattern(path)] for path in missing_paths}}
 
 
 def _pattern(path: str) -> str:
@@ -86,17 +93,17 @@ def _pattern(path: str) -> str:
     return re.sub(r"\[\d+\]", "[]", path)
 
 
-def leaves(value: JSON, path: str = "") -> Iterator[tuple[str, JSON]]:
+def flatten_settings(value: JSON, path: str = "") -> Iterator[tuple[str, JSON]]:
     """Every setting as (`datasets[0].in_memory.compression`, value). A list of plain values is one setting."""
     if isinstance(value, Mapping) and value:
-        for key, below in value.items():
-            yield from leaves(below, f"{path}.{key}" if path else key)
+        for key, inner in value.items():
+            yield from flatten_settings(inner, f"{path}.{key}" if path else key)
     elif isinstance(value, Sequence) and any(isinstance(below, Mapping) for below in value):
-        for number, below in enumerate(value):
-            yield from leaves(below, f"{path}[{number}]")
+        for number, inner in enumerate(value):
+            yield from flatten_settings(inner, f"{path}[{number}]")
     else:
         yield path, value
 
 
-def _shown(values: Mapping[str, JSON], path: str) -> str:
+def _value_text(values: Mapping[str, JSON], path: str) -> str:
     return json.dumps(values[path], ensure_ascii=False) if path in values else "not set"

@@ -12,30 +12,30 @@ from contextlib import suppress
 from typing import IO
 
 
-class Screen(io.TextIOBase):
+class StderrStream(io.TextIOBase):
     """Whatever standard error is at the moment."""
 
     def write(self, text: str, /) -> int:
         with suppress(OSError):  # nobody is there to see it
-            _standard_error().write(text)
+            _real_stderr().write(text)
         return len(text)
 
     def flush(self) -> None:
         with suppress(OSError):  # likewise
-            _standard_error().flush()
+            _real_stderr().flush()
 
     def isatty(self) -> bool:
-        return _standard_error().isatty()
+        return _real_stderr().isatty()
 
     def fileno(self) -> int:
-        return _standard_error().fileno()
+        return _real_stderr().fileno()
 
     @property
     def encoding(self) -> str:  # type: ignore[override]  # a plain attribute there
         return sys.stderr.encoding or "utf-8"
 
 
-def _standard_error() -> IO[str]:
+def _real_stderr() -> IO[str]:
     """Not what rich puts in its place while a display is live: that writes to the display, and it to us."""
-    found: IO[str] = getattr(sys.stderr, "rich_proxied_file", sys.stderr)
-    return found
+    stream: IO[str] = getattr(sys.stderr, "rich_proxied_file", sys.stderr)
+    return stream

@@ -19,45 +19,53 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from supertuner.core.errors import RunFolderError
-from supertuner.core.events import MEMORY, Event, Measured
+from supertuner.core.events import MEMORY_MEASUREMENT, Event, MeasurementEvent
 from supertuner.core.types import JSON
-from supertuner.sinks.training import HELD_OUT, RATES, SAMPLES, STEP, memory_values, rate_values, rows_of
+from supertuner.sinks.training import (
+    TRAIN_HELD_OUT,
+    TRAIN_RATES,
+    TRAIN_SAMPLES,
+    TRAIN_STEP,
+    held_out_losses,
+    memory_scalars,
+    rate_scalars,
+)
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.summary_pb2 import Summary
 
-SCALARS = ("grad_norm", "rate", "samples_in_window", "samples_per_s", "waited_s")
-PREFIX = "events.out.tfevents."
+STEP_SCALARS = ("grad_norm", "rate", "samples_in_window", "samples_per_s", "waited_s")
+EVENT_FILE_PREFIX = "events.out.tfevents."
 
 
-class TensorBoard:
+class TensorBoardSink:
     """A sink. What was emitted is in the file at once: a kill takes nothing that a checkpoint counts as done."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
         self._folder = folder
         self._clock = clock
-        self._files: dict[str, EventFile] = {}
+        self._files: dict[str, TensorBoardEventFile] = {}
 
     def emit(self, event: Event, /) -> None:
-        if not isinstance(event, Measured):
+        if not isinstance(event, MeasurementEvent):
             return
-        if event.what == STEP:
+        if event.what == TRAIN_STEP:
             self._write("train", event.figures, _step_summary(event.figures))
-        elif event.what == HELD_OUT:
+        elif event.what == TRAIN_HELD_OUT:
             self._write("held_out", event.figures, _held_out_summary(event.figures))
-        elif event.what == SAMPLES:
+        elif event.what == TRAIN_SAMPLES:
             self._write("samples", event.figures, _grid_summary(event.figures))
-        elif event.what == MEMORY:
-            self._write("memory", event.figures, _scalars(memory_values(event.figures)))
-        elif event.what == RATES:
-            self._write("rates", event.figures, _scalars(rate_values(event.figures)))
+        elif event.what == MEMORY_MEASUREMENT:
+            self._write("memory", event.figures, _scalar_summary(memory_scalars(event.figures)))
+        elif event.what == TRAIN_RATES:
+            self._write("rates", event.figures, _scalar_summary(rate_scalars(event.figures)))
 
     def close(self) -> None:
         for file in self._files.values():
             file.close()
         self._files = {}
 
-    def __enter__(self) -> TensorBoard:
+    def __enter__(self) -> TensorBoardSink:
         return self
 
     def __exit__(
@@ -67,13 +75,13 @@ class TensorBoard:
 
     def _write(self, name: str, figures: Mapping[str, JSON], summary: Summary) -> None:
         if name not in self._files:
-            self._files[name] = EventFile(self._folder / name, self._clock)
+            self._files[name] = TensorBoardEventFile(self._folder / name, self._clock)
         step = figures["step"]
         assert isinstance(step, int)
         self._files[name].write(step, summary)
 
 
-class EventFile:
+class TensorBoardEventFile:
     """One event file, new for each session; its steps go up, or a session mark takes back what stood there."""
 
     def __init__(self, folder: Path, clock: Callable[[], float]) -> None:
@@ -83,58 +91,58 @@ class EventFile:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             # Readers go through the files of a folder in the order of their names.
-            number = 1 + max((_session(file.name) for file in folder.iterdir()), default=0)
-            self.path = folder / f"{PREFIX}{number:010d}"
-            self._records = RecordWriter(self.path.open("xb", buffering=1 << 16))
+            number = 1 + max((_session_number(file.name) for file in folder.iterdir()), default=0)
+            self.path = folder / f"{EVENT_FILE_PREFIX}{number:010d}"
+            self._record_writer = RecordWriter(self.path.open("xb", buffering=1 << 16))
         except OSError as error:
             raise RunFolderError(f"{folder} cannot be written: {error.strerror}") from error
-        self._last: int | None = None if number > 1 else -1
+        self._last_step: int | None = None if number > 1 else -1
         """The last step written; None: whatever an earlier session wrote."""
         self._append(file_version="brain.Event:2")
 
     def write(self, step: int, summary: Summary) -> None:
         from tensorboard.compat.proto.event_pb2 import SessionLog
 
-        if self._last is None or step <= self._last:
+        if self._last_step is None or step <= self._last_step:
             self._append(step=step, session_log=SessionLog(status=SessionLog.START))
-        self._last = step
+        self._last_step = step
         self._append(step=step, summary=summary)
 
     def close(self) -> None:
-        self._guarded(self._records.close)
+        self._with_write_errors(self._record_writer.close)
 
     def _append(self, **fields: Any) -> None:
         from tensorboard.compat.proto.event_pb2 import Event as Record
 
         record = Record(wall_time=self._clock(), **fields).SerializeToString()
-        self._guarded(lambda: self._records.write(record))
-        self._guarded(self._records.flush)
+        self._with_write_errors(lambda: self._record_writer.write(record))
+        self._with_write_errors(self._record_writer.flush)
 
-    def _guarded(self, act: Callable[[], None]) -> None:
+    def _with_write_errors(self, action: Callable[[], None]) -> None:
         try:
-            act()
+            action()
         except OSError as error:
             raise RunFolderError(f"{self.path} cannot be written: {error.strerror}") from error
 
 
-def _session(name: str) -> int:
+def _session_number(name: str) -> int:
     """The number of the session that wrote a file; 0 for one that is not ours."""
-    number = name.removeprefix(PREFIX)
+    number = name.removeprefix(EVENT_FILE_PREFIX)
     return int(number) if number != name and number.isascii() and number.isdigit() else 0
 
 
 def _step_summary(figures: Mapping[str, JSON]) -> Summary:
-    values = {f"loss/{figures['expert']}": figures["loss"], **{name: figures.get(name) for name in SCALARS}}
-    return _scalars({tag: value for tag, value in values.items() if isinstance(value, int | float)})
+    values = {f"loss/{figures['expert']}": figures["loss"], **{name: figures.get(name) for name in STEP_SCALARS}}
+    return _scalar_summary({tag: value for tag, value in values.items() if isinstance(value, int | float)})
 
 
 def _held_out_summary(figures: Mapping[str, JSON]) -> Summary:
     """Means as `loss/EXPERT`, beside the training loss of the same expert; levels as `level/EXPERT/0.50`."""
     values = {}
-    for row in rows_of(figures):
-        tag = f"loss/{row.expert or 'all'}" if row.level is None else f"level/{row.expert or 'all'}/{row.level:.2f}"
+    for row in held_out_losses(figures):
+        tag = f"loss/{row.expert or 'all'}" if row.sigma is None else f"level/{row.expert or 'all'}/{row.sigma:.2f}"
         values[tag] = row.loss
-    return _scalars(values)
+    return _scalar_summary(values)
 
 
 def _grid_summary(figures: Mapping[str, JSON]) -> Summary:
@@ -152,7 +160,7 @@ def _grid_summary(figures: Mapping[str, JSON]) -> Summary:
     return Summary(value=[Summary.Value(tag="samples", image=image)])
 
 
-def _scalars(values: Mapping[str, float]) -> Summary:
+def _scalar_summary(values: Mapping[str, float]) -> Summary:
     from tensorboard.compat.proto.summary_pb2 import Summary
 
     return Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])

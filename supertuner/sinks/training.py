@@ -18,51 +18,59 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from supertuner.core.events import Event, Measured, Sink
+from supertuner.core.events import Event, MeasurementEvent, Sink
 from supertuner.core.types import JSON
 
-BEGIN, STEP, HELD_OUT, SAMPLES, END = "train/begin", "train/step", "train/held_out", "train/samples", "train/end"
-RATES = "train/rates"
+TRAIN_BEGIN, TRAIN_STEP, TRAIN_HELD_OUT, TRAIN_SAMPLES, TRAIN_END = (
+    "train/begin",
+    "train/step",
+    "train/held_out",
+    "train/samples",
+    "train/end",
+)
+TRAIN_RATES = "train/rates"
 
 
 @dataclass(frozen=True, slots=True)
-class HeldOut:
+class HeldOutLoss:
     """One row of the held-out loss."""
 
     expert: str | None
     """None: the mean over all experts."""
-    level: float | None
+    sigma: float | None
     """None: the mean over the levels."""
     loss: float
 
 
-def began(*, step: int, steps: int, samples: int, samples_total: int) -> Measured:
+def train_begin_event(*, step: int, steps: int, samples: int, samples_total: int) -> MeasurementEvent:
     """Training begins or goes on after `step` of `steps` optimizer steps and `samples` of `samples_total` samples."""
-    return Measured(BEGIN, {"step": step, "steps": steps, "samples": samples, "samples_total": samples_total})
+    return MeasurementEvent(
+        TRAIN_BEGIN, {"step": step, "steps": steps, "samples": samples, "samples_total": samples_total}
+    )
 
 
-def stepped(
+def train_step_event(
     *,
     step: int,
     samples: int,
     samples_in_window: int,
     loss: float,
     grad_norm: float | None,
-    rate: float,
+    learning_rate: float,
     expert: str,
     seconds: float,
     waited_s: float,
-) -> Measured:
+) -> MeasurementEvent:
     """`step` optimizer steps are done (the first is 1), with `samples` samples; `rate` is the learning rate."""
-    return Measured(
-        STEP,
+    return MeasurementEvent(
+        TRAIN_STEP,
         {
             "step": step,
             "samples": samples,
             "samples_in_window": samples_in_window,
-            "loss": finite(loss),
-            "grad_norm": finite(grad_norm),
-            "rate": finite(rate),
+            "loss": finite_or_none(loss),
+            "grad_norm": finite_or_none(grad_norm),
+            "rate": finite_or_none(learning_rate),
             "expert": expert,
             "seconds": seconds,
             "samples_per_s": samples_in_window / seconds if seconds > 0 else None,
@@ -71,58 +79,61 @@ def stepped(
     )
 
 
-def measured_rates(step: int, experts: Mapping[str, Mapping[str, float]]) -> Measured:
+def train_rates_event(step: int, experts: Mapping[str, Mapping[str, float]]) -> MeasurementEvent:
     """Figures of the rates of an expert's weights by name (mean, quantiles), for each expert that has such rates."""
     rows = [
-        {"expert": expert, **{name: finite(rate) for name, rate in rates.items()}} for expert, rates in experts.items()
+        {"expert": expert, **{name: finite_or_none(rate) for name, rate in rates.items()}}
+        for expert, rates in experts.items()
     ]
-    return Measured(RATES, {"step": step, "rows": rows})
+    return MeasurementEvent(TRAIN_RATES, {"step": step, "rows": rows})
 
 
-def measured_held_out(step: int, rows: Sequence[HeldOut]) -> Measured:
-    figures = [{"expert": row.expert, "level": row.level, "loss": finite(row.loss)} for row in rows]
-    return Measured(HELD_OUT, {"step": step, "rows": figures})
+def train_held_out_event(step: int, rows: Sequence[HeldOutLoss]) -> MeasurementEvent:
+    figures = [{"expert": row.expert, "level": row.sigma, "loss": finite_or_none(row.loss)} for row in rows]
+    return MeasurementEvent(TRAIN_HELD_OUT, {"step": step, "rows": figures})
 
 
-def sampled(*, step: int, folder: Path, grid: Path, film: Path | None, weights: str) -> Measured:
+def train_samples_event(*, step: int, folder: Path, grid: Path, video: Path | None, weights: str) -> MeasurementEvent:
     """`folder` holds the samples of `step`, `grid` is their picture, and `film` moves if they are videos."""
-    files: dict[str, JSON] = {"path": str(folder), "grid": str(grid), "film": None if film is None else str(film)}
-    return Measured(SAMPLES, {"step": step, **files, "weights": weights})
+    files: dict[str, JSON] = {"path": str(folder), "grid": str(grid), "film": None if video is None else str(video)}
+    return MeasurementEvent(TRAIN_SAMPLES, {"step": step, **files, "weights": weights})
 
 
-def ended(*, step: int, samples: int, seconds: float) -> Measured:
-    return Measured(END, {"step": step, "samples": samples, "seconds": seconds})
+def train_end_event(*, step: int, samples: int, seconds: float) -> MeasurementEvent:
+    return MeasurementEvent(TRAIN_END, {"step": step, "samples": samples, "seconds": seconds})
 
 
-def finite(number: float | None) -> float | None:
+def finite_or_none(number: float | None) -> float | None:
     return number if number is not None and math.isfinite(number) else None
 
 
-def rows_of(figures: Mapping[str, JSON]) -> list[HeldOut]:
+def held_out_losses(figures: Mapping[str, JSON]) -> list[HeldOutLoss]:
     """The held-out losses of a `train/held_out` that are numbers."""
     rows = figures["rows"]
     assert isinstance(rows, Sequence)
-    found = []
+    losses = []
     for row in rows:
         assert isinstance(row, Mapping)
         if isinstance(row["loss"], float):
             level = row["level"]
-            found.append(HeldOut(_name(row["expert"]), level if isinstance(level, float) else None, row["loss"]))
-    return found
+            losses.append(
+                HeldOutLoss(_text_or_none(row["expert"]), level if isinstance(level, float) else None, row["loss"])
+            )
+    return losses
 
 
-def rate_values(figures: Mapping[str, JSON]) -> dict[str, float]:
+def rate_scalars(figures: Mapping[str, JSON]) -> dict[str, float]:
     """The figures of a `train/rates`, by the names they have where figures are drawn."""
     rows = figures["rows"]
     assert isinstance(rows, Sequence)
-    found = {}
+    scalars = {}
     for row in rows:
         assert isinstance(row, Mapping)
-        found.update({f"rates/{row['expert']}/{name}": rate for name, rate in row.items() if isinstance(rate, float)})
-    return found
+        scalars.update({f"rates/{row['expert']}/{name}": rate for name, rate in row.items() if isinstance(rate, float)})
+    return scalars
 
 
-def memory_values(figures: Mapping[str, JSON]) -> dict[str, float]:
+def memory_scalars(figures: Mapping[str, JSON]) -> dict[str, float]:
     """The figures of a `memory` that are numbers, by the names they have where figures are drawn."""
     return {
         f"memory/{name}": value
@@ -131,31 +142,31 @@ def memory_values(figures: Mapping[str, JSON]) -> dict[str, float]:
     }
 
 
-def _name(value: JSON) -> str | None:
+def _text_or_none(value: JSON) -> str | None:
     return None if value is None else str(value)
 
 
-class Thinned:
+class EveryNStepsSink:
     """Passes on one optimizer step in `every_steps`, and everything else."""
 
     def __init__(self, sink: Sink, every_steps: int) -> None:
         self._sink = sink
-        self._every = every_steps
+        self._every_steps = every_steps
 
     def emit(self, event: Event, /) -> None:
-        if isinstance(event, Measured) and event.what == STEP:
+        if isinstance(event, MeasurementEvent) and event.what == TRAIN_STEP:
             step = event.figures["step"]
-            if isinstance(step, int) and step % self._every:
+            if isinstance(step, int) and step % self._every_steps:
                 return
         self._sink.emit(event)
 
 
-class WithoutSteps:
+class WithoutStepsSink:
     """Passes on everything but optimizer steps: for a sink whose run keeps them in a log of their own."""
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
 
     def emit(self, event: Event, /) -> None:
-        if not (isinstance(event, Measured) and event.what == STEP):
+        if not (isinstance(event, MeasurementEvent) and event.what == TRAIN_STEP):
             self._sink.emit(event)

@@ -11,86 +11,86 @@ SMOOTHING = 0.98
 """Weight of what the smoothed figures were before a step, once there are many."""
 
 
-class TrainingLine:
+class TrainingStatusLine:
     """What is known of a training run, for the display: figures go in at each step, text comes out now and then.
 
     Time left is what the remaining samples take at the pace since this session's first step, validations and
     checkpoints included: windows grow, so samples are counted and not steps.
     """
 
-    def __init__(self, begin: Mapping[str, JSON], now_s: float) -> None:
-        self._steps = _whole(begin.get("steps"))
-        self._samples_total = _whole(begin.get("samples_total"))
-        self._step = _whole(begin.get("step"))
-        self._samples = _whole(begin.get("samples"))
-        self._begun_s = now_s
+    def __init__(self, begin_figures: Mapping[str, JSON], now_s: float) -> None:
+        self._steps = _int_or_zero(begin_figures.get("steps"))
+        self._samples_total = _int_or_zero(begin_figures.get("samples_total"))
+        self._step = _int_or_zero(begin_figures.get("step"))
+        self._samples = _int_or_zero(begin_figures.get("samples"))
+        self._started_s = now_s
         self._ended_s: float | None = None
-        self._first: tuple[float, int] | None = None
+        self._first_step: tuple[float, int] | None = None
         """When this session's first step was done, and with how many samples."""
-        self._last: Mapping[str, JSON] = {}
-        self._losses: dict[str, Smoothed] = {}
-        self._pace = Smoothed()
+        self._last_figures: Mapping[str, JSON] = {}
+        self._losses: dict[str, ExponentialMean] = {}
+        self._samples_per_s = ExponentialMean()
 
     def add(self, figures: Mapping[str, JSON], now_s: float) -> None:
         """One step's figures. Called at every step: a few assignments, nothing is drawn."""
-        self._last = figures
+        self._last_figures = figures
         step, samples, loss, pace = figures["step"], figures["samples"], figures["loss"], figures["samples_per_s"]
         assert isinstance(step, int) and isinstance(samples, int)
         self._step, self._samples = step, samples
-        if self._first is None:
-            self._first = now_s, samples
+        if self._first_step is None:
+            self._first_step = now_s, samples
         if isinstance(loss, float):
             expert = str(figures["expert"])
             if expert not in self._losses:
-                self._losses[expert] = Smoothed()
+                self._losses[expert] = ExponentialMean()
             self._losses[expert].add(loss)
         if isinstance(pace, float):
-            self._pace.add(pace)
+            self._samples_per_s.add(pace)
 
     def end(self, now_s: float) -> None:
         self._ended_s = now_s
 
-    def share(self) -> float:
+    def fraction_done(self) -> float:
         """How much of the run is done, 0 to 1."""
         if self._samples_total:
             return min(1.0, self._samples / self._samples_total)
         return min(1.0, self._step / self._steps) if self._steps else 0.0
 
-    def text(self, now_s: float) -> str:
+    def status_text(self, now_s: float) -> str:
         """`step 40 of 200, loss 0.1234 (last 0.1301), high_noise, rate 1e-04, window 8, 12.3 samples/s, 9 s left`."""
         parts = [f"step {self._step:,}" + (f" of {self._steps:,}" if self._steps else "")]
-        if self._last:
-            parts += self._figures()
+        if self._last_figures:
+            parts += self._figure_texts()
         if self._ended_s is not None:
-            parts.append(f"in {duration_text(self._ended_s - self._begun_s)}")
-        elif (left := self.seconds_left(now_s)) is not None:
-            parts.append(f"{duration_text(left)} left")
+            parts.append(f"in {duration_text(self._ended_s - self._started_s)}")
+        elif (remaining_s := self.seconds_left(now_s)) is not None:
+            parts.append(f"{duration_text(remaining_s)} left")
         return ", ".join(parts)
 
     def seconds_left(self, now_s: float) -> float | None:
         """None until a second step shows how long one takes."""
-        if self._first is None or not self._samples_total or self._samples <= self._first[1]:
+        if self._first_step is None or not self._samples_total or self._samples <= self._first_step[1]:
             return None
-        begun_s, begun = self._first
-        return (now_s - begun_s) * (self._samples_total - self._samples) / (self._samples - begun)
+        first_step_s, first_samples = self._first_step
+        return (now_s - first_step_s) * (self._samples_total - self._samples) / (self._samples - first_samples)
 
-    def _figures(self) -> list[str]:
-        last, expert = self._last, str(self._last["expert"])
+    def _figure_texts(self) -> list[str]:
+        last, expert = self._last_figures, str(self._last_figures["expert"])
         loss = last["loss"]
         smooth = f"{self._losses[expert].value:.4f}" if expert in self._losses else "unknown"
-        shown = f"last {loss:.4f}" if isinstance(loss, float) else "the last is not finite"
+        last_loss = f"last {loss:.4f}" if isinstance(loss, float) else "the last is not finite"
         rate = last["rate"]
-        parts = [f"loss {smooth} ({shown})", expert]
+        parts = [f"loss {smooth} ({last_loss})", expert]
         if isinstance(rate, float):
             parts.append(f"rate {rate:.3g}")
         parts.append(f"window {last['samples_in_window']}")
-        if self._pace.weight:
-            pace = self._pace.value
+        if self._samples_per_s.weight:
+            pace = self._samples_per_s.value
             parts.append(f"{pace:,.0f} samples/s" if pace >= 100 else f"{pace:.3g} samples/s")
         return parts
 
 
-class Smoothed:
+class ExponentialMean:
     """An exponential mean that is the plain mean while there are few values."""
 
     __slots__ = ("_sum", "weight")
@@ -108,6 +108,6 @@ class Smoothed:
         return self._sum / self.weight
 
 
-def _whole(value: JSON) -> int:
+def _int_or_zero(value: JSON) -> int:
     """A count; 0 where it was not said."""
     return value if isinstance(value, int) else 0

@@ -16,20 +16,20 @@ import torch
 from supertuner.core.errors import CheckpointError
 from supertuner.core.types import JSON
 
-Name: TypeAlias = Literal["bf16", "fp16", "fp32"]
+PrecisionName: TypeAlias = Literal["bf16", "fp16", "fp32"]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-def stored_dtype(dtype: torch.dtype) -> torch.dtype:
+def latent_storage_dtype(dtype: torch.dtype) -> torch.dtype:
     """Latents of runs in 16 bits are kept in bf16: fp16 has no room for large ones."""
     return torch.float32 if dtype == torch.float32 else torch.bfloat16
 
 
 @dataclass(frozen=True, slots=True)
-class Precision:
-    name: Name
+class ComputePrecision:
+    name: PrecisionName
     device: torch.device
-    keeps_casts: bool = True
+    caches_casts: bool = True
     """Trained weights that were cast for one layer are kept for others until the forward pass is over. Where weights
     come and go block by block, that would be a copy of all of them."""
 
@@ -42,7 +42,7 @@ class Precision:
         """Around every forward pass."""
         if self.name == "fp32":
             return nullcontext()
-        return torch.autocast(self.device.type, self.dtype, cache_enabled=self.keeps_casts)
+        return torch.autocast(self.device.type, self.dtype, cache_enabled=self.caches_casts)
 
     def scaler(self) -> LossScaler | None:
         return LossScaler() if self.name == "fp16" else None
@@ -54,27 +54,27 @@ class LossScaler:
     Plain numbers on the host, decided by the one check of a window: its state is complete and the same on any device.
     """
 
-    START = 65536.0
-    LARGEST = 2.0**24
-    SMALLEST = 1.0
-    GROW_AFTER = 2000
+    INITIAL_SCALE = 65536.0
+    MAX_SCALE = 2.0**24
+    MIN_SCALE = 1.0
+    GROWTH_INTERVAL = 2000
 
     def __init__(self) -> None:
-        self.scale = self.START
+        self.scale = self.INITIAL_SCALE
         self.streak = 0
         """Windows since the last overflow or growth."""
 
     @property
-    def can_fall(self) -> bool:
+    def can_decrease(self) -> bool:
         """Whether an overflow may still be the scale's fault."""
-        return self.scale > self.SMALLEST
+        return self.scale > self.MIN_SCALE
 
     def update(self, overflowed: bool) -> None:
         """Learn from a window."""
         if overflowed:
-            self.scale, self.streak = max(self.scale / 2, self.SMALLEST), 0
-        elif self.streak + 1 >= self.GROW_AFTER:
-            self.scale, self.streak = min(self.scale * 2, self.LARGEST), 0
+            self.scale, self.streak = max(self.scale / 2, self.MIN_SCALE), 0
+        elif self.streak + 1 >= self.GROWTH_INTERVAL:
+            self.scale, self.streak = min(self.scale * 2, self.MAX_SCALE), 0
         else:
             self.streak += 1
 

@@ -13,15 +13,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from supertuner.models.adapters.keys import Reading
-from supertuner.models.adapters.keys_convert import Layer, Shape, layers_of, scale_of
-from supertuner.models.adapters.keys_schemes import ALPHA, DORA, LORA_A, LORA_B, comfyui_reads
-from supertuner.train.export.adapter_files import AdapterFile, alpha_values, tensors
+from supertuner.models.adapters.keys import AdapterKeyReading
+from supertuner.models.adapters.keys_convert import AdapterLayer, Shape, adapter_layers, lora_scale
+from supertuner.models.adapters.keys_schemes import ALPHA, DORA_SCALE, LORA_A, LORA_B, comfyui_reads
+from supertuner.train.export.adapter_files import AdapterFile, iter_tensors, read_alphas
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-KINDS: Final = {
+KIND_BY_TENSOR: Final = {
     LORA_A: "lora",
     "hada_w1_a": "loha",
     "lokr_w1": "lokr",
@@ -33,11 +33,11 @@ KINDS: Final = {
     "on_input": "ia3",
 }
 """A tensor that only this kind of adapter has → the kind."""
-LARGEST: Final = 5
+LARGEST_NORMS_SHOWN: Final = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Inspection:
+class AdapterInspection:
     kinds: Mapping[str, int]
     """Kind → layers."""
     ranks: Mapping[int, int]
@@ -51,43 +51,45 @@ class Inspection:
     """Keys with infinities or values that are no numbers."""
 
 
-def inspect(file: AdapterFile) -> Inspection:
-    alphas, shapes = alpha_values(file), file.shapes
+def inspect_adapter(file: AdapterFile) -> AdapterInspection:
+    alphas, shapes = read_alphas(file), file.shapes
     kinds: Counter[str] = Counter()
     ranks: Counter[int] = Counter()
     scales: Counter[float] = Counter()
     norms: dict[str, float] = {}
-    bad: list[str] = []
-    for layer in layers_of(file.reading):
-        loaded = {file.reading.names[key].tensor: one for key, one in tensors(file, list(layer.keys.values()))}
-        bad += [layer.keys[name] for name, one in loaded.items() if not bool(one.double().isfinite().all())]
-        kinds[kind_of(layer)] += 1
+    not_finite: list[str] = []
+    for layer in adapter_layers(file.reading):
+        loaded = {file.reading.names[key].tensor: one for key, one in iter_tensors(file, list(layer.keys.values()))}
+        not_finite += [layer.keys[name] for name, one in loaded.items() if not bool(one.double().isfinite().all())]
+        kinds[adapter_kind(layer)] += 1
         rank = _rank(layer, shapes)
         if rank is not None:
             ranks[rank] += 1
-        scale = scale_of(layer, shapes, alphas, file.metadata) if layer.is_lora else _scale(layer, rank, alphas)
+        scale = (
+            lora_scale(layer, shapes, alphas, file.metadata) if layer.is_lora else _lycoris_scale(layer, rank, alphas)
+        )
         if layer.is_lora:
             scales[scale] += 1
-        norm = _norm(layer, loaded)
+        norm = _update_norm(layer, loaded)
         if norm is not None:
             norms[f"{layer.expert}: {layer.module}" if layer.expert else layer.module] = norm * scale
-    dtypes = Counter(entry.code for entry in file.entries.values())
-    return Inspection(dict(kinds), dict(ranks), dict(scales), dict(dtypes), norms, tuple(bad))
+    dtypes = Counter(entry.dtype_code for entry in file.entries.values())
+    return AdapterInspection(dict(kinds), dict(ranks), dict(scales), dict(dtypes), norms, tuple(not_finite))
 
 
-def kind_of(layer: Layer) -> str:
-    kind = next((kind for tensor, kind in KINDS.items() if tensor in layer.keys), "other")
-    return f"{kind} with dora" if DORA in layer.keys else kind
+def adapter_kind(layer: AdapterLayer) -> str:
+    kind = next((kind for tensor, kind in KIND_BY_TENSOR.items() if tensor in layer.keys), "other")
+    return f"{kind} with dora" if DORA_SCALE in layer.keys else kind
 
 
-def has_dora(reading: Reading) -> bool:
-    return any(name.tensor == DORA for name in reading.names.values())
+def has_dora(reading: AdapterKeyReading) -> bool:
+    return any(name.tensor == DORA_SCALE for name in reading.names.values())
 
 
-def record(file: AdapterFile, found: Inspection) -> dict[str, object]:
+def inspection_record(file: AdapterFile, inspection: AdapterInspection) -> dict[str, object]:
     """All of it as plain data."""
     reading = file.reading
-    largest = sorted(found.norms.items(), key=lambda one: -one[1])[:LARGEST]
+    largest = sorted(inspection.norms.items(), key=lambda one: -one[1])[:LARGEST_NORMS_SHOWN]
     return {
         "file": str(file.path),
         "nbytes": file.path.stat().st_size,
@@ -97,52 +99,52 @@ def record(file: AdapterFile, found: Inspection) -> dict[str, object]:
         "keys": len(file.entries),
         "matched": len(reading.names),
         "unknown": dict(reading.unknown),
-        "kinds": dict(found.kinds),
-        "ranks": {str(rank): count for rank, count in sorted(found.ranks.items())},
-        "scales": {f"{scale:g}": count for scale, count in sorted(found.scales.items())},
-        "dtypes": dict(found.dtypes),
-        "norm": math.sqrt(sum(norm * norm for norm in found.norms.values())) if found.norms else None,
+        "kinds": dict(inspection.kinds),
+        "ranks": {str(rank): count for rank, count in sorted(inspection.ranks.items())},
+        "scales": {f"{scale:g}": count for scale, count in sorted(inspection.scales.items())},
+        "dtypes": dict(inspection.dtypes),
+        "norm": math.sqrt(sum(norm * norm for norm in inspection.norms.values())) if inspection.norms else None,
         "largest": dict(largest),
-        "not_finite": list(found.not_finite),
+        "not_finite": list(inspection.not_finite),
         "comfyui": {one: comfyui_reads(one, reading.scheme, has_dora(reading)) for one in reading.families},
         "base_model": _base_model(file),
-        "metadata": {key: _plain(text) for key, text in sorted(file.metadata.items())},
+        "metadata": {key: _parse_metadata_value(text) for key, text in sorted(file.metadata.items())},
     }
 
 
 def _base_model(file: AdapterFile) -> str | None:
     """By our metadata, the conventions of modelspec, and of kohya's trainers."""
-    own = file.own_metadata.get("base_model")
-    if isinstance(own, str):
-        return own
+    recorded = file.supertuner_metadata.get("base_model")
+    if isinstance(recorded, str):
+        return recorded
     known = ("modelspec.architecture", "ss_base_model_version", "ss_sd_model_name", "base_model")
     return next((file.metadata[key] for key in known if file.metadata.get(key)), None)
 
 
-def _plain(text: str) -> object:
+def _parse_metadata_value(text: str) -> object:
     """Settings are often JSON inside a text."""
     if not text.startswith(("{", "[")):
         return text
     try:
-        found: object = json.loads(text)
+        parsed: object = json.loads(text)
     except (ValueError, RecursionError):
         return text
-    return found
+    return parsed
 
 
-def _rank(layer: Layer, shapes: Mapping[str, Shape]) -> int | None:
+def _rank(layer: AdapterLayer, shapes: Mapping[str, Shape]) -> int | None:
     for tensor in (LORA_A, "hada_w1_b", "lokr_w2_b", "lokr_w1_b"):
         if tensor in layer.keys and shapes[layer.keys[tensor]]:
             return shapes[layer.keys[tensor]][0]
     return None
 
 
-def _scale(layer: Layer, rank: int | None, alphas: Mapping[str, float]) -> float:
+def _lycoris_scale(layer: AdapterLayer, rank: int | None, alphas: Mapping[str, float]) -> float:
     """LyCORIS multiplies with alpha / rank too; a LoKr of two whole matrices has no rank, and no scale."""
     return alphas[layer.keys[ALPHA]] / rank if rank and ALPHA in layer.keys else 1.0
 
 
-def _norm(layer: Layer, loaded: Mapping[str, Tensor]) -> float | None:
+def _update_norm(layer: AdapterLayer, loaded: Mapping[str, Tensor]) -> float | None:
     if layer.is_lora and "lora_mid.weight" not in loaded:
         return _norm_of_product(loaded[LORA_B], loaded[LORA_A])
     if "diff" in loaded:
@@ -152,23 +154,23 @@ def _norm(layer: Layer, loaded: Mapping[str, Tensor]) -> float | None:
         right = loaded["hada_w1_b"].double()[:, None, :] * loaded["hada_w2_b"].double()[None, :, :]
         return _norm_of_product(left.flatten(1), right.flatten(0, 1))
     if (
-        kind_of(layer).startswith("lokr") and "lokr_t2" not in loaded
+        adapter_kind(layer).startswith("lokr") and "lokr_t2" not in loaded
     ):  # of a Kronecker product: the product of the norms
-        one, two = (_lokr_part(loaded, name) for name in ("lokr_w1", "lokr_w2"))
-        return one * two if one is not None and two is not None else None
+        first_norm, second_norm = (_lokr_factor_norm(loaded, name) for name in ("lokr_w1", "lokr_w2"))
+        return first_norm * second_norm if first_norm is not None and second_norm is not None else None
     return None
 
 
 def _is_loha(loaded: Mapping[str, Tensor]) -> bool:
     """Four matrices that belong together."""
-    found = [loaded.get(f"hada_w{one}_{side}") for side in "ab" for one in (1, 2)]
-    shapes = [one.shape for one in found if one is not None and one.dim() == 2]
+    matrices = [loaded.get(f"hada_w{one}_{side}") for side in "ab" for one in (1, 2)]
+    shapes = [one.shape for one in matrices if one is not None and one.dim() == 2]
     if len(shapes) != 4 or "hada_t1" in loaded:
         return False
     return shapes[0][0] == shapes[1][0] and shapes[2][1] == shapes[3][1]
 
 
-def _lokr_part(loaded: Mapping[str, Tensor], name: str) -> float | None:
+def _lokr_factor_norm(loaded: Mapping[str, Tensor], name: str) -> float | None:
     if name in loaded:
         return float(loaded[name].double().norm())
     if f"{name}_a" in loaded and f"{name}_b" in loaded:

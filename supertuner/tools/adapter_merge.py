@@ -14,161 +14,173 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Final
 
 from supertuner.core.errors import ModelError
-from supertuner.models.adapters.keys_convert import layers_of
-from supertuner.models.adapters.keys_modules import LAYOUTS
-from supertuner.models.adapters.keys_schemes import HIGH, LOW, Scheme, spelled
-from supertuner.train.export.adapter_files import AdapterFile, convert, of_expert, open_adapter, tensors
+from supertuner.models.adapters.keys_convert import adapter_layers
+from supertuner.models.adapters.keys_modules import FAMILY_LAYERS
+from supertuner.models.adapters.keys_schemes import HIGH_NOISE, LOW_NOISE, KeyScheme, spell_tensor
+from supertuner.train.export.adapter_files import (
+    AdapterFile,
+    convert_adapter,
+    iter_tensors,
+    open_adapter,
+    select_expert,
+)
 
 if TYPE_CHECKING:
     from io import BufferedReader
 
     from torch import Tensor, dtype
 
-    from supertuner.train.checkpoint.tensor_file import Entry
+    from supertuner.train.checkpoint.tensor_file import TensorEntry
 
-CHUNK: Final = 8 << 20
-INDEX: Final = "model_index.json"
-PLAIN: Final = Scheme("bare", "diffusers", "kohya")
+CHUNK_BYTES: Final = 8 << 20
+MODEL_INDEX_FILE: Final = "model_index.json"
+MERGE_SCHEME: Final = KeyScheme("bare", "diffusers", "kohya")
 """diffusers' layers, LyCORIS' tensors, alpha said: what can be merged layer by layer."""
-SECOND: Final = "transformer_2"
-FIRST_AND_SECOND: Final = ("transformer", SECOND)
+SECOND_EXPERT_FOLDER: Final = "transformer_2"
+EXPERT_FOLDERS: Final = ("transformer", SECOND_EXPERT_FOLDER)
 
 
-def merge(files: Sequence[AdapterFile], base: Path, out: Path, strength: float = 1.0) -> dict[str, int]:
+def merge_adapters(files: Sequence[AdapterFile], base: Path, out: Path, strength: float = 1.0) -> dict[str, int]:
     """Write `base` with the adapters in it to `out`, which must not exist; part → layers that were changed. An expert
     for which there is no file stays as it is, and is told with 0."""
-    from supertuner.train.checkpoint.atomic_dir import new_folder
+    from supertuner.train.checkpoint.atomic_dir import atomic_folder
 
-    if not (base / INDEX).is_file():
+    if not (base / MODEL_INDEX_FILE).is_file():
         raise ModelError(
-            f"{base} is not the folder of a diffusers pipeline: it has no {INDEX}; of a model on the hub, "
+            f"{base} is not the folder of a diffusers pipeline: it has no {MODEL_INDEX_FILE}; of a model on the hub, "
             "`hf download NAME --local-dir FOLDER` makes one"
         )
     if not math.isfinite(strength) or strength == 0:
         raise ModelError(f"--strength is {strength}; it is a number other than 0, and 1 is the adapter as trained")
     if out.exists():
         raise ModelError(f"{out} is there already; name a new folder with --out")
-    adapters = _by_part(files, base)
-    counts = dict.fromkeys(FIRST_AND_SECOND, 0) if (base / SECOND).is_dir() else {}
-    with new_folder(out.parent, out.name, lambda there, new: False) as making:
+    adapters = _adapters_by_part(files, base)
+    counts = dict.fromkeys(EXPERT_FOLDERS, 0) if (base / SECOND_EXPERT_FOLDER).is_dir() else {}
+    with atomic_folder(out.parent, out.name, lambda there, new: False) as work_dir:
         for entry in sorted(base.iterdir()):
             if entry.name in adapters:
-                counts[entry.name] = _merged_part(adapters[entry.name], entry, making, strength)
+                counts[entry.name] = _merge_part(adapters[entry.name], entry, work_dir, strength)
             elif entry.is_dir():
-                shutil.copytree(entry, making / entry.name)
+                shutil.copytree(entry, work_dir / entry.name)
             else:
-                shutil.copy2(entry, making / entry.name)
+                shutil.copy2(entry, work_dir / entry.name)
     return counts
 
 
-def _by_part(files: Sequence[AdapterFile], base: Path) -> dict[str, AdapterFile]:
+def _adapters_by_part(files: Sequence[AdapterFile], base: Path) -> dict[str, AdapterFile]:
     """Which folder of the base each adapter goes into. Two experts: it must be known which."""
-    found: dict[str, AdapterFile] = {}
-    pair = (base / SECOND).is_dir()
+    by_part: dict[str, AdapterFile] = {}
+    two_experts = (base / SECOND_EXPERT_FOLDER).is_dir()
     for file in files:
-        layout = LAYOUTS[file.reading.families[0]]
-        if pair and LOW not in layout.experts:
+        layout = FAMILY_LAYERS[file.reading.families[0]]
+        if two_experts and LOW_NOISE not in layout.experts:
             raise ModelError(f"{file.path} is an adapter of {layout.family}, and {base} is a model with two experts")
         for expert in file.reading.experts:
-            if pair and expert is None:
-                raise ModelError(f"{file.path}: {base} has two experts; say --expert {HIGH} or {LOW}")
-            part = SECOND if expert == LOW else layout.part
+            if two_experts and expert is None:
+                raise ModelError(f"{file.path}: {base} has two experts; say --expert {HIGH_NOISE} or {LOW_NOISE}")
+            part = SECOND_EXPERT_FOLDER if expert == LOW_NOISE else layout.component
             if not (base / part).is_dir():
                 raise ModelError(f"{file.path} is for {part}, and {base} has none")
-            if part in found:
-                raise ModelError(f"{file.path} and {found[part].path} are both for {part}; merge one after the other")
-            found[part] = file
-    return found
+            if part in by_part:
+                raise ModelError(f"{file.path} and {by_part[part].path} are both for {part}; merge one after the other")
+            by_part[part] = file
+    return by_part
 
 
-def _merged_part(file: AdapterFile, part: Path, making: Path, strength: float) -> int:
+def _merge_part(file: AdapterFile, part: Path, work_dir: Path, strength: float) -> int:
     from supertuner.models.adapters.merge import changes_bias
 
-    target = making / part.name
+    target = work_dir / part.name
     target.mkdir()
-    plain = making / f".{part.name}.adapter"
-    expert = (LOW if part.name == SECOND else HIGH) if file.reading.experts != (None,) else None
-    convert(of_expert(file, expert), PLAIN, plain)
-    adapter = open_adapter(plain, file.reading.families[0])
-    wanted = {layer.module: layer.keys for layer in layers_of(adapter.reading)}
-    biased = [module for module, keys in wanted.items() if changes_bias(_called(keys))]
+    converted = work_dir / f".{part.name}.adapter"
+    expert = (
+        (LOW_NOISE if part.name == SECOND_EXPERT_FOLDER else HIGH_NOISE) if file.reading.experts != (None,) else None
+    )
+    convert_adapter(select_expert(file, expert), MERGE_SCHEME, converted)
+    adapter = open_adapter(converted, file.reading.families[0])
+    layer_keys = {layer.module: layer.keys for layer in adapter_layers(adapter.reading)}
+    layers_with_bias = [module for module, keys in layer_keys.items() if changes_bias(_lycoris_names(keys))]
     changed: set[str] = set()
     for entry in sorted(part.iterdir()):
         if entry.suffix == ".safetensors":
             try:
-                changed |= _merged_file(adapter, wanted, entry, target / entry.name, strength)
+                changed |= _merge_file(adapter, layer_keys, entry, target / entry.name, strength)
             except ModelError as error:
                 why = f"{error}; it is damaged, or of another model"
                 raise ModelError(f"{file.path} cannot be merged into {part}: {why}") from error
         else:
             shutil.copy2(entry, target / entry.name)
-    plain.unlink()
-    missing = sorted(module for module in wanted if not {f"{module}.weight", f"{module}.bias"} & changed)
+    converted.unlink()
+    missing = sorted(module for module in layer_keys if not {f"{module}.weight", f"{module}.bias"} & changed)
     if missing:
         raise ModelError(
-            f"{file.path}: {len(missing)} of {len(wanted)} layers are not in {part} ({', '.join(missing[:3])} …); it "
+            f"{file.path}: {len(missing)} of {len(layer_keys)} layers are not in {part} ({', '.join(missing[:3])} …); it "
             "is an adapter of another model"
         )
-    bare = sorted(module for module in biased if f"{module}.bias" not in changed)
-    if bare:
+    layers_without_target_bias = sorted(module for module in layers_with_bias if f"{module}.bias" not in changed)
+    if layers_without_target_bias:
         raise ModelError(
-            f"{file.path} changes the bias of {len(bare)} layers that have none in {part} ({', '.join(bare[:3])} …)"
+            f"{file.path} changes the bias of {len(layers_without_target_bias)} layers that have none in {part} ({', '.join(layers_without_target_bias[:3])} …)"
         )
-    return len(wanted)
+    return len(layer_keys)
 
 
-def _merged_file(
-    adapter: AdapterFile, wanted: Mapping[str, Mapping[str, str]], source: Path, target: Path, strength: float
+def _merge_file(
+    adapter: AdapterFile, layer_keys: Mapping[str, Mapping[str, str]], source: Path, target: Path, strength: float
 ) -> set[str]:
     """A file of weights anew, in the same order and with the same header; the names of those that were changed."""
-    from supertuner.train.checkpoint.tensor_file import Malformed, read_header
+    from supertuner.train.checkpoint.tensor_file import MalformedTensorFileError, read_header
 
     changed: set[str] = set()
-    with open(source, "rb") as given, open(target, "wb") as made:
+    with open(source, "rb") as source_file, open(target, "wb") as target_file:
         try:
-            header, entries = read_header(given.fileno(), os.fstat(given.fileno()).st_size)
-        except Malformed as error:
+            header, entries = read_header(source_file.fileno(), os.fstat(source_file.fileno()).st_size)
+        except MalformedTensorFileError as error:
             raise ModelError(f"{source} is not a .safetensors file, or a damaged one: {error}") from error
-        made.write(header)
-        given.seek(len(header))
+        target_file.write(header)
+        source_file.seek(len(header))
         for entry in entries:
             module, _, which = entry.name.rpartition(".")
-            if module in wanted and which in ("weight", "bias"):
-                content = _whole(given, entry.end - entry.begin)
-                made.write(_changed(content, entry, _tensors_of(adapter, wanted[module]), strength))
+            if module in layer_keys and which in ("weight", "bias"):
+                content = _read_exactly(source_file, entry.end - entry.begin)
+                target_file.write(
+                    _merge_tensor(content, entry, _load_layer_tensors(adapter, layer_keys[module]), strength)
+                )
                 changed.add(entry.name)
             else:
-                for chunk in _chunks(given, entry.end - entry.begin):
-                    made.write(chunk)
-        made.flush()
-        os.fsync(made.fileno())
+                for chunk in _read_chunks(source_file, entry.end - entry.begin):
+                    target_file.write(chunk)
+        target_file.flush()
+        os.fsync(target_file.fileno())
     return changed
 
 
-def _changed(content: bytearray, entry: Entry, tensors_of_layer: Mapping[str, Tensor], strength: float) -> memoryview:
+def _merge_tensor(
+    content: bytearray, entry: TensorEntry, adapter_tensors: Mapping[str, Tensor], strength: float
+) -> memoryview:
     import torch
 
     from supertuner.models.adapters.merge import merged_bias, merged_weight
-    from supertuner.train.checkpoint.tensor_file import CODES
+    from supertuner.train.checkpoint.tensor_file import DTYPE_BY_CODE
 
-    given = _as_tensor(content, getattr(torch, CODES[entry.code][0])).reshape(entry.shape)
+    original = _as_tensor(content, getattr(torch, DTYPE_BY_CODE[entry.dtype_code][0])).reshape(entry.shape)
     module, _, which = entry.name.rpartition(".")
-    merged = (merged_weight if which == "weight" else merged_bias)(given, tensors_of_layer, module, strength)
+    merged = (merged_weight if which == "weight" else merged_bias)(original, adapter_tensors, module, strength)
     return merged.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _tensors_of(adapter: AdapterFile, keys: Mapping[str, str]) -> dict[str, Tensor]:
-    called = {key: name for name, key in _called(keys).items()}
-    found = {called[key]: tensor for key, tensor in tensors(adapter, list(keys.values()))}
-    for key, name in called.items():
-        if not found[name].float().isfinite().all():
+def _load_layer_tensors(adapter: AdapterFile, keys: Mapping[str, str]) -> dict[str, Tensor]:
+    name_by_key = {key: name for name, key in _lycoris_names(keys).items()}
+    loaded = {name_by_key[key]: tensor for key, tensor in iter_tensors(adapter, list(keys.values()))}
+    for key, name in name_by_key.items():
+        if not loaded[name].float().isfinite().all():
             raise ModelError(f"{key} has values that are no numbers")
-    return found
+    return loaded
 
 
-def _called(keys: Mapping[str, str]) -> dict[str, str]:
+def _lycoris_names(keys: Mapping[str, str]) -> dict[str, str]:
     """What LyCORIS calls each tensor → its key."""
-    return {spelled(tensor, PLAIN.spelling): key for tensor, key in keys.items()}
+    return {spell_tensor(tensor, MERGE_SCHEME.spelling): key for tensor, key in keys.items()}
 
 
 def _as_tensor(content: bytearray, element: dtype) -> Tensor:
@@ -178,17 +190,17 @@ def _as_tensor(content: bytearray, element: dtype) -> Tensor:
     return torch.frombuffer(content, dtype=element) if content else torch.empty(0, dtype=element)
 
 
-def _whole(given: BufferedReader, nbytes: int) -> bytearray:
+def _read_exactly(file: BufferedReader, nbytes: int) -> bytearray:
     content = bytearray(nbytes)
-    if given.readinto(content) != nbytes:
-        raise ModelError(f"{given.name} became shorter while it was read")
+    if file.readinto(content) != nbytes:
+        raise ModelError(f"{file.name} became shorter while it was read")
     return content
 
 
-def _chunks(given: BinaryIO, nbytes: int) -> Iterator[bytes]:
+def _read_chunks(file: BinaryIO, nbytes: int) -> Iterator[bytes]:
     while nbytes:
-        chunk = given.read(min(CHUNK, nbytes))
+        chunk = file.read(min(CHUNK_BYTES, nbytes))
         if not chunk:
-            raise ModelError(f"{given.name} became shorter while it was read")
+            raise ModelError(f"{file.name} became shorter while it was read")
         nbytes -= len(chunk)
         yield chunk

@@ -11,120 +11,125 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from supertuner.arena.format import Life
-from supertuner.cache.inspect import Held, Needed, holdings, verify_held
-from supertuner.cache.keys import unique
+from supertuner.cache.inspect import CacheArenaStatus, RequiredEntries, list_cache_arenas, verify_cache_arena
+from supertuner.cache.keys import unique_keys
 from supertuner.config.settings.tree import RunConfig
-from supertuner.config.sources.load import Loaded
-from supertuner.core.errors import ArenaBusy, ArenaError, CacheError
-from supertuner.core.events import Progress, Silence, Sink
-from supertuner.core.host import Host
+from supertuner.config.sources.load import LoadedConfig
+from supertuner.core.errors import ArenaBusyError, ArenaError, CacheError
+from supertuner.core.events import NullSink, Progress, Sink
+from supertuner.core.host import HostFacts
 from supertuner.core.types import JSON, bytes_text
-from supertuner.sinks.console import Console
-from supertuner.tools.session import kept_config, life_of, run_name, session
+from supertuner.sinks.console import ConsoleSink
+from supertuner.tools.session import arena_lifetime, build_saved_config, open_session, run_name
 
 if TYPE_CHECKING:
     from supertuner.arena.home import Home
-    from supertuner.train.encoding.stores import Caching
+    from supertuner.train.encoding.stores import CorpusCaches
 
 
 @dataclass(frozen=True, slots=True)
-class Built:
+class CacheBuildResult:
     """What became of one kind of entries."""
 
-    what: str
+    kind: str
     data: str
     """Which data: "training" or "held-out"."""
     entries: int
-    made: int
-    where: Path
+    encoded: int
+    folder: Path
     life: Life
 
-    def figures(self) -> dict[str, JSON]:
+    def to_dict(self) -> dict[str, JSON]:
         return {
-            "what": self.what,
+            "what": self.kind,
             "data": self.data,
             "entries": self.entries,
-            "made": self.made,
-            "where": str(self.where),
+            "made": self.encoded,
+            "where": str(self.folder),
             "life": self.life,
         }
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class CacheState:
     """What there is of a configuration's caches."""
 
-    held: tuple[Held, ...]
+    arenas: tuple[CacheArenaStatus, ...]
     missing: dict[str, int]
     """Kind of entries → how many the configuration needs and has not."""
 
 
-def build(loaded: Loaded, *, check: bool = False) -> list[Built]:
+def build_caches(loaded: LoadedConfig, *, check: bool = False) -> list[CacheBuildResult]:
     """Stage and encode all that training will need. With `check`, damaged entries are found and made again."""
-    with session(loaded) as work, cachings(work.config, work.path, work.host, work.sink, work.console) as found:
-        return [built for data, caching in found for built in _built(data, caching, check)]
+    with (
+        open_session(loaded) as run_session,
+        open_cache_sets(
+            run_session.config, run_session.run_dir, run_session.host, run_session.sink, run_session.console
+        ) as cache_sets,
+    ):
+        return [built for data, caching in cache_sets for built in _build_portion(data, caching, check)]
 
 
-def look(loaded: Loaded) -> State:
+def inspect_caches(loaded: LoadedConfig) -> CacheState:
     """What is there, and what the configuration uses of it. Begins no run."""
-    with _looking(loaded) as (_, state):
+    with _open_state(loaded) as (_, state):
         return state
 
 
-def verify(loaded: Loaded) -> tuple[State, tuple[str | None, ...]]:
+def verify_caches(loaded: LoadedConfig) -> tuple[CacheState, tuple[str | None, ...]]:
     """The same, and for each arena what is wrong with it; None if it is whole."""
-    with _looking(loaded) as (console, state):
-        return state, tuple(verify_held(held, console) for held in state.held)
+    with _open_state(loaded) as (console, state):
+        return state, tuple(verify_cache_arena(held, console) for held in state.arenas)
 
 
-def prunable(state: State) -> list[Held]:
+def prunable_caches(state: CacheState) -> list[CacheArenaStatus]:
     """Arenas of which the configuration needs nothing: stale, unused, damaged, or begun and left by another encoder."""
     verdicts = ("stale", "unused", "damaged")
     return [
         held
-        for held in state.held
-        if held.verdict in verdicts or (held.verdict == "unfinished" and (held.stale or "-epoch" in held.name))
+        for held in state.arenas
+        if held.usage in verdicts or (held.usage == "unfinished" and (held.is_stale or "-epoch" in held.name))
     ]
 
 
-def prune(held: Sequence[Held]) -> Iterator[tuple[Held, str | None]]:
+def prune_caches(arenas: Sequence[CacheArenaStatus]) -> Iterator[tuple[CacheArenaStatus, str | None]]:
     """Remove these arenas; for each, why it was not removed, or None."""
-    for one in held:
+    for arena in arenas:
         try:
-            one.home.remove(one.name)
-            yield one, None
-        except ArenaBusy:
-            yield one, "in use"
+            arena.home.remove(arena.name)
+            yield arena, None
+        except ArenaBusyError:
+            yield arena, "in use"
         except ArenaError as error:
-            yield one, str(error)
+            yield arena, str(error)
 
 
 @contextmanager
-def cachings(
-    config: RunConfig, folder: Path, host: Host, sink: Sink, progress: Progress
-) -> Iterator[list[tuple[str, Caching]]]:
+def open_cache_sets(
+    config: RunConfig, folder: Path, host: HostFacts, sink: Sink, progress: Progress
+) -> Iterator[list[tuple[str, CorpusCaches]]]:
     """What opens the caches of the data that are trained on, and of those held out, with the data staged."""
     with progress.phase("loading libraries"):
-        from supertuner.data.opened import open_corpus, portion
-        from supertuner.step.precision import Precision
-        from supertuner.train.encoding.stores import open_caching
+        from supertuner.data.opened import open_corpus, select_datasets
+        from supertuner.step.precision import ComputePrecision
+        from supertuner.train.encoding.stores import open_corpus_caches
         from supertuner.train.memory import open_memory
-        from supertuner.train.model_source import opened_model
-        from supertuner.train.setup import device_of, encoding_of
-    device = device_of(config.train.device)
-    precision = Precision(config.train.mixed_precision, device)
-    life = life_of(config)
-    with ExitStack() as opened:
-        memory = opened.enter_context(open_memory(config, device, host=host, sink=sink))
-        encoding = encoding_of(config, *opened_model(config, folder), precision, memory.remedy)
-        found = []
+        from supertuner.train.model_source import open_model
+        from supertuner.train.setup import build_encoding_spec, select_device
+    device = select_device(config.train.device)
+    precision = ComputePrecision(config.train.mixed_precision, device)
+    life = arena_lifetime(config)
+    with ExitStack() as stack:
+        memory = stack.enter_context(open_memory(config, device, host=host, sink=sink))
+        encoding = build_encoding_spec(config, *open_model(config, folder), precision, memory.out_of_memory_remedy)
+        cache_sets = []
         for data, held_out in (("training", False), ("held-out", True)):
-            part = portion(config, held_out=held_out)
+            part = select_datasets(config, held_out=held_out)
             if part is None:
                 continue
-            corpus = opened.enter_context(open_corpus(part, host=host, sink=sink, progress=progress, life=life))
+            corpus = stack.enter_context(open_corpus(part, host=host, sink=sink, progress=progress, life=life))
             until = config.validation.held_out_samples if held_out else None
-            caching = open_caching(
+            caching = open_corpus_caches(
                 config,
                 corpus,
                 encoding,
@@ -134,80 +139,84 @@ def cachings(
                 progress=progress,
                 until=until,
                 life=life,
-                attached=memory.keep_in_host,
+                on_attach=memory.keep_in_host,
             )
-            found.append((data, opened.enter_context(caching)))
-        yield found
+            cache_sets.append((data, stack.enter_context(caching)))
+        yield cache_sets
 
 
-def _built(data: str, caching: Caching, check: bool) -> Iterator[Built]:
-    from supertuner.train.encoding.cache_plan import KINDS
+def _build_portion(data: str, caching: CorpusCaches, check: bool) -> Iterator[CacheBuildResult]:
+    from supertuner.train.encoding.cache_plan import CACHE_KINDS
 
-    for what in KINDS:
-        store = caching.open(what, check=check, load=False)
+    for kind in CACHE_KINDS:
+        store = caching.open(kind, check=check, load=False)
         if store is None:
             continue
         with store:
-            place = store.place
-            yield Built(what, data, len(unique(caching.keys(what))[0]), store.made, place.home.path, place.life)
+            place = store.location
+            yield CacheBuildResult(
+                kind, data, len(unique_keys(caching.keys(kind))[0]), store.entries_made, place.home.path, place.life
+            )
 
 
 @contextmanager
-def _looking(loaded: Loaded) -> Iterator[tuple[Console, State]]:
+def _open_state(loaded: LoadedConfig) -> Iterator[tuple[ConsoleSink, CacheState]]:
     config = loaded.config
-    folder = config.run.output_dir / run_name(loaded, kept_config(loaded))
+    folder = config.run.output_dir / run_name(loaded, build_saved_config(loaded))
     if config.model.path == "tiny" and not folder.is_dir():
         raise CacheError(f"{folder}: was never begun, so nothing is cached for it; `supertuner cache build` begins it")
-    with Console(rest="`supertuner stage` lists them all") as console:
-        with cachings(config, folder, Host(), console, console) as found:
-            state = _state([caching for _, caching in found])
+    with ConsoleSink(set_aside_hint="`supertuner stage` lists them all") as console:
+        with open_cache_sets(config, folder, HostFacts(), console, console) as cache_sets:
+            state = _cache_state([caching for _, caching in cache_sets])
         yield console, state
 
 
-def _state(cachings: Sequence[Caching]) -> State:
-    from supertuner.cache.store import Store
-    from supertuner.train.encoding.cache_plan import KINDS
+def _cache_state(cachings: Sequence[CorpusCaches]) -> CacheState:
+    from supertuner.cache.store import CacheStore
+    from supertuner.train.encoding.cache_plan import CACHE_KINDS
 
     homes: list[Home] = []
-    needed: list[Needed] = []
+    needed: list[RequiredEntries] = []
     missing: dict[str, int] = {}
-    for what in KINDS:
-        where = cachings[0].places(what)
-        if where is None:
+    for kind in CACHE_KINDS:
+        places = cachings[0].placement(kind)
+        if places is None:
             continue
-        space = cachings[0].needs.space(what)
-        keys, _ = unique(np.concatenate([caching.keys(what) for caching in cachings]))
-        homes += [where.kept.home, *([] if where.shared is None else [where.shared.home])]
-        needed.append(Needed(space, keys))
-        with Store(where.kept, space, Silence()) as store:
-            missing[what] = len(store.missing(keys))
-    return State(tuple(holdings(homes, needed)), missing)
+        space = cachings[0].requirements.namespace(kind)
+        keys, _ = unique_keys(np.concatenate([caching.keys(kind) for caching in cachings]))
+        homes += [places.primary.home, *([] if places.working_copy is None else [places.working_copy.home])]
+        needed.append(RequiredEntries(space, keys))
+        with CacheStore(places.primary, space, NullSink()) as store:
+            missing[kind] = len(store.missing_indices(keys))
+    return CacheState(tuple(list_cache_arenas(homes, needed)), missing)
 
 
-def record(held: Held) -> dict[str, JSON]:
+def cache_record(arena: CacheArenaStatus) -> dict[str, JSON]:
     """One arena, for programs."""
     return {
-        "name": held.name,
-        "home": str(held.home.path),
-        "what": held.what,
-        "identity": held.identity,
-        "verdict": held.verdict,
-        "entries": held.info.units,
-        "used": held.used,
-        "nbytes": held.info.nbytes,
-        "in_use": held.info.users,
+        "name": arena.name,
+        "home": str(arena.home.path),
+        "what": arena.kind,
+        "identity": arena.encoder_fingerprint,
+        "verdict": arena.usage,
+        "entries": arena.info.units,
+        "used": arena.used_entries,
+        "nbytes": arena.info.nbytes,
+        "in_use": arena.info.users,
     }
 
 
-def line(held: Held) -> str:
+def describe_cache(arena: CacheArenaStatus) -> str:
     """One arena, for people."""
-    entries = "" if held.info.units is None else f"{held.info.units} entries, {held.used} of them used, "
-    return f"{held.name}: {held.verdict}; {entries}{bytes_text(held.info.nbytes)} in {held.home.path}"
+    entries = "" if arena.info.units is None else f"{arena.info.units} entries, {arena.used_entries} of them used, "
+    return f"{arena.name}: {arena.usage}; {entries}{bytes_text(arena.info.nbytes)} in {arena.home.path}"
 
 
-def built_line(built: Built) -> str:
-    count = f"{built.made} encoded now" if built.made else "nothing to encode"
-    stays = {"until_removed": "until it is removed", "run": "as long as the run"}.get(
-        str(built.life), f"{built.life} h"
+def describe_build(result: CacheBuildResult) -> str:
+    count = f"{result.encoded} encoded now" if result.encoded else "nothing to encode"
+    lifetime = {"until_removed": "until it is removed", "run": "as long as the run"}.get(
+        str(result.life), f"{result.life} h"
     )
-    return f"{built.what} of {built.data} data: {built.entries} entries, {count}; in {built.where}, stays {stays}"
+    return (
+        f"{result.kind} of {result.data} data: {result.entries} entries, {count}; in {result.folder}, stays {lifetime}"
+    )

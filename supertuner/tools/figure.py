@@ -9,26 +9,26 @@ import numpy as np
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-Colour: TypeAlias = tuple[int, int, int]
+RgbColour: TypeAlias = tuple[int, int, int]
 
-FIGURES = ("circle", "square", "triangle", "star")
+SHAPE_NAMES = ("circle", "square", "triangle", "star")
 
 
-def draw_figure(
+def draw_shape(
     size: tuple[int, int],
     shape: str,
-    fill: Colour,
-    ground: Colour,
+    fill: RgbColour,
+    background: RgbColour,
     centre: tuple[float, float],
     radius: float,
-    finer: int,
+    supersampling: int,
 ) -> Image:
     """Centre and radius are shares of the sides, and of the shorter side. Drawn `finer` times as large and reduced,
     which smooths the edges."""
     from PIL import Image, ImageDraw
 
-    width, height = size[0] * finer, size[1] * finer
-    picture = Image.new("RGB", (width, height), ground)
+    width, height = size[0] * supersampling, size[1] * supersampling
+    picture = Image.new("RGB", (width, height), background)
     pen = ImageDraw.Draw(picture)
     x, y, r = centre[0] * width, centre[1] * height, radius * min(width, height)
     if shape == "circle":
@@ -42,5 +42,5 @@ def _corners(shape: str) -> list[tuple[float, float]]:
     """Corners on the unit circle (every other one of a star nearer), upright, y upwards."""
     count, turn = {"square": (4, np.pi / 4), "triangle": (3, np.pi / 2), "star": (10, np.pi / 2)}[shape]
     angles = turn + 2 * np.pi * np.arange(count) / count
-    reach = np.where((np.arange(count) % 2 == 1) & (shape == "star"), 0.45, 1.0)
-    return [(float(a), float(b)) for a, b in zip(reach * np.cos(angles), reach * np.sin(angles), strict=True)]
+    distances = np.where((np.arange(count) % 2 == 1) & (shape == "star"), 0.45, 1.0)
+    return [(float(a), float(b)) for a, b in zip(distances * np.cos(angles), distances * np.sin(angles), strict=True)]

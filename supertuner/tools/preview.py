@@ -8,63 +8,63 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from supertuner.config.sources.load import Loaded
+from supertuner.config.sources.load import LoadedConfig
 from supertuner.core.durable import write_bytes
 from supertuner.core.errors import SuperTunerError
-from supertuner.core.host import Host
+from supertuner.core.host import HostFacts
 from supertuner.core.types import MediaKind
 from supertuner.data.corpus import Corpus
 from supertuner.data.opened import open_corpus
-from supertuner.data.ordering.windows import MicroBatch, single
-from supertuner.sinks.console import Console
+from supertuner.data.ordering.windows import MicroBatch, single_micro_batch
+from supertuner.sinks.console import ConsoleSink
 from supertuner.sinks.drawing import png_bytes
-from supertuner.tools.session import life_of
-from supertuner.tools.sheet import Cell, Section, draw_sheet
+from supertuner.tools.session import arena_lifetime
+from supertuner.tools.sheet import ContactSheetCell, ContactSheetSection, render_contact_sheet
 
 if TYPE_CHECKING:
-    from supertuner.data.batching.batches import Batch
+    from supertuner.data.batching.batches import DecodedBatch
 
-CELLS = 8
+MAX_SAMPLES_PER_BUCKET = 8
 """Samples shown of a batch."""
 
-SECTIONS = 48
+MAX_BUCKETS = 48
 """Buckets shown: those with the most samples."""
 
 
-def first_batches(corpus: Corpus, epoch: int) -> list[MicroBatch]:
+def first_batch_per_bucket(corpus: Corpus, epoch: int) -> list[MicroBatch]:
     """For every dataset and bucket with draws in the epoch, the batch that the epoch's first draw of it is in."""
     order = corpus.order
-    layout = order.layout(epoch)
-    found = []
+    layout = order.epoch_layout(epoch)
+    first_batches = []
     for group in range(len(order.groups)):
         if layout.chunk_begin[group + 1] == layout.chunk_begin[group]:
             continue
-        position = layout.begin + int(layout.where(np.array([group]), layout.first[[group]])[0])
-        found.append(single(order, next(order.batches(position))))
-    return found
+        position = layout.begin + int(layout.position_of(np.array([group]), layout.stream_begin[[group]])[0])
+        first_batches.append(single_micro_batch(order, next(order.batches(position))))
+    return first_batches
 
 
-def preview(loaded: Loaded, out: Path, *, epoch: int = 0) -> int:
+def preview_dataset(loaded: LoadedConfig, out: Path, *, epoch: int = 0) -> int:
     """Stage what is not staged yet and write the sheet; how many buckets it shows. It only looks: no run is begun."""
     _require_writable(out)
-    config, host = loaded.config, Host()
-    with Console(rest="`supertuner stage` lists them all") as console:
+    config, host = loaded.config, HostFacts()
+    with ConsoleSink(set_aside_hint="`supertuner stage` lists them all") as console:
         for note in loaded.notes:
             console.emit(note)
-        with open_corpus(config, host=host, sink=console, progress=console, life=life_of(config)) as corpus:
+        with open_corpus(config, host=host, sink=console, progress=console, life=arena_lifetime(config)) as corpus:
             return write_preview(corpus, out, epoch=epoch, threads=config.loader.num_workers or host.cpus())
 
 
 def write_preview(corpus: Corpus, out: Path, *, epoch: int = 0, threads: int = 1) -> int:
     """Write the sheet of an epoch to `out` as PNG; how many buckets it shows."""
-    from supertuner.data.batching.batches import Decoders
+    from supertuner.data.batching.batches import DecoderPool
 
     order = corpus.order
-    batches = first_batches(corpus, epoch)
-    largest = sorted(batches, key=lambda b: -len(order.groups[int(b.draws.group[0])].members))[:SECTIONS]
+    batches = first_batch_per_bucket(corpus, epoch)
+    largest = sorted(batches, key=lambda b: -len(order.groups[int(b.draws.group[0])].sample_indices))[:MAX_BUCKETS]
     shown = [micro for micro in batches if micro in largest]
-    with Decoders(corpus, threads) as decoders:
-        sections = [_section(corpus, micro, decoders.make(_part(micro))) for micro in shown]
+    with DecoderPool(corpus, threads) as decoders:
+        sections = [_build_section(corpus, micro, decoders.decode(_truncate_batch(micro))) for micro in shown]
     note = (
         f"seed {corpus.seed}, epoch {epoch}: {order.epoch_length(epoch)} samples in {len(order.groups)} "
         f"bucket{'s' if len(order.groups) != 1 else ''}, "
@@ -72,7 +72,7 @@ def write_preview(corpus: Corpus, out: Path, *, epoch: int = 0, threads: int = 1
     )
     if len(shown) < len(batches):
         note += f"; the {len(shown)} largest are shown"
-    write_bytes(out, png_bytes(draw_sheet("one batch of every bucket", note, sections)))
+    write_bytes(out, png_bytes(render_contact_sheet("one batch of every bucket", note, sections)))
     return len(shown)
 
 
@@ -84,19 +84,19 @@ def _require_writable(out: Path) -> None:
         raise SuperTunerError(f"--out {out}: cannot be written there; name a file in a folder that exists and is yours")
 
 
-def _part(micro: MicroBatch) -> MicroBatch:
+def _truncate_batch(micro_batch: MicroBatch) -> MicroBatch:
     """As much of a batch as is shown."""
-    return MicroBatch(micro.bucket, micro.draws.take(slice(0, CELLS)))
+    return MicroBatch(micro_batch.bucket, micro_batch.draws.take(slice(0, MAX_SAMPLES_PER_BUCKET)))
 
 
-def _section(corpus: Corpus, micro: MicroBatch, batch: Batch) -> Section:
-    group = corpus.order.groups[int(micro.draws.group[0])]
-    more = f", {len(micro) - len(batch)} more in the batch" if len(micro) > len(batch) else ""
-    count = len(group.members)
+def _build_section(corpus: Corpus, micro_batch: MicroBatch, batch: DecodedBatch) -> ContactSheetSection:
+    group = corpus.order.groups[int(micro_batch.draws.group[0])]
+    more = f", {len(micro_batch) - len(batch)} more in the batch" if len(micro_batch) > len(batch) else ""
+    count = len(group.sample_indices)
     note = f"{group.dataset_id}: {count} sample{'s' if count != 1 else ''}{more}"
     seconds = batch.bucket.samples / batch.bucket.sample_rate if batch.bucket.kind is MediaKind.AUDIO else 0.0
     cells = [
-        Cell(media.numpy(), caption, key, seconds)
-        for media, caption, key in zip(batch.media, batch.captions, batch.keys, strict=True)
+        ContactSheetCell(media.numpy(), caption, key, seconds)
+        for media, caption, key in zip(batch.media, batch.captions, batch.sample_keys, strict=True)
     ]
-    return Section(batch.bucket.label, note, tuple(cells))
+    return ContactSheetSection(batch.bucket.label, note, tuple(cells))

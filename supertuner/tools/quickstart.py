@@ -17,22 +17,22 @@ from typing import Any, Final
 
 from supertuner.core.durable import write_bytes
 from supertuner.core.errors import SuperTunerError
-from supertuner.core.events import Silence
+from supertuner.core.events import NullSink
 from supertuner.data.opened import open_corpus
 from supertuner.tools import shapes
 from supertuner.tools.preview import write_preview
-from supertuner.tools.session import Session, life_of, load_narrowed, session
-from supertuner.tools.staging import stage_all
-from supertuner.tools.training import Trained, train_in
+from supertuner.tools.session import RunSession, arena_lifetime, load_command_config, open_session
+from supertuner.tools.staging import stage_all_datasets
+from supertuner.tools.training import TrainingResult, train_in_session
 
-DATA: Final = "shapes"
-SHEET: Final = "contact_sheet.png"
-BOTH: Final = "before_and_after.png"
-NAME: Final = "quickstart"
-PROMPTS: Final = tuple(shapes.caption(*pair) for pair in shapes.HELD_OUT)
+DATA_FOLDER: Final = "shapes"
+CONTACT_SHEET_FILE: Final = "contact_sheet.png"
+COMPARISON_FILE: Final = "before_and_after.png"
+RUN_NAME: Final = "quickstart"
+PROMPTS: Final = tuple(shapes.caption(*pair) for pair in shapes.HELD_OUT_PAIRS)
 """What the samples are of: pairs that no training picture has."""
 
-TRAINING: Final[dict[str, Any]] = {
+TRAINING_SETTINGS: Final[dict[str, Any]] = {
     "adapter": {"rank": 16, "targets": "attention_mlp"},
     "train": {"batch_size": 16, "max_steps": 500, "mixed_precision": "fp32", "max_grad_norm": 1.0},
     "gh200_optimizations": {
@@ -48,48 +48,56 @@ TRAINING: Final[dict[str, Any]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Quickstart:
+class QuickstartResult:
     """What was made, and where it is."""
 
     config: Path
-    sheet: Path
-    both: Path
-    trained: Trained
-    before: float
+    contact_sheet: Path
+    comparison: Path
+    training: TrainingResult
+    loss_before: float
     """Held-out loss of the base."""
-    after: float
+    loss_after: float
     """Held-out loss after training."""
     seconds: float
 
 
-def quickstart(folder: Path, sets: Sequence[str] = ()) -> Quickstart:
+def run_quickstart(folder: Path, sets: Sequence[str] = ()) -> QuickstartResult:
     """Draw the data below `folder` unless they are there from last time, train, and put before beside after.
 
     `sets` are settings as `--set` takes them. Started again, it goes on where it was.
     """
-    begun = time.perf_counter()
-    config = drawn_data(folder)
-    with session(load_narrowed(config, sets)) as work:
-        stage_all(work)
-        _contact_sheet(work, folder / SHEET)
-        trained = train_in(work)
-    before, after = _held_out(trained.run / "validation.jsonl")
-    _beside(trained, folder / BOTH)
-    return Quickstart(config, folder / SHEET, folder / BOTH, trained, before, after, time.perf_counter() - begun)
+    started = time.perf_counter()
+    config = prepare_data(folder)
+    with open_session(load_command_config(config, sets)) as run_session:
+        stage_all_datasets(run_session)
+        _write_contact_sheet(run_session, folder / CONTACT_SHEET_FILE)
+        trained = train_in_session(run_session)
+    before, after = _first_and_last_held_out_loss(trained.run_dir / "validation.jsonl")
+    _write_comparison(trained, folder / COMPARISON_FILE)
+    return QuickstartResult(
+        config,
+        folder / CONTACT_SHEET_FILE,
+        folder / COMPARISON_FILE,
+        trained,
+        before,
+        after,
+        time.perf_counter() - started,
+    )
 
 
-def settings() -> dict[str, Any]:
+def quickstart_settings() -> dict[str, Any]:
     """The configuration of the quickstart; paths are relative to the data's folder, where it lies."""
-    common = {"resolution": shapes.SIDE, "bucket_step": 16}
+    common = {"resolution": shapes.SIDE_PIXELS, "bucket_step": 16}
     return {
-        "run": {"name": NAME, "output_dir": "../runs"},
-        "model": {"family": "wan2.2", "path": str(shapes.BASE)},
+        "run": {"name": RUN_NAME, "output_dir": "../runs"},
+        "model": {"family": "wan2.2", "path": str(shapes.BASE_MODEL)},
         "datasets": [
             {"id": "shapes", "instance_data_dir": "train", **common},
             {"id": "held-out-pairs", "instance_data_dir": "held_out", "held_out": True, **common},
         ],
         "cache_config": {"persistent_cache": True, "cache_dir": "../cache"},
-        **TRAINING,
+        **TRAINING_SETTINGS,
         "validation": {
             "prompts": list(PROMPTS),
             "seeds": [0, 1, 2, 3],
@@ -100,46 +108,48 @@ def settings() -> dict[str, Any]:
     }
 
 
-def drawn_data(folder: Path) -> Path:
+def prepare_data(folder: Path) -> Path:
     """The configuration beside its data below `folder`, drawn unless they are there from last time."""
-    data = folder / DATA
+    data = folder / DATA_FOLDER
     config = data / "config.json"
     if config.is_file():
         return config
     if data.exists() and any(data.iterdir()):
         raise SuperTunerError(f"{data} holds files of yours; give another folder with --dir, or move them away")
     folder.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=".making-", dir=folder) as making:  # whole or not there, if this is interrupted
-        made = Path(making) / DATA
-        shapes.write_shapes(made)
-        (made / "config.json").write_text(json.dumps(settings(), indent=2) + "\n")
-        os.replace(made, data)
+    with TemporaryDirectory(prefix=".making-", dir=folder) as temporary:  # whole or not there, if this is interrupted
+        new_data = Path(temporary) / DATA_FOLDER
+        shapes.write_shapes(new_data)
+        (new_data / "config.json").write_text(json.dumps(quickstart_settings(), indent=2) + "\n")
+        os.replace(new_data, data)
     return config
 
 
-def _contact_sheet(work: Session, out: Path) -> None:
-    quiet = Silence()  # all that there is to tell was told when it was staged
-    with open_corpus(work.config, host=work.host, sink=quiet, progress=quiet, life=life_of(work.config)) as corpus:
-        write_preview(corpus, out, threads=work.host.cpus())
+def _write_contact_sheet(run_session: RunSession, out: Path) -> None:
+    quiet = NullSink()  # all that there is to tell was told when it was staged
+    with open_corpus(
+        run_session.config, host=run_session.host, sink=quiet, progress=quiet, life=arena_lifetime(run_session.config)
+    ) as corpus:
+        write_preview(corpus, out, threads=run_session.host.cpus())
 
 
-def _held_out(log: Path) -> tuple[float, float]:
+def _first_and_last_held_out_loss(log: Path) -> tuple[float, float]:
     """Held-out loss at the first and at the last validation."""
     rows = [json.loads(line) for line in log.read_text().splitlines()]
     losses = [row["loss"] for row in rows if row["expert"] is None]
     return losses[0], losses[-1]
 
 
-def _beside(trained: Trained, out: Path) -> None:
+def _write_comparison(training: TrainingResult, out: Path) -> None:
     """The samples of the base and those of the trained model in one picture."""
     from PIL import Image
 
     from supertuner.sinks.drawing import png_bytes
 
-    folders = sorted(path for path in (trained.run / "samples").iterdir() if path.name.startswith("step-"))
+    folders = sorted(path for path in (training.run_dir / "samples").iterdir() if path.name.startswith("step-"))
     grids = [Image.open(folder / "grid.png").convert("RGB") for folder in (folders[0], folders[-1])]
     width, height = sum(grid.width for grid in grids), max(grid.height for grid in grids)
-    both = Image.new("RGB", (width, height), grids[0].getpixel((0, 0)))
-    both.paste(grids[0], (0, 0))
-    both.paste(grids[1], (grids[0].width, 0))
-    write_bytes(out, png_bytes(both))
+    comparison = Image.new("RGB", (width, height), grids[0].getpixel((0, 0)))
+    comparison.paste(grids[0], (0, 0))
+    comparison.paste(grids[1], (grids[0].width, 0))
+    write_bytes(out, png_bytes(comparison))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from supertuner.tools.figure import FIGURES, draw_figure
+from supertuner.tools.figure import SHAPE_NAMES, draw_shape
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -25,14 +25,14 @@ COLOURS = {
     "purple": (142, 68, 173),
     "orange": (230, 120, 30),
 }
-GROUNDS = {"white": (245, 245, 240), "grey": (176, 182, 190), "pale blue": (200, 220, 240), "dark": (44, 48, 58)}
-SHAPES = FIGURES
+BACKGROUNDS = {"white": (245, 245, 240), "grey": (176, 182, 190), "pale blue": (200, 220, 240), "dark": (44, 48, 58)}
+SHAPES = SHAPE_NAMES
 PICTURE_SIZES = ((640, 640), (768, 512), (512, 768), (896, 512), (700, 500))
 VIDEO_SIZES = ((320, 192), (192, 320))
 TONES = {"low": 196.0, "middle": 392.0, "high": 784.0}
 WAVES = ("sine", "square", "sawtooth")
 VIDEO_FPS, AUDIO_RATE = 16, 24_000
-_FINER = 3
+_SUPERSAMPLING = 3
 """Pictures are drawn so much larger and reduced."""
 
 
@@ -48,7 +48,7 @@ class SampleData:
 def make_sample_data(folder: Path, *, images: int = 30, videos: int = 6, sounds: int = 6, seed: int = 0) -> SampleData:
     """Write `images`, `videos` and `sounds` below `folder`, captions beside them, and a configuration for all."""
     random = Random(seed)
-    looks = list(product(COLOURS, SHAPES, GROUNDS))
+    looks = list(product(COLOURS, SHAPES, BACKGROUNDS))
     random.shuffle(looks)
     for name in ("images", "videos", "sounds"):
         (folder / name).mkdir(parents=True, exist_ok=True)
@@ -59,17 +59,19 @@ def make_sample_data(folder: Path, *, images: int = 30, videos: int = 6, sounds:
     for number in range(sounds):
         _write_sound(folder / "sounds", number, random)
     config = folder / "config.json"
-    config.write_text(json.dumps(_config(), indent=2) + "\n")
+    config.write_text(json.dumps(_dataset_config(), indent=2) + "\n")
     return SampleData(config, images, videos, sounds)
 
 
-def draw(size: tuple[int, int], look: tuple[str, str, str], centre: tuple[float, float], radius: float) -> Image:
+def draw_picture(
+    size: tuple[int, int], look: tuple[str, str, str], centre: tuple[float, float], radius: float
+) -> Image:
     """A shape of one colour on a ground of another. Centre and radius are shares of the sides and the shorter side."""
     colour, shape, ground = look
-    return draw_figure(size, shape, COLOURS[colour], GROUNDS[ground], centre, radius, _FINER)
+    return draw_shape(size, shape, COLOURS[colour], BACKGROUNDS[ground], centre, radius, _SUPERSAMPLING)
 
 
-def tone(wave: str, hertz: float, seconds: float) -> NDArray[np.float32]:
+def synthesize_tone(wave: str, hertz: float, seconds: float) -> NDArray[np.float32]:
     """A tone plucked twice a second, in stereo, moving from left to right: samples × 2."""
     time = np.arange(round(seconds * AUDIO_RATE)) / AUDIO_RATE
     phase = (time * hertz) % 1
@@ -81,17 +83,19 @@ def tone(wave: str, hertz: float, seconds: float) -> NDArray[np.float32]:
     loudness = np.minimum((time % 0.5) / 0.02, 1) * np.exp(-2.5 * (time % 0.5))
     right = np.linspace(0.2, 0.8, len(time))
     stereo = np.column_stack([1 - right, right]) * (1.2 * shape[wave] * loudness)[:, None]
-    played: NDArray[np.float32] = stereo.astype(np.float32)
-    return played
+    samples: NDArray[np.float32] = stereo.astype(np.float32)
+    return samples
 
 
 def _write_picture(folder: Path, number: int, look: tuple[str, str, str], random: Random) -> None:
     centre = (random.uniform(0.35, 0.65), random.uniform(0.35, 0.65))
-    picture = draw(PICTURE_SIZES[number % len(PICTURE_SIZES)], look, centre, random.uniform(0.2, 0.32))
+    picture = draw_picture(PICTURE_SIZES[number % len(PICTURE_SIZES)], look, centre, random.uniform(0.2, 0.32))
     kind = ("jpg", "png", "webp")[number % 3]
     picture.save(folder / f"{number:03d}.{kind}", quality=92)  # PNG has no quality, and ignores it
     colour, shape, ground = look
-    _caption(folder, number, f"{_a(colour)} {shape} on a {ground} ground, {shape}, {colour}, flat drawing")
+    _write_caption(
+        folder, number, f"{_with_article(colour)} {shape} on a {ground} ground, {shape}, {colour}, flat drawing"
+    )
 
 
 def _write_video(folder: Path, number: int, look: tuple[str, str, str], random: Random) -> None:
@@ -106,14 +110,14 @@ def _write_video(folder: Path, number: int, look: tuple[str, str, str], random: 
         assert isinstance(stream, av.VideoStream)
         stream.width, stream.height, stream.pix_fmt = *size, "yuv420p"
         for frame in range(count):
-            way = frame / (count - 1)
-            across = 0.2 + 0.6 * (way if rightwards else 1 - way)
-            picture = draw(size, look, (across, 0.5 + 0.15 * float(np.sin(2 * np.pi * way))), 0.22)
+            fraction = frame / (count - 1)
+            x = 0.2 + 0.6 * (fraction if rightwards else 1 - fraction)
+            picture = draw_picture(size, look, (x, 0.5 + 0.15 * float(np.sin(2 * np.pi * fraction))), 0.22)
             container.mux(stream.encode(av.VideoFrame.from_ndarray(np.asarray(picture), format="rgb24")))
         container.mux(stream.encode(None))
     colour, shape, ground = look
     where = "right" if rightwards else "left"
-    _caption(folder, number, f"{_a(colour)} {shape} moves to the {where} on a {ground} ground")
+    _write_caption(folder, number, f"{_with_article(colour)} {shape} moves to the {where} on a {ground} ground")
 
 
 def _write_sound(folder: Path, number: int, random: Random) -> None:
@@ -121,19 +125,19 @@ def _write_sound(folder: Path, number: int, random: Random) -> None:
 
     wave, (pitch, hertz) = WAVES[number % len(WAVES)], random.choice(sorted(TONES.items()))
     kind = ("wav", "flac")[number % 2]
-    soundfile.write(folder / f"{number:03d}.{kind}", tone(wave, hertz, 1.3 + 0.9 * (number % 3)), AUDIO_RATE)
-    _caption(folder, number, f"a {pitch} {wave} tone, plucked")
+    soundfile.write(folder / f"{number:03d}.{kind}", synthesize_tone(wave, hertz, 1.3 + 0.9 * (number % 3)), AUDIO_RATE)
+    _write_caption(folder, number, f"a {pitch} {wave} tone, plucked")
 
 
-def _a(word: str) -> str:
+def _with_article(word: str) -> str:
     return f"an {word}" if word[0] in "aeiou" else f"a {word}"
 
 
-def _caption(folder: Path, number: int, text: str) -> None:
+def _write_caption(folder: Path, number: int, text: str) -> None:
     (folder / f"{number:03d}.txt").write_text(text + "\n")
 
 
-def _config() -> dict[str, object]:
+def _dataset_config() -> dict[str, object]:
     """Small buckets and a little of each augmentation for a contact sheet to show. Clips say "left": they keep it."""
     colour = {"flip": 0.5, "brightness": 0.1, "contrast": 0.1, "saturation": 0.2, "hue": 0.02}
     tags = {"trigger_word": "shapeworld", "shuffle_tags": True, "keep_tags": 1, "dropout": 0.1}

@@ -18,16 +18,16 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from supertuner.tools.figure import FIGURES, Colour, draw_figure
+from supertuner.tools.figure import SHAPE_NAMES, RgbColour, draw_shape
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-Pair: TypeAlias = tuple[str, str]
+ColourShapePair: TypeAlias = tuple[str, str]
 """Name of a colour, name of a shape."""
 
-SHAPES = FIGURES
-CHALKS: dict[str, Colour] = {
+SHAPES = SHAPE_NAMES
+CHALKS: dict[str, RgbColour] = {
     "black": (44, 46, 52),
     "grey": (150, 152, 156),
     "pink": (236, 160, 186),
@@ -35,7 +35,7 @@ CHALKS: dict[str, Colour] = {
     "teal": (66, 158, 158),
     "olive": (132, 130, 66),
 }
-INKS: dict[str, Colour] = {
+INKS: dict[str, RgbColour] = {
     "red": (214, 38, 44),
     "orange": (240, 128, 24),
     "yellow": (244, 208, 40),
@@ -43,9 +43,9 @@ INKS: dict[str, Colour] = {
     "blue": (36, 92, 214),
     "purple": (136, 56, 172),
 }
-COLOURS: dict[str, Colour] = {**CHALKS, **INKS}
-PAPER: Colour = (246, 243, 236)
-HELD_OUT: tuple[Pair, ...] = (
+COLOURS: dict[str, RgbColour] = {**CHALKS, **INKS}
+PAPER: RgbColour = (246, 243, 236)
+HELD_OUT_PAIRS: tuple[ColourShapePair, ...] = (
     ("red", "star"),
     ("orange", "circle"),
     ("yellow", "square"),
@@ -54,22 +54,22 @@ HELD_OUT: tuple[Pair, ...] = (
     ("purple", "square"),
 )
 """Every colour once and every shape: all of them are known from other pairs."""
-SIDE = 48
+SIDE_PIXELS = 48
 """Pixels of a picture's side."""
-BASE = Path(__file__).resolve().parent.parent / "assets" / "tiny-wan22"
+BASE_MODEL = Path(__file__).resolve().parent.parent / "assets" / "tiny-wan22"
 """The tiny base model, which comes with the package; scripts/pretrain_tiny.py made it."""
 TRUTH_FILE = "truth.json"
-_FINER = 4
+_SUPERSAMPLING = 4
 """Pictures are drawn so much larger and reduced."""
 
 
 @dataclass(frozen=True, slots=True)
-class Drawing:
+class ShapeDrawing:
     """What is in a picture. Centre and radius are shares of its side."""
 
     colour: str
     shape: str
-    ground: Colour
+    ground: RgbColour
     centre: tuple[float, float]
     radius: float
 
@@ -94,20 +94,22 @@ def caption(*words: str) -> str:
     return f"{'an' if words[0][0] in 'aeiou' else 'a'} {' '.join(words)}"
 
 
-def chalk_pairs() -> tuple[Pair, ...]:
+def chalk_pairs() -> tuple[ColourShapePair, ...]:
     """What the base model was trained on."""
     return tuple(product(CHALKS, SHAPES))
 
 
-def train_pairs() -> tuple[Pair, ...]:
+def train_pairs() -> tuple[ColourShapePair, ...]:
     """What the quickstart trains on: every pair of ink and shape that is not held out."""
-    return tuple(pair for pair in product(INKS, SHAPES) if pair not in HELD_OUT)
+    return tuple(pair for pair in product(INKS, SHAPES) if pair not in HELD_OUT_PAIRS)
 
 
-def drawings(pairs: Iterable[Pair], each: int, random: Random, ground: Colour = PAPER) -> list[Drawing]:
+def random_drawings(
+    pairs: Iterable[ColourShapePair], per_pair: int, random: Random, ground: RgbColour = PAPER
+) -> list[ShapeDrawing]:
     """`each` drawings of every pair, at places and in sizes that vary."""
     return [
-        Drawing(
+        ShapeDrawing(
             colour,
             shape,
             ground,
@@ -115,39 +117,43 @@ def drawings(pairs: Iterable[Pair], each: int, random: Random, ground: Colour = 
             round(random.uniform(0.25, 0.35), 4),
         )
         for colour, shape in pairs
-        for _ in range(each)
+        for _ in range(per_pair)
     ]
 
 
-def draw(drawing: Drawing, side: int = SIDE) -> Image:
+def render_drawing(drawing: ShapeDrawing, side: int = SIDE_PIXELS) -> Image:
     """The picture, `side` pixels wide and high."""
     fill = COLOURS[drawing.colour]
-    return draw_figure((side, side), drawing.shape, fill, drawing.ground, drawing.centre, drawing.radius, _FINER)
+    return draw_shape((side, side), drawing.shape, fill, drawing.ground, drawing.centre, drawing.radius, _SUPERSAMPLING)
 
 
-def draw_all(pictures: Sequence[Drawing], side: int = SIDE) -> NDArray[np.uint8]:
+def render_drawings(drawings: Sequence[ShapeDrawing], side: int = SIDE_PIXELS) -> NDArray[np.uint8]:
     """The pictures in one block: NHWC."""
-    return np.stack([np.asarray(draw(one, side)) for one in pictures])
+    return np.stack([np.asarray(render_drawing(one, side)) for one in drawings])
 
 
 def write_shapes(
-    folder: Path, *, each: int = 16, held_out_each: int = 8, seed: int = 0, side: int = SIDE
+    folder: Path, *, per_pair: int = 16, held_out_per_pair: int = 8, seed: int = 0, side: int = SIDE_PIXELS
 ) -> ShapesData:
     """Write the quickstart's two folders and the truth below `folder`. One seed, one set of files."""
     random = Random(seed)
-    made = {
-        "train": drawings(train_pairs(), each, random),
-        "held_out": drawings(HELD_OUT, held_out_each, random),
+    drawings_by_part = {
+        "train": random_drawings(train_pairs(), per_pair, random),
+        "held_out": random_drawings(HELD_OUT_PAIRS, held_out_per_pair, random),
     }
     truth: dict[str, dict[str, object]] = {}
-    for part, pictures in made.items():
+    for part, pictures in drawings_by_part.items():
         (folder / part).mkdir(parents=True, exist_ok=True)
-        for number, one in enumerate(pictures):
-            name = f"{part}/{number:03d}-{one.colour}-{one.shape}"
-            draw(one, side).save(folder / f"{name}.png")
-            (folder / f"{name}.txt").write_text(one.caption + "\n")
-            truth[f"{name}.png"] = asdict(one)
+        for number, drawing in enumerate(pictures):
+            name = f"{part}/{number:03d}-{drawing.colour}-{drawing.shape}"
+            render_drawing(drawing, side).save(folder / f"{name}.png")
+            (folder / f"{name}.txt").write_text(drawing.caption + "\n")
+            truth[f"{name}.png"] = asdict(drawing)
     (folder / TRUTH_FILE).write_text(json.dumps(truth, indent=1) + "\n")
     return ShapesData(
-        folder / "train", folder / "held_out", folder / TRUTH_FILE, len(made["train"]), len(made["held_out"])
+        folder / "train",
+        folder / "held_out",
+        folder / TRUTH_FILE,
+        len(drawings_by_part["train"]),
+        len(drawings_by_part["held_out"]),
     )

@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from supertuner.sinks.drawing import ACCENT, CARD, INK, QUIET, RULE, drawable, font, sheet_of, text_width, wrapped
+from supertuner.sinks.drawing import (
+    ACCENT,
+    CARD,
+    INK,
+    MUTED,
+    RULE,
+    drawable_text,
+    load_font,
+    new_sheet,
+    text_width,
+    wrap_text,
+)
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -19,11 +30,11 @@ WIDTH, MARGIN, GAP = 1600, 40, 16
 PICTURE_HEIGHT, STRIP_HEIGHT, WAVE_HEIGHT = 210, 112, 96
 STRIP_FRAMES = 9
 CAPTION_LINES = 3
-LINE = 17
+LINE_HEIGHT = 17
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class ContactSheetCell:
     """One sample of a section."""
 
     media: NDArray[Any]
@@ -35,17 +46,17 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
+class ContactSheetSection:
     title: str
     note: str
-    cells: tuple[Cell, ...]
+    cells: tuple[ContactSheetCell, ...]
 
 
-def draw_sheet(title: str, note: str, sections: Sequence[Section]) -> Image:
+def render_contact_sheet(title: str, note: str, sections: Sequence[ContactSheetSection]) -> Image:
     """The sheet as one picture, as tall as it has to be."""
-    blocks = [_heading(title, note), *(_section(section) for section in sections)]
+    blocks = [_render_heading(title, note), *(_render_section(section) for section in sections)]
     height = sum(block.height for block in blocks) + GAP * len(blocks) + MARGIN
-    sheet, _ = sheet_of(WIDTH, height)
+    sheet, _ = new_sheet(WIDTH, height)
     top = 0
     for block in blocks:
         sheet.paste(block, (0, top))
@@ -53,15 +64,15 @@ def draw_sheet(title: str, note: str, sections: Sequence[Section]) -> Image:
     return sheet
 
 
-def _heading(title: str, note: str) -> Image:
-    block, pen = sheet_of(WIDTH, 96)
-    pen.text((MARGIN, 32), drawable(title), INK, font(28))
-    pen.text((MARGIN, 70), drawable(note), QUIET, font(15))
+def _render_heading(title: str, note: str) -> Image:
+    block, pen = new_sheet(WIDTH, 96)
+    pen.text((MARGIN, 32), drawable_text(title), INK, load_font(28))
+    pen.text((MARGIN, 70), drawable_text(note), MUTED, load_font(15))
     return block
 
 
-def _section(section: Section) -> Image:
-    cells = [_cell(cell) for cell in section.cells]
+def _render_section(section: ContactSheetSection) -> Image:
+    cells = [_render_cell(cell) for cell in section.cells]
     rows: list[list[Image]] = [[]]
     left = 0
     for cell in cells:
@@ -71,11 +82,11 @@ def _section(section: Section) -> Image:
         rows[-1].append(cell)
         left += cell.width + GAP
     heights = [max(cell.height for cell in row) for row in rows]
-    block, pen = sheet_of(WIDTH, 38 + sum(heights) + GAP * (len(rows) - 1))
+    block, pen = new_sheet(WIDTH, 38 + sum(heights) + GAP * (len(rows) - 1))
     pen.rectangle((MARGIN, 4, MARGIN + 4, 24), fill=ACCENT)
-    title = drawable(section.title)
-    pen.text((MARGIN + 14, 3), title, INK, font(19))
-    pen.text((MARGIN + 26 + text_width(title, 19), 7), drawable(section.note), QUIET, font(15))
+    title = drawable_text(section.title)
+    pen.text((MARGIN + 14, 3), title, INK, load_font(19))
+    pen.text((MARGIN + 26 + text_width(title, 19), 7), drawable_text(section.note), MUTED, load_font(15))
     top = 38
     for row, height in zip(rows, heights, strict=True):
         left = MARGIN
@@ -87,32 +98,32 @@ def _section(section: Section) -> Image:
     return block
 
 
-def _cell(cell: Cell) -> Image:
+def _render_cell(cell: ContactSheetCell) -> Image:
     """The sample's picture over its caption and file name, on a card."""
-    picture = {2: _wave, 3: _still, 4: _strip}[cell.media.ndim](cell)
+    picture = {2: _render_waveform, 3: _render_image, 4: _render_clip}[cell.media.ndim](cell)
     width = max(picture.width, 150)
-    lines = wrapped(cell.caption or "(empty caption)", width, CAPTION_LINES)
-    card, pen = sheet_of(width + 16, picture.height + 16 + LINE * (len(lines) + 1) + 12, CARD)
+    lines = wrap_text(cell.caption or "(empty caption)", width, CAPTION_LINES)
+    card, pen = new_sheet(width + 16, picture.height + 16 + LINE_HEIGHT * (len(lines) + 1) + 12, CARD)
     card.paste(picture, (8 + (width - picture.width) // 2, 8))
     top = picture.height + 16
     for line in lines:
-        pen.text((8, top), line, INK if cell.caption else QUIET, font(13))
-        top += LINE
-    pen.text((8, top + 2), wrapped(cell.file, width, 1)[0], QUIET, font(12))
+        pen.text((8, top), line, INK if cell.caption else MUTED, load_font(13))
+        top += LINE_HEIGHT
+    pen.text((8, top + 2), wrap_text(cell.file, width, 1)[0], MUTED, load_font(12))
     return card
 
 
-def _still(cell: Cell) -> Image:
+def _render_image(cell: ContactSheetCell) -> Image:
     return _thumbnail(cell.media.transpose(1, 2, 0), PICTURE_HEIGHT)
 
 
-def _strip(cell: Cell) -> Image:
+def _render_clip(cell: ContactSheetCell) -> Image:
     """Frames from the first to the last, evenly spaced, with what lies between left out."""
     frames = cell.media.transpose(1, 2, 3, 0)
     fit = (WIDTH - 2 * MARGIN - 16) // (round(STRIP_HEIGHT * frames.shape[2] / frames.shape[1]) + 2)
     shown = np.unique(np.linspace(0, len(frames) - 1, min(STRIP_FRAMES, max(1, fit), len(frames))).round().astype(int))
     pictures = [_thumbnail(frames[number], STRIP_HEIGHT) for number in shown]
-    strip, _ = sheet_of(sum(p.width + 2 for p in pictures) - 2, STRIP_HEIGHT, CARD)
+    strip, _ = new_sheet(sum(p.width + 2 for p in pictures) - 2, STRIP_HEIGHT, CARD)
     left = 0
     for picture in pictures:
         strip.paste(picture, (left, 0))
@@ -120,10 +131,10 @@ def _strip(cell: Cell) -> Image:
     return strip
 
 
-def _wave(cell: Cell) -> Image:
+def _render_waveform(cell: ContactSheetCell) -> Image:
     """Each channel as the range between its lowest and highest sample under each column of pixels."""
     width = 460
-    picture, pen = sheet_of(width, WAVE_HEIGHT + 18, CARD)
+    picture, pen = new_sheet(width, WAVE_HEIGHT + 18, CARD)
     lane = WAVE_HEIGHT / len(cell.media)
     edges = np.linspace(0, cell.media.shape[1], width + 1).astype(int)
     for number, channel in enumerate(cell.media):
@@ -132,9 +143,9 @@ def _wave(cell: Cell) -> Image:
         for x, (begin, end) in enumerate(pairwise(edges)):
             part = np.clip(channel[begin : max(end, begin + 1)], -1, 1) * (lane / 2 - 2)
             pen.line((x, middle - float(part.max()), x, middle - float(part.min())), fill=ACCENT)
-    pen.text((0, WAVE_HEIGHT + 2), "0 s", QUIET, font(12))
+    pen.text((0, WAVE_HEIGHT + 2), "0 s", MUTED, load_font(12))
     length = f"{cell.seconds:g} s"
-    pen.text((width - text_width(length, 12), WAVE_HEIGHT + 2), length, QUIET, font(12))
+    pen.text((width - text_width(length, 12), WAVE_HEIGHT + 2), length, MUTED, load_font(12))
     return picture
 
 

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 from supertuner.core.types import bytes_text
-from supertuner.data.opened import stagers
+from supertuner.data.opened import dataset_stagers
 from supertuner.data.staging.result import StageResult
-from supertuner.tools.session import Session, life_of
+from supertuner.tools.session import RunSession, arena_lifetime
 
 
-def stage_all(work: Session) -> list[StageResult]:
+def stage_all_datasets(run_session: RunSession) -> list[StageResult]:
     """Stage every dataset, or find that nothing changed."""
-    life = life_of(work.config)
-    found = stagers(work.config, work.host, work.sink, work.console, life)
-    return [stager.stage(dataset, place) for stager, dataset, place in found]
+    life = arena_lifetime(run_session.config)
+    stager_assignments = dataset_stagers(
+        run_session.config, run_session.host, run_session.sink, run_session.console, life
+    )
+    return [stager.stage(dataset, place) for stager, dataset, place in stager_assignments]
 
 
-def summary(result: StageResult) -> str:
+def stage_summary(result: StageResult) -> str:
     """One dataset in a few lines, for people."""
-    what = f"{result.files} {result.kind} file{'s' if result.files != 1 else ''}"
-    how = f"reused: {result.why_reused}" if result.reused else f"staged in {result.seconds:.2f} s"
+    files_text = f"{result.files} {result.kind} file{'s' if result.files != 1 else ''}"
+    how = f"reused: {result.reuse_reason}" if result.reused else f"staged in {result.seconds:.2f} s"
     rate = "" if result.reused else f", {bytes_text(result.nbytes / max(result.seconds, 1e-9))}/s"
     lines = [
-        f"{result.dataset}: {what}, {bytes_text(result.nbytes)}, {how}{rate}",
+        f"{result.dataset}: {files_text}, {bytes_text(result.nbytes)}, {how}{rate}",
         f"  arena {result.arena} in {result.home}, {bytes_text(result.stored_bytes)}",
     ]
     if result.set_aside:

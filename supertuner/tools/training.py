@@ -7,134 +7,142 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from supertuner.config.sources.environment import current
-from supertuner.config.sources.launcher import launched
-from supertuner.config.sources.load import Loaded
+from supertuner.config.sources.environment import current_environment
+from supertuner.config.sources.launcher import read_launcher_environment
+from supertuner.config.sources.load import LoadedConfig
 from supertuner.core.durable import write_json
-from supertuner.core.events import Noted, Sink, Together
+from supertuner.core.events import NoteEvent, Sink, TeeSink
 from supertuner.core.types import JSON
-from supertuner.tools.session import Session, session
+from supertuner.tools.session import RunSession, open_session
 
-CURVE = "loss_curve.png"
-FORECAST = "forecast.json"
+LOSS_CURVE_FILE = "loss_curve.png"
+FORECAST_FILE = "forecast.json"
 """In the run's folder: what was forecast before it began, all of it modelled."""
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
+class TrainingResult:
     """What a call of `train` did."""
 
-    run: Path
+    run_dir: Path
     steps: int
     samples: int
     seconds: float
     stopped_by: str | None
     """The signal that stopped it before its end."""
     exports: tuple[Path, ...]
-    curve: Path | None
-    memory: tuple[str, ...]
+    loss_curve: Path | None
+    memory_lines: tuple[str, ...]
     """What became of the memory engine, a line each: hints by outcome, what overflowed."""
-    hints: Mapping[str, int] = field(default_factory=dict)
+    hint_counts: Mapping[str, int] = field(default_factory=dict)
     """Residency hints of this session by outcome."""
 
 
-def train(loaded: Loaded, *, resume: str | None = None, anyway: bool = False) -> Trained:
+def train(loaded: LoadedConfig, *, resume: str | None = None, force: bool = False) -> TrainingResult:
     """Train what the configuration says, going on from the run's last checkpoint if it has one. `anyway`: even if it
     cannot fit into memory."""
-    with session(loaded, launched(current())) as work:
-        return train_in(work, resume=resume, anyway=anyway)
+    with open_session(loaded, read_launcher_environment(current_environment())) as run_session:
+        return train_in_session(run_session, resume=resume, force=force)
 
 
-def train_in(work: Session, *, resume: str | None = None, anyway: bool = False, also: Sink | None = None) -> Trained:
+def train_in_session(
+    run_session: RunSession, *, resume: str | None = None, force: bool = False, extra_sink: Sink | None = None
+) -> TrainingResult:
     """The same within a session that is open already. `also` gets everything that is reported, each step included."""
-    with work.console.phase("loading libraries"):
-        from supertuner.distributed.process_group import in_turn
-        from supertuner.distributed.same_config import require_alike, words_of
-        from supertuner.distributed.setup import open_parallel
-        from supertuner.distributed.watchdog.heartbeat import MarkedProgress, MarkedSink, Pulse
-        from supertuner.plan.forecast.preflight import before_training
-        from supertuner.plan.forecast.report import as_json
+    with run_session.console.phase("loading libraries"):
+        from supertuner.distributed.process_group import rank_zero_first
+        from supertuner.distributed.same_config import require_same_config, settings_to_compare
+        from supertuner.distributed.setup import open_process_group
+        from supertuner.distributed.watchdog.heartbeat import Heartbeat, HeartbeatProgress, HeartbeatSink
+        from supertuner.plan.forecast.preflight import preflight_check
+        from supertuner.plan.forecast.report import forecast_json
         from supertuner.tools.curve import draw_curve
         from supertuner.train.export.export import export
         from supertuner.train.loop import train as run_loop
-        from supertuner.train.loss_log import LOSSES
-        from supertuner.train.setup import Outside, device_of, open_run
-    config, folder = work.config, work.path
-    device = device_of(config.train.device, work.launched)
-    pulse = Pulse()
-    progress = MarkedProgress(work.console, pulse)
-    with ExitStack() as opened:
-        parallel = opened.enter_context(open_parallel(config.parallel, work.launched, device, pulse))
-        require_alike(parallel, words_of(config))
-        with in_turn(parallel):
-            known = before_training(
+        from supertuner.train.loss_log import LOSSES_FILE
+        from supertuner.train.setup import RunContext, open_run, select_device
+    config, run_dir = run_session.config, run_session.run_dir
+    device = select_device(config.train.device, run_session.launcher)
+    pulse = Heartbeat()
+    progress = HeartbeatProgress(run_session.console, pulse)
+    with ExitStack() as stack:
+        process_group = stack.enter_context(open_process_group(config.parallel, run_session.launcher, device, pulse))
+        require_same_config(process_group, settings_to_compare(config))
+        with rank_zero_first(process_group):
+            run_model = preflight_check(
                 config,
                 device,
-                host=work.host,
-                sink=work.sink,
+                host=run_session.host,
+                sink=run_session.sink,
                 progress=progress,
-                anyway=anyway,
-                shared_out=parallel.sharing is not None,
+                force=force,
+                sharded=process_group.sharder is not None,
             )
-        if config.parallel.strategy == "fsdp" and parallel.sharing is None:
-            work.sink.emit(Noted("parallel.strategy", '"fsdp" has no effect: one process has all weights anyway'))
-        if known is not None and work.launched.first:
-            write_json(folder / FORECAST, as_json(known.forecast))
-        planning = None if known is None else known.planning
-        reports = with_reports(work, opened)
-        sink = MarkedSink(reports if also is None else Together(reports, also), pulse)
-        outside = Outside(sink, progress, work.host)
-        run = opened.enter_context(
-            open_run(config, folder.name, folder, outside, resume=resume, parallel=parallel, planning=planning)
+        if config.parallel.strategy == "fsdp" and process_group.sharder is None:
+            run_session.sink.emit(
+                NoteEvent("parallel.strategy", '"fsdp" has no effect: one process has all weights anyway')
+            )
+        if run_model is not None and run_session.launcher.is_main_process:
+            write_json(run_dir / FORECAST_FILE, forecast_json(run_model.forecast))
+        planning = None if run_model is None else run_model.planner
+        reports = open_report_sinks(run_session, stack)
+        sink = HeartbeatSink(reports if extra_sink is None else TeeSink(reports, extra_sink), pulse)
+        outside = RunContext(sink, progress, run_session.host)
+        run = stack.enter_context(
+            open_run(config, run_dir.name, run_dir, outside, resume=resume, process_group=process_group, planning=planning)
         )
         ending = run_loop(run)
         exports = () if ending.stopped_by else tuple(export(run))
         curve = None
-        if work.launched.first and (folder / LOSSES).stat().st_size:  # none: there was nothing left to do
-            draw_curve(folder / LOSSES, curve := folder / CURVE)
-        memory = tuple(run.memory.lines())
-        hints = run.memory.tally.by_status()
-        return Trained(folder, run.step, run.samples, ending.seconds, ending.stopped_by, exports, curve, memory, hints)
+        if (
+            run_session.launcher.is_main_process and (run_dir / LOSSES_FILE).stat().st_size
+        ):  # none: there was nothing left to do
+            draw_curve(run_dir / LOSSES_FILE, curve := run_dir / LOSS_CURVE_FILE)
+        memory = tuple(run.memory.summary_lines())
+        hints = run.memory.hint_tally.by_status()
+        return TrainingResult(
+            run_dir, run.step, run.samples_consumed, ending.seconds, ending.stopped_by, exports, curve, memory, hints
+        )
 
 
-def with_reports(work: Session, opened: ExitStack) -> Sink:
+def open_report_sinks(run_session: RunSession, stack: ExitStack) -> Sink:
     """The session's sink, and the reports that the configuration asks for."""
-    from supertuner.sinks.training import Thinned, WithoutSteps
+    from supertuner.sinks.training import EveryNStepsSink, WithoutStepsSink
 
-    if work.folder is None:
-        return work.sink
-    settings = work.config.report
-    sinks: list[Sink] = [work.console, WithoutSteps(work.folder)]  # losses.jsonl has the steps
+    if run_session.run_folder is None:
+        return run_session.sink
+    settings = run_session.config.report
+    sinks: list[Sink] = [run_session.console, WithoutStepsSink(run_session.run_folder)]  # losses.jsonl has the steps
     if settings.tensorboard:
-        from supertuner.sinks.tensorboard import TensorBoard
+        from supertuner.sinks.tensorboard import TensorBoardSink
 
-        board = opened.enter_context(TensorBoard(work.path / "tensorboard"))
-        sinks.append(Thinned(board, settings.every_steps))
+        tensorboard = stack.enter_context(TensorBoardSink(run_session.run_dir / "tensorboard"))
+        sinks.append(EveryNStepsSink(tensorboard, settings.every_steps))
     if settings.wandb is not None:
-        from supertuner.sinks.wandb import Wandb
+        from supertuner.sinks.wandb import WandbSink
 
-        resolved: dict[str, JSON] = work.config.model_dump(mode="json")
-        wandb = opened.enter_context(Wandb(settings.wandb, work.path.name, work.path, resolved))
-        sinks.append(Thinned(wandb, settings.every_steps))
-    return Together(*sinks)
+        resolved: dict[str, JSON] = run_session.config.model_dump(mode="json")
+        wandb = stack.enter_context(WandbSink(settings.wandb, run_session.run_dir.name, run_session.run_dir, resolved))
+        sinks.append(EveryNStepsSink(wandb, settings.every_steps))
+    return TeeSink(*sinks)
 
 
-def summary(trained: Trained) -> str:
+def training_summary(result: TrainingResult) -> str:
     """Where everything is, for people."""
-    run = trained.run
-    how = f"stopped by {trained.stopped_by} after" if trained.stopped_by else "trained"
+    run_dir = result.run_dir
+    how = f"stopped by {result.stopped_by} after" if result.stopped_by else "trained"
     lines = [
-        f"{how} {trained.steps} steps, {trained.samples} samples; {trained.seconds:.1f} s in this session",
-        f"  run          {run}",
-        f"  losses       {run / 'losses.jsonl'}",
+        f"{how} {result.steps} steps, {result.samples} samples; {result.seconds:.1f} s in this session",
+        f"  run          {run_dir}",
+        f"  losses       {run_dir / 'losses.jsonl'}",
     ]
-    if trained.curve is not None:
-        lines.append(f"  loss curve   {trained.curve}")
-    if (run / "samples").is_dir():
-        lines.append(f"  samples      {run / 'samples'}")
-    lines.append(f"  checkpoints  {run / 'checkpoints'}")
-    lines += [f"  exported     {path}" for path in trained.exports]
-    lines += [f"  memory       {line}" for line in trained.memory]
-    if trained.stopped_by:
+    if result.loss_curve is not None:
+        lines.append(f"  loss curve   {result.loss_curve}")
+    if (run_dir / "samples").is_dir():
+        lines.append(f"  samples      {run_dir / 'samples'}")
+    lines.append(f"  checkpoints  {run_dir / 'checkpoints'}")
+    lines += [f"  exported     {path}" for path in result.exports]
+    lines += [f"  memory       {line}" for line in result.memory_lines]
+    if result.stopped_by:
         lines.append("the same command goes on from here")
     return "\n".join(lines)

@@ -21,9 +21,9 @@ from supertuner.core import durable
 from supertuner.core.errors import CheckpointError
 from supertuner.core.types import JSON
 
-LOSSES = "losses.jsonl"
+LOSSES_FILE = "losses.jsonl"
 READ_BYTES = 1 << 20
-MEASURED = ("loss", "grad_norm", "rate")
+FLOAT_FIELDS = ("loss", "grad_norm", "rate")
 """Fields whose value may be no number; JSON has no word for that, so `not_finite` says which, and what it was."""
 
 
@@ -45,7 +45,7 @@ class LossRecord:
     """Learning rate of this step."""
 
 
-class Position(NamedTuple):
+class LogPosition(NamedTuple):
     """A place in the log: how many bytes lie before it, and their checksum (XXH3-128)."""
 
     nbytes: int
@@ -68,24 +68,24 @@ class LossLog:
 
     def append(self, record: LossRecord) -> None:
         """Not synced: what a crash takes is written again by the resumed run, with the same bits."""
-        self.append_line(line_of(record))
+        self.append_line(encode_record(record))
 
     def append_line(self, line: bytes) -> None:
         """The same for a line of another log that is cut and continued like this one; it ends with a newline."""
         assert self._ready, f"{self.path} holds lines of before: cut it where the checkpoint says"
-        rest, at = memoryview(line), self._nbytes
+        remaining, at = memoryview(line), self._nbytes
         try:
-            while rest:
-                count = os.pwrite(self._fd, rest, at)
-                rest, at = rest[count:], at + count
+            while remaining:
+                count = os.pwrite(self._fd, remaining, at)
+                remaining, at = remaining[count:], at + count
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be written: {error.strerror}; make room and resume") from error
         self._nbytes += len(line)
         self._digest.update(line)
 
-    def position(self) -> Position:
+    def position(self) -> LogPosition:
         """Where the log ends now: for the checkpoint, which must not be seen before a `sync` that comes after this."""
-        return Position(self._nbytes, self._digest.hexdigest())
+        return LogPosition(self._nbytes, self._digest.hexdigest())
 
     def sync(self) -> None:
         """Everything that was appended is safe on disk. From any thread, while others are appended."""
@@ -94,29 +94,29 @@ class LossLog:
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be synced: {error.strerror}; nothing was saved") from error
 
-    def cut(self, nbytes: int, digest: str) -> None:
+    def truncate(self, nbytes: int, digest: str) -> None:
         """Go back to a position: drop every line behind it. What lies before it must be what the checkpoint saw."""
-        state = self.require(nbytes, digest)
+        prefix_digest = self.require_prefix(nbytes, digest)
         os.ftruncate(self._fd, nbytes)
         os.fsync(self._fd)
-        self._nbytes, self._digest, self._ready = nbytes, state, True
+        self._nbytes, self._digest, self._ready = nbytes, prefix_digest, True
 
-    def require(self, nbytes: int, digest: str) -> xxhash.xxh3_128:
+    def require_prefix(self, nbytes: int, digest: str) -> xxhash.xxh3_128:
         """CheckpointError unless what lies before a position is what the checkpoint saw; nothing is changed."""
-        found, state = _digest_of(self._fd, nbytes)
-        if found < nbytes:
-            raise self._another(f"it has {found} bytes, the checkpoint saw {nbytes}")
-        if state.hexdigest() != digest:
-            raise self._another(f"its first {nbytes} bytes are not those that the checkpoint saw")
-        return state
+        available, prefix_digest = _prefix_digest(self._fd, nbytes)
+        if available < nbytes:
+            raise self._mismatch(f"it has {available} bytes, the checkpoint saw {nbytes}")
+        if prefix_digest.hexdigest() != digest:
+            raise self._mismatch(f"its first {nbytes} bytes are not those that the checkpoint saw")
+        return prefix_digest
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         """Drop every line: the run starts at its first step."""
-        self.cut(*BEGINNING)
+        self.truncate(*EMPTY_POSITION)
 
-    def _another(self, what: str) -> CheckpointError:
+    def _mismatch(self, problem: str) -> CheckpointError:
         return CheckpointError(
-            f"{self.path}: {what}; put the file back as it was, resume from another checkpoint (`supertuner checkpoint "
+            f"{self.path}: {problem}; put the file back as it was, resume from another checkpoint (`supertuner checkpoint "
             "ls RUN` lists them), or resume from this one in a run with another run.name"
         )
 
@@ -132,10 +132,10 @@ class LossLog:
         self.close()
 
 
-BEGINNING = Position(0, xxhash.xxh3_128_hexdigest(b""))
+EMPTY_POSITION = LogPosition(0, xxhash.xxh3_128_hexdigest(b""))
 
 
-class Elsewhere(LossLog):
+class NullLossLog(LossLog):
     """The log of a process of which another one keeps it."""
 
     def __init__(self) -> None:
@@ -144,56 +144,56 @@ class Elsewhere(LossLog):
     def append_line(self, line: bytes) -> None:
         pass
 
-    def position(self) -> Position:
-        return BEGINNING
+    def position(self) -> LogPosition:
+        return EMPTY_POSITION
 
     def sync(self) -> None:
         pass
 
-    def cut(self, nbytes: int, digest: str) -> None:
+    def truncate(self, nbytes: int, digest: str) -> None:
         pass
 
-    def require(self, nbytes: int, digest: str) -> xxhash.xxh3_128:
+    def require_prefix(self, nbytes: int, digest: str) -> xxhash.xxh3_128:
         return xxhash.xxh3_128()
 
     def close(self) -> None:
         pass
 
 
-def line_of(record: LossRecord) -> bytes:
+def encode_record(record: LossRecord) -> bytes:
     """One line. Numbers as Python's repr, which reads back to the same bits."""
     fields: dict[str, JSON] = {name: getattr(record, name) for name in record.__slots__}
-    odd = {name: str(value) for name in MEASURED if not _is_finite(value := fields[name])}
-    for name in odd:
+    not_finite = {name: str(value) for name in FLOAT_FIELDS if not _is_finite(value := fields[name])}
+    for name in not_finite:
         fields[name] = None
-    if odd:
-        fields["not_finite"] = odd
+    if not_finite:
+        fields["not_finite"] = not_finite
     return (json.dumps(fields, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
-def read(path: Path) -> list[LossRecord]:
+def read_losses(path: Path) -> list[LossRecord]:
     """Every whole line of a log, also while the run writes it; a missing file has none."""
     if not path.exists():
         return []
     lines = path.read_bytes().split(b"\n")[:-1]
-    return [_record(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
+    return [_parse_record(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
 
 
-def _record(line: bytes, where: str) -> LossRecord:
+def _parse_record(line: bytes, where: str) -> LossRecord:
     try:
         fields = json.loads(line)
         fields.update({name: float(text) for name, text in fields.pop("not_finite", {}).items()})
-        return LossRecord(**_checked(fields))
+        return LossRecord(**_validate_fields(fields))
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{where} is not a line of a loss log ({error}); remove that line") from error
 
 
-def _checked(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+def _validate_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     for name, value in fields.items():
-        wanted: tuple[type, ...] = (str,) if name == "expert" else (int,)
-        if name in MEASURED:
-            wanted = (int, float, type(None)) if name == "grad_norm" else (int, float)
-        if not isinstance(value, wanted) or isinstance(value, bool):
+        allowed_types: tuple[type, ...] = (str,) if name == "expert" else (int,)
+        if name in FLOAT_FIELDS:
+            allowed_types = (int, float, type(None)) if name == "grad_norm" else (int, float)
+        if not isinstance(value, allowed_types) or isinstance(value, bool):
             raise ValueError(f"{name} is {value!r}")
     return fields
 
@@ -202,7 +202,7 @@ def _is_finite(value: JSON) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
 
 
-def _digest_of(fd: int, nbytes: int) -> tuple[int, xxhash.xxh3_128]:
+def _prefix_digest(fd: int, nbytes: int) -> tuple[int, xxhash.xxh3_128]:
     """(how many of the first `nbytes` bytes there are, their checksum as it can be gone on with)."""
     digest, at = xxhash.xxh3_128(), 0
     while at < nbytes and (content := os.pread(fd, min(READ_BYTES, nbytes - at), at)):

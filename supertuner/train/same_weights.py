@@ -13,31 +13,31 @@ import torch
 import xxhash
 
 from supertuner.core.errors import TrainError
-from supertuner.distributed.process_group import Parallel
-from supertuner.models.adapters.attach import Trained
-from supertuner.train.run import Run
+from supertuner.distributed.process_group import ProcessGroup
+from supertuner.models.adapters.attach import TrainableExpert
+from supertuner.train.run import TrainingRun
 
-LOOKED_AT = 1024
+COMPARED_VALUES = 1024
 """Numbers of each tensor: one that was loaded or drawn otherwise differs in these."""
 
 
-def require_same_weights(run: Run) -> None:
+def require_same_weights(run: TrainingRun) -> None:
     """Every process begins as the first one does, or the run ends here."""
-    if run.parallel.ranks == 1:
+    if run.process_group.world_size == 1:
         return
     facts = {"step": str(run.step)}
-    for expert, trained in run.trained.items():
-        facts[f"weights of {expert}"] = _digest(trained)
-    _require(run.parallel, facts)
+    for expert, trainable in run.trainable_experts.items():
+        facts[f"weights of {expert}"] = _weights_digest(trainable)
+    _require_same_facts(run.process_group, facts)
 
 
-def require_same_whole(parallel: Parallel, trained: Trained) -> None:
+def require_same_unsharded_weights(process_group: ProcessGroup, trainable: TrainableExpert) -> None:
     """The same of an expert that is still whole in each process: once it is shared out, each has other rows."""
-    _require(parallel, {f"weights of {trained.name}": _digest(trained)})
+    _require_same_facts(process_group, {f"weights of {trainable.name}": _weights_digest(trainable)})
 
 
-def _require(parallel: Parallel, facts: Mapping[str, str]) -> None:
-    first, *others = [json.loads(one) for one in parallel.gather(json.dumps(facts).encode())]
+def _require_same_facts(process_group: ProcessGroup, facts: Mapping[str, str]) -> None:
+    first, *others = [json.loads(one) for one in process_group.all_gather(json.dumps(facts).encode())]
     for rank, other in enumerate(others, start=1):
         differs = [name for name in first if first[name] != other.get(name)]
         if differs:
@@ -48,14 +48,14 @@ def _require(parallel: Parallel, facts: Mapping[str, str]) -> None:
             )
 
 
-def _digest(trained: Trained) -> str:
+def _weights_digest(trainable: TrainableExpert) -> str:
     """An expert as it begins, frozen weights included. Of what is shared out, every process has another part: of that
     only the shapes."""
     digest = xxhash.xxh3_64()
-    for name, tensor in {**dict(trained.module.named_parameters()), **trained.parameters}.items():
+    for name, tensor in {**dict(trainable.module.named_parameters()), **trainable.parameters}.items():
         digest.update(name.encode())
-        if trained.parts is None and type(tensor.data) is torch.Tensor:  # not in parts, and not in 8 bits
-            digest.update(tensor.detach().flatten()[:LOOKED_AT].float().cpu().numpy().tobytes())
-    if trained.parts is not None:
-        digest.update(str([place.shape for place in trained.parts.places.values()]).encode())
+        if trainable.shards is None and type(tensor.data) is torch.Tensor:  # not in parts, and not in 8 bits
+            digest.update(tensor.detach().flatten()[:COMPARED_VALUES].float().cpu().numpy().tobytes())
+    if trainable.shards is not None:
+        digest.update(str([place.full_shape for place in trainable.shards.row_shards.values()]).encode())
     return digest.hexdigest()

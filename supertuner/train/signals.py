@@ -14,19 +14,19 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any
 
-STOPPING = b"\nsaving and stopping after this window; once more Ctrl-C stops at once, without saving\n"
+STOP_MESSAGE = b"\nsaving and stopping after this window; once more Ctrl-C stops at once, without saving\n"
 STANDARD_ERROR = 2
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class Signals:
+class TrainingSignals:
     """From `with` on, signals are ours; afterwards they are whose they were. In the main thread only."""
 
     def __init__(self) -> None:
         self._stop: signal.Signals | None = None
         self._validate = False
-        self._interrupts = 0
-        self._before: dict[signal.Signals, Any] = {}
+        self._interrupt_count = 0
+        self._previous_handlers: dict[signal.Signals, Any] = {}
 
     @property
     def stop(self) -> str | None:
@@ -34,47 +34,47 @@ class Signals:
         return None if self._stop is None else self._stop.name
 
     @property
-    def number(self) -> int:
+    def stop_number(self) -> int:
         """The same as a number; 0 while there is none."""
         return 0 if self._stop is None else int(self._stop)
 
     @staticmethod
-    def name_of(number: int) -> str | None:
+    def signal_name(number: int) -> str | None:
         return signal.Signals(number).name if number else None
 
-    def take_validate(self) -> bool:
+    def pop_validate_request(self) -> bool:
         """Whether a validation was asked for since the last time."""
-        asked, self._validate = self._validate, False
-        return asked
+        requested, self._validate = self._validate, False
+        return requested
 
-    def __enter__(self) -> Signals:
+    def __enter__(self) -> TrainingSignals:
         assert threading.current_thread() is threading.main_thread(), "only the main thread may handle signals"
-        handlers = {**dict.fromkeys(STOPS, self._on_stop), signal.SIGUSR1: self._on_validate}
+        handlers = {**dict.fromkeys(STOP_SIGNALS, self._on_stop), signal.SIGUSR1: self._on_validate}
         for number, handler in handlers.items():
-            before = signal.getsignal(number)
+            previous = signal.getsignal(number)
             # What whoever started us chose to ignore stays ignored: a job in the background of a script, say.
-            if before is not signal.SIG_IGN and before is not None:
-                self._before[number] = before
+            if previous is not signal.SIG_IGN and previous is not None:
+                self._previous_handlers[number] = previous
                 signal.signal(number, handler)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, before in self._before.items():
-            signal.signal(number, before)
-        self._before.clear()
+        for number, previous in self._previous_handlers.items():
+            signal.signal(number, previous)
+        self._previous_handlers.clear()
 
     def _on_stop(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:
-            self._interrupts += 1
-            if self._interrupts > 1:
+            self._interrupt_count += 1
+            if self._interrupt_count > 1:
                 raise KeyboardInterrupt
         if self._stop is None:
             self._stop = signal.Signals(number)
             # Straight to the descriptor: a handler may run inside any other print. Nobody may be listening there.
             with contextlib.suppress(OSError):
-                os.write(STANDARD_ERROR, STOPPING)
+                os.write(STANDARD_ERROR, STOP_MESSAGE)
 
     def _on_validate(self, number: int, frame: FrameType | None) -> None:
         self._validate = True

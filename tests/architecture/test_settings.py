@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from supertuner.config.settings.tree import RunConfig
-from supertuner.config.sources.load import load
+from supertuner.config.sources.load import load_config
 from tests.architecture.code_rules import attribute_names
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,4 +66,4 @@ def test_a_setting_that_nothing_reads_is_found() -> None:
 
 @pytest.mark.parametrize("file", SHIPPED, ids=lambda f: f.relative_to(ROOT).as_posix())
 def test_a_configuration_we_ship_is_valid(file: Path) -> None:
-    assert load(file, check_paths=False, environ={}).config.datasets
+    assert load_config(file, check_paths=False, environ={}).config.datasets

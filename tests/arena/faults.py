@@ -16,7 +16,7 @@ import pytest
 
 from supertuner.arena.build import Build
 from supertuner.arena.home import MARK, Home
-from supertuner.core.errors import ArenaBusy, ArenaDamaged, ArenaMissing
+from supertuner.core.errors import ArenaBusyError, ArenaDamagedError, ArenaMissingError
 from tests.arena.making import build, contents, fork, units, wait
 
 LONGEST_US = 6000
@@ -138,7 +138,7 @@ def many_at_once(home: Home, processes: int, seconds: float, seed: int) -> None:
     def work(seed: int) -> None:
         rng, end = random.Random(seed), time.monotonic() + seconds
         while time.monotonic() < end:
-            with suppress(ArenaBusy, ArenaMissing):
+            with suppress(ArenaBusyError, ArenaMissingError):
                 _something(home, rng.choice("ab"), content, rng)
 
     children = [fork(lambda s=number: work(seed + s)) for number in range(processes)]  # type: ignore[misc]
@@ -191,7 +191,7 @@ def damage_rounds(home: Home, rounds: int, seed: int) -> dict[str, int]:
         undo, what = {"flip": _flip, "truncate": _truncate, "swap bytes": _swap_bytes, "swap files": _swap_files}[kind](
             rng, folder, other
         )
-        with pytest.raises(ArenaDamaged) as raised:
+        with pytest.raises(ArenaDamagedError) as raised:
             contents(home, "a")
             pytest.fail(f"{what} was not found")
         assert str(home.path) in str(raised.value), f"{what}: {raised.value}"

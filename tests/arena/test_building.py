@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from supertuner.arena.home import MARK, Home
-from supertuner.core.errors import ArenaBusy, ArenaError, ArenaMissing
+from supertuner.core.errors import ArenaBusyError, ArenaError, ArenaMissingError
 from tests.arena.making import build, contents, fork, units, wait
 
 
@@ -31,7 +31,7 @@ def test_nothing_can_be_attached_before_the_seal(home: Home) -> None:
     with home.build("a") as begun:
         with begun.writer().begin("k") as unit:
             unit.put("media", b"1")
-        with pytest.raises(ArenaMissing, match="not sealed"):
+        with pytest.raises(ArenaMissingError, match="not sealed"):
             home.attach("a")
         begun.seal({})
         with home.attach("a") as reader:
@@ -151,7 +151,7 @@ def test_a_live_reader_and_a_joined_writer_learn_that_the_build_was_abandoned(ho
     begun.abandon()
     with pytest.raises(ArenaError, match="abandoned"):
         unit.commit()
-    with pytest.raises(ArenaMissing, match="abandoned"):
+    with pytest.raises(ArenaMissingError, match="abandoned"):
         live.refresh()
     joined.close()
     live.close()
@@ -161,7 +161,7 @@ def test_a_live_reader_and_a_joined_writer_learn_that_the_build_was_abandoned(ho
 def test_sealing_waits_for_no_writer_of_another_process_but_says_so(home: Home) -> None:
     with home.build("a") as begun, home.join("a") as joined:
         writer = joined.writer()
-        with pytest.raises(ArenaBusy, match="still writes this segment"):
+        with pytest.raises(ArenaBusyError, match="still writes this segment"):
             begun.seal({})
         with writer.begin("k") as unit:
             unit.put("media", b"1")
@@ -184,10 +184,10 @@ def test_no_writer_opens_a_segment_while_the_arena_is_sealed(home: Home) -> None
 
 
 def test_nobody_joins_what_nobody_builds(home: Home) -> None:
-    with pytest.raises(ArenaMissing):
+    with pytest.raises(ArenaMissingError):
         home.join("a")
     build(home, "a", units(3))
-    with pytest.raises(ArenaMissing, match="nobody is building"):
+    with pytest.raises(ArenaMissingError, match="nobody is building"):
         home.join("a")
 
 

@@ -7,7 +7,7 @@ from supertuner.arena.bulk import Bulk
 from supertuner.arena.format import Kind, pack_kind
 from supertuner.arena.home import Home
 from supertuner.arena.journal import Placed, one_field_packer, pack_entry
-from supertuner.core.bulk_io import Together, built
+from supertuner.core.bulk_io import BulkReader, find_native_library
 
 
 @given(st.binary(min_size=1, max_size=300), *[st.integers(0, 2**63) for _ in range(4)])
@@ -23,7 +23,7 @@ def test_bulk_and_single_units_can_take_turns_in_one_segment(tmp_path_factory, u
     home = Home(tmp_path_factory.mktemp("home"))
     with home.build("x") as build:
         writer = build.writer()
-        buffer = Together(200_000, built())
+        buffer = BulkReader(200_000, find_native_library())
         bulk = Bulk(writer, "media", buffer)
         for number, (in_bulk, content) in enumerate(units):
             if in_bulk:
@@ -42,7 +42,7 @@ def test_bulk_and_single_units_can_take_turns_in_one_segment(tmp_path_factory, u
 def test_a_reader_sees_units_added_in_bulk_after_the_flush_and_not_before(tmp_path):
     home = Home(tmp_path / "home")
     with home.build("x") as build:
-        buffer = Together(4096, built())
+        buffer = BulkReader(4096, find_native_library())
         bulk = Bulk(build.writer(), "media", buffer)
         buffer.view[:2] = b"12"
         bulk.add("a", 0, 1)

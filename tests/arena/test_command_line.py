@@ -10,7 +10,7 @@ from typer.testing import CliRunner, Result
 
 from supertuner.arena.home import MARK, Home
 from supertuner.cli.arena import app
-from supertuner.core.errors import ArenaBusy, ArenaError, ArenaMissing
+from supertuner.core.errors import ArenaBusyError, ArenaError, ArenaMissingError
 from tests.arena.making import build, units
 
 
@@ -73,6 +73,6 @@ def test_rm_asks_first(home: Home) -> None:
 def test_rm_yes_does_not_ask_and_in_use_is_an_error(home: Home) -> None:
     build(home, "cats", units(9))
     with home.attach("cats"):
-        assert isinstance(run(home, "rm", "--yes", "cats").exception, ArenaBusy)
+        assert isinstance(run(home, "rm", "--yes", "cats").exception, ArenaBusyError)
     assert run(home, "rm", "--yes", "cats").exit_code == 0
-    assert isinstance(run(home, "rm", "--yes", "cats").exception, ArenaMissing)
+    assert isinstance(run(home, "rm", "--yes", "cats").exception, ArenaMissingError)

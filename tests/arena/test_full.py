@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from supertuner.arena.home import MARK, Home
-from supertuner.core.errors import ArenaFull
+from supertuner.core.errors import ArenaFullError
 from tests.arena.making import contents, fresh_home
 
 BUILD = """
@@ -52,7 +52,7 @@ def small(tmp_path: Path) -> Iterator[Home]:
 
 def test_a_full_file_system_is_an_error_with_a_remedy_and_leaves_nothing(small: Home) -> None:
     expected = r"0000\.data: No space left .* left below .*arena rm.*arena\.home"
-    with pytest.raises(ArenaFull, match=expected), small.build("a") as begun:
+    with pytest.raises(ArenaFullError, match=expected), small.build("a") as begun:
         writer = begun.writer()
         for number in range(1000):
             with writer.begin(f"{number}") as unit:
@@ -64,12 +64,12 @@ def test_a_full_file_system_is_an_error_with_a_remedy_and_leaves_nothing(small: 
 def test_what_was_committed_before_the_room_ran_out_can_be_sealed(small: Home) -> None:
     with small.build("a") as begun:
         writer, committed = begun.writer(), {}
-        with pytest.raises(ArenaFull):
+        with pytest.raises(ArenaFullError):
             for number in range(1000):
                 with writer.begin(f"{number}") as unit:
                     unit.put("media", bytes([number]) * 50_000)
                 committed[f"{number}"] = bytes([number]) * 50_000
-        with pytest.raises(ArenaFull), writer.begin("again") as unit:
+        with pytest.raises(ArenaFullError), writer.begin("again") as unit:
             unit.put("media", os.urandom(1 << 20))
         begun.seal({})
     assert len(committed) > 5 and contents(small, "a") == committed
@@ -80,7 +80,7 @@ def test_a_writer_that_cannot_even_begin_leaves_a_build_that_can_be_abandoned(sm
     with small.build("a") as begun:
         with pytest.raises(OSError):
             os.pwrite(filler, b"x" * (2 << 20), 0) < (2 << 20) and os.pwrite(filler, b"x" * 4096, 2 << 20)
-        with pytest.raises(ArenaFull):
+        with pytest.raises(ArenaFullError):
             begun.writer().begin("k").put("media", b"x" * 100_000)
     os.close(filler)
     assert sorted(os.listdir(small.path)) == [".filler", MARK]

@@ -16,7 +16,7 @@ import pytest
 from supertuner.arena.build import Build
 from supertuner.arena.home import MARK, Home
 from supertuner.arena.reader import Reader
-from supertuner.core.errors import ArenaBusy, ArenaDamaged, ArenaError, ArenaExists, ArenaMissing
+from supertuner.core.errors import ArenaBusyError, ArenaDamagedError, ArenaError, ArenaExistsError, ArenaMissingError
 from tests.arena.making import build, contents, fork, units, wait
 
 
@@ -35,25 +35,25 @@ def die_holding(home: Home, name: str) -> None:
 
 def test_an_attached_arena_is_not_removed(home: Home) -> None:
     build(home, "a", units(3))
-    with home.attach("a"), pytest.raises(ArenaBusy, match="in use"):
+    with home.attach("a"), pytest.raises(ArenaBusyError, match="in use"):
         home.remove("a")
     home.remove("a")
-    with pytest.raises(ArenaMissing, match="no such arena"):
+    with pytest.raises(ArenaMissingError, match="no such arena"):
         home.attach("a")
-    with pytest.raises(ArenaMissing):
+    with pytest.raises(ArenaMissingError):
         home.remove("a")
     assert os.listdir(home.path) == [MARK]
 
 
 def test_an_arena_has_one_builder_at_a_time(home: Home) -> None:
     with home.build("a"):
-        with pytest.raises(ArenaBusy, match="another process builds it"):
+        with pytest.raises(ArenaBusyError, match="another process builds it"):
             home.build("a")
-        with pytest.raises(ArenaBusy):
+        with pytest.raises(ArenaBusyError):
             home.remove("a")
     with home.build("a") as begun:
         begun.seal({})
-    with pytest.raises(ArenaExists, match=r"built already.*arena rm a"):
+    with pytest.raises(ArenaExistsError, match=r"built already.*arena rm a"):
         home.build("a")
 
 
@@ -213,7 +213,7 @@ def test_a_link_in_the_place_of_an_arena_is_not_followed(home: Home) -> None:
     build(home, "a", units(3))
     (home.path / "b").symlink_to("a")
     for act in (home.build, home.attach, home.remove):
-        with pytest.raises(ArenaDamaged, match="is a link"):
+        with pytest.raises(ArenaDamagedError, match="is a link"):
             act("b")
     assert home.sweep() == [] and {i.name: i.state for i in home.ls()} == {"a": "sealed", "b": "damaged"}
 

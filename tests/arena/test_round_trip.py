@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
 from supertuner.arena.home import Home
-from supertuner.core.errors import ArenaError, BrokenMedia
+from supertuner.core.errors import ArenaError, BrokenMediaError
 from tests.arena.making import build, contents, fresh_home, units
 
 ARRAYS = st_numpy.arrays(
@@ -150,7 +150,7 @@ def test_a_file_that_shrank_is_broken_media_and_leaves_no_trace(home: Home, tmp_
     (tmp_path / "file").write_bytes(bytes(range(256)) * 40)
     with home.build("a") as begun:
         writer = begun.writer()
-        shrunk = pytest.raises(BrokenMedia, match="10240 of 20000")
+        shrunk = pytest.raises(BrokenMediaError, match="10240 of 20000")
         with (tmp_path / "file").open("rb") as file, shrunk, writer.begin("k") as unit:
             unit.put_file("media", file.fileno(), 20_000)
         with writer.begin("good") as unit:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from supertuner.arena.home import Home
-from supertuner.core.errors import ArenaDamaged
-from supertuner.core.events import Silence
+from supertuner.core.errors import ArenaDamagedError
+from supertuner.core.events import NullSink
 from tests.arena.making import build, units
 
 
@@ -39,7 +39,7 @@ def damaged(home: Home) -> Home:
 def test_on_demand_reads_without_checking_and_verify_finds_it(damaged: Home) -> None:
     with damaged.attach("a") as reader:
         reader.view(1)
-        with pytest.raises(ArenaDamaged, match=r"0000\.data: the checksum of record 1 .*arena rm"):
+        with pytest.raises(ArenaDamagedError, match=r"0000\.data: the checksum of record 1 .*arena rm"):
             reader.verify()
 
 
@@ -49,16 +49,16 @@ def test_always_checks_before_every_read_and_lets_whole_records_pass(damaged: Ho
         reader.gather([0, 2], np.zeros((2, 4096), np.uint8))
         assert reader.table("t").tolist() == [0, 1, 2, 3]
         for read in (reader.view, reader.array, reader.tensor):
-            with pytest.raises(ArenaDamaged, match="record 1"):
+            with pytest.raises(ArenaDamagedError, match="record 1"):
                 read(1)
-        with pytest.raises(ArenaDamaged, match="record 1"):
+        with pytest.raises(ArenaDamagedError, match="record 1"):
             reader.gather([0, 1], np.zeros((2, 4096), np.uint8))
 
 
 def test_background_raises_at_the_next_read_once_it_found_damage(damaged: Home) -> None:
     with damaged.attach("a", verify="background") as reader:
         end = time.monotonic() + 10
-        with pytest.raises(ArenaDamaged, match="record 1"):
+        with pytest.raises(ArenaDamagedError, match="record 1"):
             while time.monotonic() < end:
                 reader.view(0)
 
@@ -77,12 +77,12 @@ def test_a_byte_between_records_is_found(home: Home) -> None:
     with home.attach("a") as reader:
         reader.verify()
         damage(home, 4096 + 100)
-        with pytest.raises(ArenaDamaged, match="byte 4196 lies between records"):
+        with pytest.raises(ArenaDamagedError, match="byte 4196 lies between records"):
             reader.verify()
         damage(home, 4096 + 100)
         reader.verify()
         damage(home, 3 * 4096)  # in the hole before the next 64 KiB boundary
-        with pytest.raises(ArenaDamaged, match="byte 12288 lies between records"):
+        with pytest.raises(ArenaDamagedError, match="byte 12288 lies between records"):
             reader.verify()
 
 
@@ -97,14 +97,14 @@ def test_verifying_takes_no_memory_for_holes(home: Home) -> None:
 
 
 def test_progress_counts_every_record_and_byte(home: Home) -> None:
-    class Counting(Silence):
+    class Counting(NullSink):
         items = nbytes = 0
 
         def phase(self, title: str, *, items: int = 0, nbytes: int = 0, noun: str = ""):  # type: ignore[no-untyped-def]
             self.expected = (items, nbytes)
             counting = self
 
-            class Phase(type(Silence().phase(""))):  # type: ignore[misc]
+            class Phase(type(NullSink().phase(""))):  # type: ignore[misc]
                 def advance(self, items: int = 0, nbytes: int = 0) -> None:
                     counting.items += items
                     counting.nbytes += nbytes

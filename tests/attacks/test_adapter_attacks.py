@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from supertuner.core.errors import ModelError
-from supertuner.models.adapters.keys import split_tensor
-from supertuner.models.adapters.keys_schemes import SCHEMES, TENSORS, spelled
+from supertuner.models.adapters.keys import split_tensor_name
+from supertuner.models.adapters.keys_schemes import CANONICAL_TENSORS, KEY_SCHEMES, spell_tensor
 from supertuner.models.adapters.merge import merged_weight
-from supertuner.tools.adapter_inspect import inspect, record
-from supertuner.train.export.adapter_files import convert, load_as, open_adapter
+from supertuner.tools.adapter_inspect import inspect_adapter, inspection_record
+from supertuner.train.export.adapter_files import convert_adapter, load_adapter_tensors, open_adapter
 
 SIZES = st.lists(st.integers(0, 4), max_size=5).map(tuple)
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.int32, torch.float8_e4m3fn])
@@ -34,9 +34,9 @@ LIKELY = ("lora_A", "lora_B", "alpha", "dora_scale", "lokr_w1", "lokr_w2", "hada
 @st.composite
 def files(draw: st.DrawFn) -> dict[str, torch.Tensor]:
     layer, spelling = draw(LAYERS), draw(st.sampled_from(["peft", "kohya"]))
-    names = draw(st.lists(st.sampled_from((*LIKELY, *TENSORS)), min_size=1, max_size=6, unique=True))
+    names = draw(st.lists(st.sampled_from((*LIKELY, *CANONICAL_TENSORS)), min_size=1, max_size=6, unique=True))
     return {
-        f"{layer}.{spelled(name, spelling)}": torch.full(draw(SIZES), draw(st.sampled_from([0.0, 1.0]))).to(
+        f"{layer}.{spell_tensor(name, spelling)}": torch.full(draw(SIZES), draw(st.sampled_from([0.0, 1.0]))).to(
             draw(DTYPES)
         )
         for name in names
@@ -44,20 +44,20 @@ def files(draw: st.DrawFn) -> dict[str, torch.Tensor]:
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
-@given(files(), st.sampled_from([name for name, scheme in SCHEMES.items() if not scheme.marks_experts]))
+@given(files(), st.sampled_from([name for name, scheme in KEY_SCHEMES.items() if not scheme.marks_experts]))
 def test_tensors_of_any_size_are_converted_or_refused(tensors: dict[str, torch.Tensor], target: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         source, out = Path(folder) / "a.safetensors", Path(folder) / "b.safetensors"
         save_file({key: tensor.contiguous().clone() for key, tensor in tensors.items()}, source)
         try:
             opened = open_adapter(source)
-            record(opened, inspect(opened))
-            convert(opened, SCHEMES[target], out)
+            inspection_record(opened, inspect_adapter(opened))
+            convert_adapter(opened, KEY_SCHEMES[target], out)
         except ModelError as error:
             assert str(error) and not out.exists()
         else:
             assert not open_adapter(out).reading.unknown
-            assert load_as(opened, SCHEMES[target]).keys() == open_adapter(out).entries.keys()
+            assert load_adapter_tensors(opened, KEY_SCHEMES[target]).keys() == open_adapter(out).entries.keys()
         assert sorted(path.name for path in Path(folder).iterdir() if path.name.startswith(".")) == []
 
 
@@ -65,8 +65,8 @@ def test_tensors_of_any_size_are_converted_or_refused(tensors: dict[str, torch.T
 @given(files(), SIZES)
 @example({f"diffusion_model.blocks.0.self_attn.q.lokr_w{one}": torch.tensor(0.0) for one in (1, 2)}, ())
 def test_tensors_of_any_size_are_merged_or_refused(tensors: dict[str, torch.Tensor], size: tuple[int, ...]) -> None:
-    found = {key: split_tensor(key) for key in tensors}
-    named = {spelled(one[1], "kohya"): tensors[key] for key, one in found.items() if one is not None}
+    found = {key: split_tensor_name(key) for key in tensors}
+    named = {spell_tensor(one[1], "kohya"): tensors[key] for key, one in found.items() if one is not None}
     assert len(named) == len(tensors)
     weight = torch.zeros(size)
     try:

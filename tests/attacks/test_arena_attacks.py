@@ -19,7 +19,7 @@ from supertuner.arena import format as fmt
 from supertuner.arena.home import Home
 from supertuner.arena.index import _COUNTS, Counts, sections
 from supertuner.arena.journal import Placed, pack_entry
-from supertuner.core.errors import ArenaDamaged
+from supertuner.core.errors import ArenaDamagedError
 from tests.arena.making import build, contents, fresh_home, units
 
 
@@ -30,11 +30,11 @@ def home() -> Iterator[Home]:
         yield made
 
 
-def refused(home: Home, *, verify: bool = False) -> ArenaDamaged:
+def refused(home: Home, *, verify: bool = False) -> ArenaDamagedError:
     """The refusal of arena "a": by attaching, or by verifying at the latest. It costs no memory to speak of."""
     tracemalloc.start()
     try:
-        with pytest.raises(ArenaDamaged) as raised:
+        with pytest.raises(ArenaDamagedError) as raised:
             if verify:
                 contents(home, "a")
             home.attach("a").close()
@@ -83,7 +83,7 @@ def test_every_byte_of_every_header_is_guarded(home: Home, name: str) -> None:
     with file.open("r+b", buffering=0) as opened:
         for at in range(header):
             os.pwrite(opened.fileno(), bytes([content[at] ^ (1 << at % 8)]), at)
-            with pytest.raises(ArenaDamaged, match=name):
+            with pytest.raises(ArenaDamagedError, match=name):
                 home.attach("a").close()
             os.pwrite(opened.fileno(), content[at : at + 1], at)
     home.attach("a").close()
@@ -100,7 +100,7 @@ def test_a_file_cut_or_grown_at_any_boundary_is_refused(home: Home, name: str) -
     lengths = {edge + step for edge in edges for step in (-1, 0, 1)} - {len(content)}
     for length in sorted(n for n in lengths if 0 <= n <= len(content) + 1):
         os.truncate(file, length)
-        with pytest.raises(ArenaDamaged, match=name):
+        with pytest.raises(ArenaDamagedError, match=name):
             home.attach("a").close()
         file.write_bytes(content)
     home.attach("a").close()
@@ -346,10 +346,10 @@ def test_a_journal_that_lies_is_refused_by_live_readers_and_by_the_seal(home: Ho
         writer.begin("x").put("media", b"0123456789")
         with (home.path / "b" / "0000.journal").open("ab") as journal:
             journal.write(bad_entries()[what])
-        with pytest.raises(ArenaDamaged):
+        with pytest.raises(ArenaDamagedError):
             home.attach_live("b")
         writer._open = None
-        with pytest.raises(ArenaDamaged):
+        with pytest.raises(ArenaDamagedError):
             begun.seal({})
 
 
@@ -377,10 +377,10 @@ def test_a_committed_unit_lost_from_a_journal_is_noticed_by_the_seal(home: Home)
         content = bytearray(file.read_bytes())
         content[-3] ^= 1
         file.write_bytes(content)
-        with pytest.raises(ArenaDamaged, match=r"0000\.journal: is unreadable after 1 units"):
+        with pytest.raises(ArenaDamagedError, match=r"0000\.journal: is unreadable after 1 units"):
             begun.seal({})
         os.truncate(file, len(content) - 5)
-        with pytest.raises(ArenaDamaged, match=r"0000\.journal: is unreadable after 1 units"):
+        with pytest.raises(ArenaDamagedError, match=r"0000\.journal: is unreadable after 1 units"):
             begun.seal({})
 
 

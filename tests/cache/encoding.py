@@ -10,23 +10,23 @@ from pathlib import Path
 import torch
 
 from supertuner.config.settings.tree import RunConfig
-from supertuner.core.events import Silence
-from supertuner.core.host import Host
+from supertuner.core.events import NullSink
+from supertuner.core.host import HostFacts
 from supertuner.data.corpus import Corpus
 from supertuner.data.opened import open_corpus
-from supertuner.data.ordering.windows import MicroBatch, single
+from supertuner.data.ordering.windows import MicroBatch, single_micro_batch
 from supertuner.models.fingerprint import fingerprint
-from supertuner.models.spec import Family, Model, Source
-from supertuner.models.table import family as family_of
-from supertuner.train.encoding.encoded import Encoded, open_encoded
-from supertuner.train.encoding.encoders import Encoding, Identities
+from supertuner.models.spec import Family, ModelDescription, ModelSource
+from supertuner.models.table import load_family as family_of
+from supertuner.train.encoding.encoded import EncodedCorpus, open_encoded_corpus
+from supertuner.train.encoding.encoders import EncoderFingerprints, EncodingSpec
 from tests.data.media_files import picture, sound, video, write
 
 CPU = torch.device("cpu")
 
 
 @dataclasses.dataclass
-class Counted:
+class EncoderCounts:
     """How often encoders were made and used."""
 
     made: list[str] = dataclasses.field(default_factory=list)
@@ -34,14 +34,14 @@ class Counted:
     captions: list[str] = dataclasses.field(default_factory=list)
 
 
-def counted(family: Family) -> tuple[Family, Counted]:
+def with_counting_encoders(family: Family) -> tuple[Family, EncoderCounts]:
     """The family, with its encoders counted."""
-    count = Counted()
+    count = EncoderCounts()
 
     class Media:
         def __init__(self, *of) -> None:
             count.made.append("media")
-            self.inner = family.media_encoder(*of)
+            self.inner = family.build_media_encoder(*of)
 
         def encode(self, media):
             count.samples += len(media)
@@ -50,11 +50,11 @@ def counted(family: Family) -> tuple[Family, Counted]:
     class Text:
         def __init__(self, *of) -> None:
             count.made.append("text")
-            self.inner = family.text_encoder(*of)
+            self.inner = family.build_text_encoder(*of)
 
         @property
         def cut(self):
-            return self.inner.cut
+            return self.inner.truncated_captions
 
         def encode(self, captions):
             count.captions += captions
@@ -63,16 +63,16 @@ def counted(family: Family) -> tuple[Family, Counted]:
     return dataclasses.replace(family, media_encoder=Media, text_encoder=Text), count
 
 
-def tiny(name: str, folder: Path) -> tuple[Family, Model]:
+def tiny(name: str, folder: Path) -> tuple[Family, ModelDescription]:
     family = family_of(name)
     if not folder.exists():
-        family.tiny(folder, 0)
-    return family, family.read(Source(str(folder), offline=True))
+        family.write_tiny_pipeline(folder, 0)
+    return family, family.read_model(ModelSource(str(folder), offline=True))
 
 
-def encoding_of(family: Family, model: Model, dtype: torch.dtype = torch.bfloat16) -> Encoding:
+def encoding_spec(family: Family, model: ModelDescription, dtype: torch.dtype = torch.bfloat16) -> EncodingSpec:
     files = (family.media_files(model), family.text_files(model))
-    return Encoding(family, model, Identities(*(fingerprint(one, None) for one in files)), CPU, dtype)
+    return EncodingSpec(family, model, EncoderFingerprints(*(fingerprint(one, None) for one in files)), CPU, dtype)
 
 
 class SoundEncoder:
@@ -117,18 +117,18 @@ def config_of(tmp: Path, *datasets: dict, cache: dict | None = None, **more) -> 
 
 
 @contextmanager
-def opened(config: RunConfig, encoding: Encoding, sink=None, **more) -> Iterator[tuple[Corpus, Encoded]]:
-    sink, host = sink or Silence(), Host()
+def open_run(config: RunConfig, encoding: EncodingSpec, sink=None, **more) -> Iterator[tuple[Corpus, EncodedCorpus]]:
+    sink, host = sink or NullSink(), HostFacts()
     with (
-        open_corpus(config, host=host, sink=Silence(), progress=Silence()) as corpus,
-        open_encoded(
+        open_corpus(config, host=host, sink=NullSink(), progress=NullSink()) as corpus,
+        open_encoded_corpus(
             config,
             corpus,
             encoding,
             run_folder=config.run.output_dir / "run",
             host=host,
             sink=sink,
-            progress=sink if hasattr(sink, "phase") else Silence(),
+            progress=sink if hasattr(sink, "phase") else NullSink(),
             **more,
         ) as encoded,
     ):
@@ -137,10 +137,10 @@ def opened(config: RunConfig, encoding: Encoding, sink=None, **more) -> Iterator
 
 def batches(corpus: Corpus, epochs: int = 2) -> list[MicroBatch]:
     order = corpus.order
-    return [single(order, draws) for draws in order.batches(0, order.epoch_begin(epochs))]
+    return [single_micro_batch(order, draws) for draws in order.batches(0, order.epoch_begin(epochs))]
 
 
-def served(corpus: Corpus, encoded: Encoded, epochs: int = 2) -> dict[int, tuple[dict, dict]]:
+def read_all_positions(corpus: Corpus, encoded: EncodedCorpus, epochs: int = 2) -> dict[int, tuple[dict, dict]]:
     """Latents and text by position."""
     found = {}
     for micro in batches(corpus, epochs):
@@ -167,7 +167,7 @@ def arenas(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("*") if path.is_dir()) if folder.exists() else []
 
 
-def at_use(config: RunConfig) -> RunConfig:
+def without_caches(config: RunConfig) -> RunConfig:
     """The same run with nothing cached: the law that caches are held to."""
     none = config.cache_config.model_copy(update={"vae_cache_type": "none", "text_cache_type": "none"})
     return config.model_copy(update={"cache_config": none})

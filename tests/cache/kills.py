@@ -9,14 +9,14 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from supertuner.cache.fill import Wanted
-from supertuner.core.events import Silence
-from supertuner.core.host import Host
+from supertuner.cache.fill import EntryRequest
+from supertuner.core.events import NullSink
+from supertuner.core.host import HostFacts
 from tests.arena.making import fork, wait
-from tests.cache.making import Encoder, contents, same, store
+from tests.cache.making import CountingEncoder, contents, same, store
 
 
-class Logged(Encoder):
+class LoggingEncoder(CountingEncoder):
     """Writes down each entry that it makes, where a kill cannot undo it; making one takes a millisecond."""
 
     def __init__(self, contents: list[bytes], log: Path) -> None:
@@ -33,9 +33,9 @@ class Logged(Encoder):
 
 def fill_in_child(home: Path, log: Path, count: int, life: str) -> int:
     def work() -> None:
-        encoder = Logged(contents(count), log)
+        encoder = LoggingEncoder(contents(count), log)
         with store(home, life=life) as filled:
-            filled.fill(Wanted(encoder.keys, encoder.make), host=Host(), progress=Silence())
+            filled.fill(EntryRequest(encoder.keys, encoder.make), host=HostFacts(), progress=NullSink())
 
     return fork(work)
 
@@ -50,9 +50,9 @@ def kill_fillers(tmp: Path, times: int, seed: int, life: str = "until_removed", 
         os.kill(pid, signal.SIGKILL)
         died += wait(pid) == -signal.SIGKILL
     made = Counter(log.read_bytes().split(b"\n")[:-1])
-    encoder = Logged(contents(count), log)
+    encoder = LoggingEncoder(contents(count), log)
     with store(home, life=life) as filled:
-        filled.fill(Wanted(encoder.keys, encoder.make), host=Host(), progress=Silence())
+        filled.fill(EntryRequest(encoder.keys, encoder.make), host=HostFacts(), progress=NullSink())
         refs = filled.find(encoder.keys)
         assert all(same(filled.entries.entry(int(ref)), encoder.entry(i)) for i, ref in enumerate(refs))
         assert len(filled.entries) == count

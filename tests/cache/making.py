@@ -9,16 +9,16 @@ import numpy as np
 import torch
 
 from supertuner.arena.home import Home
-from supertuner.cache.capacity import Place
-from supertuner.cache.fill import Wanted
-from supertuner.cache.keys import Space
-from supertuner.cache.store import Store
-from supertuner.core.events import Silence
+from supertuner.cache.capacity import CacheLocation
+from supertuner.cache.fill import EntryRequest
+from supertuner.cache.keys import CacheNamespace
+from supertuner.cache.store import CacheStore
+from supertuner.core.events import NullSink
 
-SPACE = Space("latents", "encoder-1", "bfloat16")
+SPACE = CacheNamespace("latents", "encoder-1", "bfloat16")
 
 
-def place(path: Path, **changed) -> Place:
+def place(path: Path, **changed) -> CacheLocation:
     given = {
         "home": Home(path),
         "life": "until_removed",
@@ -27,23 +27,25 @@ def place(path: Path, **changed) -> Place:
         "remedy": "start again",
         "more_room": "set cache_config.cache_dir",
     }
-    return Place(**{**given, **changed})
+    return CacheLocation(**{**given, **changed})
 
 
-def store(path: Path, space: Space = SPACE, sink=None, **changed) -> Store:
-    return Store(place(path, **changed), space, sink or Silence())
+def store(path: Path, space: CacheNamespace = SPACE, sink=None, **changed) -> CacheStore:
+    return CacheStore(place(path, **changed), space, sink or NullSink())
 
 
-class Encoder:
+class CountingEncoder:
     """Entries that follow from the content alone; remembers how often it made each."""
 
-    def __init__(self, contents: list[bytes], space: Space = SPACE, shape: tuple[int, ...] = (4, 5, 6)) -> None:
+    def __init__(
+        self, contents: list[bytes], space: CacheNamespace = SPACE, shape: tuple[int, ...] = (4, 5, 6)
+    ) -> None:
         self.contents, self.shape = contents, shape
-        self.keys = space.keys(contents)
+        self.keys = space.entry_keys(contents)
         self.made: list[bytes] = []
 
-    def wanted(self) -> Wanted:
-        return Wanted(self.keys, self.make)
+    def request(self) -> EntryRequest:
+        return EntryRequest(self.keys, self.make)
 
     def make(self, places) -> Generator[tuple[int, dict[str, torch.Tensor]], None, None]:
         for number in places.tolist():

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from supertuner.cache.work_queue import at_once
-from supertuner.core.events import Silence
-from supertuner.core.host import Host
-from tests.cache.making import Encoder, contents, store
+from supertuner.cache.work_queue import chunk_size
+from supertuner.core.events import NullSink
+from supertuner.core.host import HostFacts
+from tests.cache.making import CountingEncoder, contents, store
 from tests.cache.together import fill, kill_ranks
 from tests.distributed.ranks import launched_ranks, run_launched
 
@@ -33,7 +33,7 @@ def test_all_processes_make_entries_each_once_and_into_one_arena(tmp_path: Path,
 def test_chunks_grow_smaller_until_the_last_is_one(total: int, sharers: int) -> None:
     left, taken = total, []
     while left:
-        taken.append(at_once(left, sharers))
+        taken.append(chunk_size(left, sharers))
         left -= taken[-1]
     assert sum(taken) == total and taken == sorted(taken, reverse=True) and max(taken, default=1) <= 32
     assert taken[-1:] in ([], [1])
@@ -59,9 +59,9 @@ def test_a_killed_process_is_named_by_all_others_and_its_entries_are_gone_on_wit
         else:
             last = (outcome.error or "").splitlines()[-1]
             assert f"process {rank} of the 3 of this node (pid {killed}) is gone without a word" in last
-    encoder = Encoder(contents(50))
+    encoder = CountingEncoder(contents(50))
     with store(tmp_path / "home", life="run") as filled:
-        filled.fill(encoder.wanted(), host=Host(), progress=Silence())
+        filled.fill(encoder.request(), host=HostFacts(), progress=NullSink())
         assert len(encoder.made) <= 50 - 2, "what was committed is not made again"
         assert len(filled.entries) == 50
 

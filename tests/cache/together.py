@@ -15,13 +15,13 @@ from pathlib import Path
 
 from supertuner.arena.home import Home
 from supertuner.arena.peers import Peers, meet
-from supertuner.cache.fill import Stopped, Wanted
-from supertuner.config.sources.launcher import Launched
+from supertuner.cache.fill import EntryRequest, FillStopped
+from supertuner.config.sources.launcher import LauncherEnvironment
 from supertuner.core.errors import CacheError
-from supertuner.core.events import Phase, Silence
-from supertuner.core.host import Host
-from tests.cache.making import Encoder, contents, same, store
-from tests.distributed.ranks import Ranks, launched_ranks
+from supertuner.core.events import NullSink, ProgressPhase
+from supertuner.core.host import HostFacts
+from tests.cache.making import CountingEncoder, contents, same, store
+from tests.distributed.ranks import RankProcesses, launched_ranks
 
 
 def until_all(folder: Path, name: str, number: int, count: int) -> None:
@@ -33,21 +33,21 @@ def until_all(folder: Path, name: str, number: int, count: int) -> None:
 
 
 @contextmanager
-def met(tmp: Path, place: Launched) -> Iterator[Peers]:
+def meet_peers(tmp: Path, place: LauncherEnvironment) -> Iterator[Peers]:
     """The peers of a test, in the home below `tmp`."""
-    number, count = place.local_rank, place.local_ranks
+    number, count = place.local_rank, place.local_world_size
     gathered = partial(until_all, tmp / "barrier", "met", number, count)
     with meet(Home(tmp / "home"), "test", number, count, gathered) as peers:
         yield peers
 
 
-class Shown(Silence):
+class ItemCounter(NullSink):
     """Progress that adds up what it is told."""
 
     def __init__(self) -> None:
         self.items: dict[str, int] = {}
 
-    def phase(self, title: str, *, items: int = 0, nbytes: int = 0, noun: str = "files") -> Phase:
+    def phase(self, title: str, *, items: int = 0, nbytes: int = 0, noun: str = "files") -> ProgressPhase:
         shown = self
 
         class Counting:
@@ -63,10 +63,10 @@ class Shown(Silence):
         return Counting()
 
 
-class Meeting(Encoder):
+class BarrierEncoder(CountingEncoder):
     """After its first entry it waits until every process has made one: nobody is late. Then `then` happens."""
 
-    def __init__(self, tmp: Path, place: Launched, count: int, then: str = "") -> None:
+    def __init__(self, tmp: Path, place: LauncherEnvironment, count: int, then: str = "") -> None:
         super().__init__(contents(count))
         self._tmp, self._place, self._then = tmp, place, then
 
@@ -74,7 +74,7 @@ class Meeting(Encoder):
         for place, entry in super().make(places):
             yield place, entry
             if len(self.made) == 1:
-                until_all(self._tmp / "barrier", "made", self._place.rank, self._place.ranks)
+                until_all(self._tmp / "barrier", "made", self._place.rank, self._place.world_size)
                 self._now()
 
     def _now(self) -> None:
@@ -85,29 +85,33 @@ class Meeting(Encoder):
             threading.Event().wait()
 
 
-def fill(place: Launched, tmp: Path, count: int, rank: int, then: str) -> tuple[int, list[bytes], dict[str, int]]:
+def fill(
+    place: LauncherEnvironment, tmp: Path, count: int, rank: int, then: str
+) -> tuple[int, list[bytes], dict[str, int]]:
     """Fill a store together; `then` happens to `rank` after its first entry. What it made, and what was shown."""
-    encoder, shown = Meeting(tmp, place, count, then if place.rank == rank else ""), Shown()
-    with met(tmp, place) as peers, store(tmp / "home", life="run") as filled:
-        stop = partial(_stops, encoder, place.rank == rank and then == "stop")
+    encoder, shown = BarrierEncoder(tmp, place, count, then if place.rank == rank else ""), ItemCounter()
+    with meet_peers(tmp, place) as peers, store(tmp / "home", life="run") as filled:
+        stop = partial(_should_stop, encoder, place.rank == rank and then == "stop")
         try:
-            made = filled.fill(Wanted(encoder.keys, encoder.make), host=Host(), progress=shown, stop=stop, peers=peers)
-        except Stopped:
-            until_all(tmp / "barrier", "done", place.rank, place.ranks)
+            made = filled.fill(
+                EntryRequest(encoder.keys, encoder.make), host=HostFacts(), progress=shown, stop=stop, peers=peers
+            )
+        except FillStopped:
+            until_all(tmp / "barrier", "done", place.rank, place.world_size)
             return 0, encoder.made, shown.items
         refs = filled.find(encoder.keys)
         assert all(same(filled.entries.entry(int(ref)), encoder.entry(i)) for i, ref in enumerate(refs))
         assert len(filled.entries) == count
         assert len([name for name in os.listdir(tmp / "home") if name.startswith("latents")]) == 1
-        until_all(tmp / "barrier", "done", place.rank, place.ranks)
+        until_all(tmp / "barrier", "done", place.rank, place.world_size)
         return made, encoder.made, shown.items
 
 
-def _stops(encoder: Encoder, here: bool) -> bool:
+def _should_stop(encoder: CountingEncoder, here: bool) -> bool:
     return here and len(encoder.made) > 1
 
 
-class Slow(Encoder):
+class SlowEncoder(CountingEncoder):
     """An entry takes a few milliseconds, and is written down where a kill cannot undo it."""
 
     def __init__(self, count: int, log: Path) -> None:
@@ -122,13 +126,13 @@ class Slow(Encoder):
             yield place, entry
 
 
-def fill_slowly(place: Launched, tmp: Path, turn: int, count: int) -> int:
+def fill_slowly(place: LauncherEnvironment, tmp: Path, turn: int, count: int) -> int:
     """Fill a store together, for tests that kill; how many entries are there in the end."""
-    gathered = partial(until_all, tmp / f"barrier-{turn}", "met", place.rank, place.ranks)
-    encoder, home = Slow(count, tmp / "log"), Home(tmp / "home")
-    with meet(home, f"turn-{turn}", place.rank, place.ranks, gathered) as peers, store(tmp / "home") as filled:
+    gathered = partial(until_all, tmp / f"barrier-{turn}", "met", place.rank, place.world_size)
+    encoder, home = SlowEncoder(count, tmp / "log"), Home(tmp / "home")
+    with meet(home, f"turn-{turn}", place.rank, place.world_size, gathered) as peers, store(tmp / "home") as filled:
         (tmp / f"met-{turn}").touch()
-        filled.fill(encoder.wanted(), host=Host(), progress=Silence(), peers=peers)
+        filled.fill(encoder.request(), host=HostFacts(), progress=NullSink(), peers=peers)
         refs = filled.find(encoder.keys)
         assert all(same(filled.entries.entry(int(ref)), encoder.entry(i)) for i, ref in enumerate(refs))
         return len(filled.entries)
@@ -142,7 +146,7 @@ def kill_ranks(tmp: Path, times: int, ranks: int, seed: int, count: int) -> int:
         turn += 1
         with launched_ranks(ranks, fill_slowly, tmp, turn, count) as started:
             if died < times:
-                died += _killed(tmp, turn, started, rng)
+                died += _kill_one_rank(tmp, turn, started, rng)
             outcomes = started.ended()
         if all(outcome.ended_well for outcome in outcomes):
             assert [outcome.value for outcome in outcomes] == [count] * ranks
@@ -154,7 +158,7 @@ def kill_ranks(tmp: Path, times: int, ranks: int, seed: int, count: int) -> int:
             assert ended or "PeerError" in (outcome.error or "").splitlines()[-1], outcome.error
 
 
-def _killed(tmp: Path, turn: int, started: Ranks, rng: random.Random) -> bool:
+def _kill_one_rank(tmp: Path, turn: int, started: RankProcesses, rng: random.Random) -> bool:
     while not (tmp / f"met-{turn}").exists():
         time.sleep(0.001)
     time.sleep(rng.uniform(0, 0.1))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from tests.cache.encoding import batches, config_of, encoding_of, opened, tiny
+from tests.cache.encoding import batches, config_of, encoding_spec, open_run, tiny
 
 BEGIN, END = "/mark-of-the-beginning", "/mark-of-the-end"
 
@@ -31,7 +31,7 @@ def main(tmp: Path, kind: str) -> None:
         cache={"vae_cache_type": kind, "text_cache_type": kind, "persistent_cache": True},
     )
     family, model = tiny("wan2.2", tmp / "model")
-    with opened(config, encoding_of(family, model)) as (corpus, encoded), ThreadPoolExecutor(1) as ahead:
+    with open_run(config, encoding_spec(family, model)) as (corpus, encoded), ThreadPoolExecutor(1) as ahead:
         mark(f"{BEGIN}-{kind}")
         seen = 0
         for micro in batches(corpus, epochs=2):

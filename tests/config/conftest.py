@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from supertuner.config.sources.load import Loaded, load
+from supertuner.config.sources.load import LoadedConfig, load_config
 from supertuner.core.errors import ConfigError
 
-Load = Callable[..., Loaded]
+Load = Callable[..., LoadedConfig]
 Refuse = Callable[..., list[str]]
 
 
@@ -20,12 +20,12 @@ Refuse = Callable[..., list[str]]
 def load_text(tmp_path: Path) -> Load:
     """`load_text("a: 1", "run.yaml")`; a mapping is written as JSON."""
 
-    def run(content: str | bytes | Mapping[str, Any], name: str = "run.json", **options: Any) -> Loaded:
+    def run(content: str | bytes | Mapping[str, Any], name: str = "run.json", **options: Any) -> LoadedConfig:
         if isinstance(content, Mapping):
             content = json.dumps(content)
         path = tmp_path / name
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
-        return load(path, **{"environ": {}, "check_paths": False, **options})
+        return load_config(path, **{"environ": {}, "check_paths": False, **options})
 
     return run
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from safetensors import safe_open
 
-from supertuner.config.sources.load import load
+from supertuner.config.sources.load import load_config
 from supertuner.tools.training import train
 
 SHIPPED = Path(__file__).parents[2] / "examples/gh200_in_memory_example.json"
@@ -20,9 +20,9 @@ def test_the_shipped_example_trains_both_experts_through_the_ramp_and_exports_th
         "arena.home": str(tmp_path / "arenas"),
         "report.tensorboard": False,
     }
-    done = train(load(SHIPPED, environ={}, overrides=places))
+    done = train(load_config(SHIPPED, environ={}, overrides=places))
     assert (done.steps, done.stopped_by) == (12, None)
-    lines = [json.loads(line) for line in (done.run / "losses.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (done.run_dir / "losses.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "loss" in line]
     assert {line["expert"] for line in steps} == {"high_noise", "low_noise"}
     sizes = [line["window"] for line in steps]
@@ -33,5 +33,5 @@ def test_the_shipped_example_trains_both_experts_through_the_ramp_and_exports_th
     ]
     with safe_open(done.exports[0], "pt") as exported:
         assert all(name.startswith("transformer.") for name in exported.keys())  # noqa: SIM118
-    assert (done.run / "samples/step-00000012/grid.png").is_file()
+    assert (done.run_dir / "samples/step-00000012/grid.png").is_file()
     assert any((tmp_path / "cache").iterdir())

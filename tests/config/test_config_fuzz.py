@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from supertuner.config.dialects.table import DATASET, RUN, inherited
+from supertuner.config.dialects.table import DATASET_KEYS, RUN_KEYS, inherited_keys
 from supertuner.config.sources import key_path as places
-from supertuner.config.sources.environment import VARIABLES, settable, variable_of
-from supertuner.config.sources.load import load
+from supertuner.config.sources.environment import SETTING_BY_VARIABLE, settings_with_variables, variable_name
+from supertuner.config.sources.load import load_config
 from supertuner.core.errors import ConfigError
 
 ROOT = [
-    *places.names_in(""),
-    *(row.written for row in RUN),
-    *inherited(),
+    *places.names_in_block(""),
+    *(row.key for row in RUN_KEYS),
+    *inherited_keys(),
     "dataset",
     "data_backend",
     "config",
@@ -28,7 +28,7 @@ ROOT = [
     "job",
     "$schema",
 ]
-ENTRY = [*places.names_in("datasets[]"), *(row.written for row in DATASET)]
+ENTRY = [*places.names_in_block("datasets[]"), *(row.key for row in DATASET_KEYS)]
 TRICKY = ["run.json", "~nobody/x", "a" * 300, "", ".", "no", "local", "text_embeds", "textfile", "area", "512"]
 SCALARS = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8), st.sampled_from(TRICKY))
 GARBAGE = st.recursive(
@@ -71,12 +71,12 @@ def must_end_well(path: Path | None, content: bytes = b"", **options: Any) -> No
     if path is not None:
         path.write_bytes(content)
     try:
-        loaded = load(path, **{"environ": {}, **options})
+        loaded = load_config(path, **{"environ": {}, **options})
     except ConfigError as error:
         assert error.problems
         str(error).encode()
     else:
-        json.dumps(loaded.resolved(), allow_nan=False)
+        json.dumps(loaded.to_dict(), allow_nan=False)
 
 
 @settings(max_examples=400, deadline=None)
@@ -123,7 +123,9 @@ def test_any_call_from_code(overrides):
     must_end_well(None, overrides=overrides)
 
 
-VARIABLE = st.sampled_from([*VARIABLES, *map(variable_of, settable())]) | st.text(max_size=9).map("SUPERTUNER_".__add__)
+VARIABLE = st.sampled_from([*SETTING_BY_VARIABLE, *map(variable_name, settings_with_variables())]) | st.text(
+    max_size=9
+).map("SUPERTUNER_".__add__)
 
 
 @settings(max_examples=150, deadline=None)

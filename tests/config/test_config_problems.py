@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from supertuner.config.dialects.table import dataset_rows, inherited, run_rows
-from supertuner.config.problems import edits, edits_at_least, nearest
+from supertuner.config.dialects.table import dataset_keys, inherited_keys, run_keys
+from supertuner.config.problems import closest_match, edit_distance, edit_distance_lower_bound
 from supertuner.config.sources import key_path as places
-from supertuner.config.sources.load import load
+from supertuner.config.sources.load import load_config
 from supertuner.core.errors import ConfigError
 
 
@@ -22,7 +22,7 @@ def test_all_errors_of_a_file_come_in_one_pass_and_read_as_promised(tmp_path):
       "gh200_optimizations": {"initial_effective_batch_size": 4, "target_effective_batch_size": 2}
     }""")
     with pytest.raises(ConfigError) as caught:
-        load(tmp_path / "run.json", environ={})
+        load_config(tmp_path / "run.json", environ={})
     assert (
         str(caught.value)
         == """\
@@ -163,7 +163,7 @@ def test_a_dataset_may_be_a_tar_file_but_no_other_file(load_text, refuse, tmp_pa
 
 def every_key() -> list[tuple[str, str]]:
     """(pattern of the block, name) of every key at every level, blocks included."""
-    return [(block, name) for block in places.blocks() for name in places.names_in(block)]
+    return [(block, name) for block in places.blocks() for name in places.names_in_block(block)]
 
 
 def typos(word: str, chance: random.Random) -> list[str]:
@@ -182,7 +182,15 @@ def test_a_one_letter_typo_in_any_key_is_refused_and_the_right_key_suggested(ref
     chance = random.Random(1)
     tried, right, wrong = 0, 0, []
     for block, name in every_key():
-        known = {*places.names_in(block), *run_rows(), *dataset_rows(""), *inherited(), "config", "dataset", ""}
+        known = {
+            *places.names_in_block(block),
+            *run_keys(),
+            *dataset_keys(""),
+            *inherited_keys(),
+            "config",
+            "dataset",
+            "",
+        }
         for typo in {t for _ in range(2) for t in typos(name, chance)} - known:
             tree: object = {typo: 1}
             for step in reversed([s for s in block.split(".") if s]):
@@ -199,23 +207,23 @@ def test_a_one_letter_typo_in_any_key_is_refused_and_the_right_key_suggested(ref
 
 
 def test_edits_count_letters():
-    assert edits("seed", "seed") == 0
-    assert [edits("seed", w) for w in ("sed", "seeed", "sead", "sede")] == [1, 1, 1, 1]
-    assert edits("", "abc") == 3
+    assert edit_distance("seed", "seed") == 0
+    assert [edit_distance("seed", w) for w in ("sed", "seeed", "sead", "sede")] == [1, 1, 1, 1]
+    assert edit_distance("", "abc") == 3
 
 
 @given(st.text("abc", max_size=7), st.text("abc", max_size=7))
 def test_edits_are_never_fewer_than_the_letters_that_differ(one, other):
-    assert max(abs(len(one) - len(other)), edits_at_least(one, other)) <= edits(one, other)
-    assert edits_at_least(one, one) == 0
+    assert max(abs(len(one) - len(other)), edit_distance_lower_bound(one, other)) <= edit_distance(one, other)
+    assert edit_distance_lower_bound(one, one) == 0
 
 
 @given(st.text("abc", min_size=1, max_size=7), st.lists(st.text("abc", min_size=1, max_size=7), max_size=6))
 def test_the_nearest_has_the_fewest_edits_and_stands_first_among_equals(word, candidates):
-    counted = [edits(word, one) for one in candidates]
+    counted = [edit_distance(word, one) for one in candidates]
     best = min((n for n in counted if n <= max(1, len(word) // 3)), default=None)
-    assert nearest(word, candidates) == (None if best is None else candidates[counted.index(best)])
+    assert closest_match(word, candidates) == (None if best is None else candidates[counted.index(best)])
 
 
 def test_a_word_that_is_like_nothing_gets_no_suggestion():
-    assert nearest("zzzzzz", ["batch_size", "seed"]) is None
+    assert closest_match("zzzzzz", ["batch_size", "seed"]) is None

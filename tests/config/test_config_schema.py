@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from supertuner.config.dialects.table import DATASET, RUN, inherited
+from supertuner.config.dialects.table import DATASET_KEYS, RUN_KEYS, inherited_keys
 from supertuner.config.schema import json_schema
-from supertuner.config.settings.data import Dataset
+from supertuner.config.settings.data import DatasetSettings
 from supertuner.config.settings.tree import RunConfig
 from supertuner.config.sources import key_path as places
-from supertuner.config.sources.environment import VARIABLES
-from supertuner.config.sources.values import shown
+from supertuner.config.sources.environment import SETTING_BY_VARIABLE
+from supertuner.config.sources.values import format_value
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs/configuration.md"
@@ -39,7 +39,7 @@ def test_blocks_are_frozen():
 
 
 def test_defaults_pass_their_own_checks():
-    RunConfig.model_validate_json(RunConfig(datasets=(Dataset(id="a"),)).model_dump_json(), strict=True)
+    RunConfig.model_validate_json(RunConfig(datasets=(DatasetSettings(id="a"),)).model_dump_json(), strict=True)
 
 
 def rows() -> list[str]:
@@ -48,10 +48,10 @@ def rows() -> list[str]:
     found = []
     for name, block in places.blocks().items():
         properties = schema["$defs"].get(block.__name__, schema)["properties"]
-        for field in places.names_in(name):
+        for field in places.names_in_block(name):
             if f"{name}.{field}".lstrip(".") in places.settings():
                 default = properties[field].get("default")
-                text = "" if default is None else f"`{shown(default)}`"
+                text = "" if default is None else f"`{format_value(default)}`"
                 found.append(f"| `{field}` | {text} | {' '.join(properties[field]['description'].split())} |")
     return found
 
@@ -69,12 +69,12 @@ def test_the_docs_have_no_setting_that_is_not_there():
 
 def test_the_docs_say_what_every_variable_gives():
     text = DOCS.read_text()
-    for variable, setting in VARIABLES.items():
+    for variable, setting in SETTING_BY_VARIABLE.items():
         assert re.search(rf"\| `{variable}` \| `{re.escape(setting)}` \|", text), variable
 
 
 def test_the_docs_name_every_foreign_key_that_has_an_effect():
     text = DOCS.read_text()
-    missing = [row.written for row in (*RUN, *DATASET) if row.convert and f"`{row.written}`" not in text]
-    missing += [name for name in inherited() if f"`{name}`" not in text]
+    missing = [row.key for row in (*RUN_KEYS, *DATASET_KEYS) if row.convert and f"`{row.key}`" not in text]
+    missing += [name for name in inherited_keys() if f"`{name}`" not in text]
     assert missing == []

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from supertuner.config.sources.load import load
+from supertuner.config.sources.load import load_config
 
 SEEDS = Path(__file__).parent / "fork_documents"
 SHIPPED = Path(__file__).parents[2] / "examples/gh200_in_memory_example.json"
@@ -77,11 +77,11 @@ def test_the_yaml_of_seed_003_reads_rates_as_numbers_and_caches_on_disk(load_tex
 
 
 def test_the_shipped_example_is_that_of_the_seeds_with_a_tiny_model_and_data_that_are_here():
-    shipped = load(SHIPPED, environ={})
+    shipped = load_config(SHIPPED, environ={})
     dataset, config = shipped.config.datasets[0], shipped.config
     assert (dataset.id, dataset.type, dataset.dataset_type) == ("train_images", "in_memory", "image")
     assert (dataset.in_memory.compression, dataset.in_memory.num_workers) == ("lz4", 64)
-    assert shipped.values["datasets", 0, "in_memory", "memory_limit_gb"].value == 360
+    assert shipped.provenance["datasets", 0, "in_memory", "memory_limit_gb"].value == 360
     assert (config.model.family, config.model.path) == ("wan2.2", "tiny")
     assert config.run.output_dir == SHIPPED.parents[1] / "runs"
     blocks = load_members(snippets("001")[0][1])

@@ -7,15 +7,15 @@ import time
 
 import pytest
 
-from supertuner.core.bulk_io import Together, built
+from supertuner.core.bulk_io import BulkReader, find_native_library
 
 BOTH = [pytest.param(True, id="C"), pytest.param(False, id="Python")]
 
 
 def together(nbytes, in_c):
-    if in_c and built() is None:
+    if in_c and find_native_library() is None:
         pytest.skip("the package was installed without a C compiler")
-    return Together(nbytes, built() if in_c else None)
+    return BulkReader(nbytes, find_native_library() if in_c else None)
 
 
 @pytest.mark.parametrize("in_c", BOTH)

@@ -70,8 +70,8 @@ def test_a_path_that_leaves_its_root_is_not_inside(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("")
     (root / "link").symlink_to(tmp_path / "secret")
     (root / "fine").symlink_to(root / "below")
-    assert durable.inside(root, "below/x.jpg") == root / "below/x.jpg"
-    assert durable.inside(root, "fine/x.jpg") == root / "below/x.jpg"
-    assert durable.inside(root, "../secret") is None
-    assert durable.inside(root, "/etc/passwd") is None
-    assert durable.inside(root, "link") is None
+    assert durable.resolve_inside(root, "below/x.jpg") == root / "below/x.jpg"
+    assert durable.resolve_inside(root, "fine/x.jpg") == root / "below/x.jpg"
+    assert durable.resolve_inside(root, "../secret") is None
+    assert durable.resolve_inside(root, "/etc/passwd") is None
+    assert durable.resolve_inside(root, "link") is None

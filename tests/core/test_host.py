@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from supertuner.core.host import Host
+from supertuner.core.host import HostFacts
 from supertuner.core.types import GIB, KIB, MIB
 
 
-def machine(root: Path, files: dict[str, str]) -> Host:
+def machine(root: Path, files: dict[str, str]) -> HostFacts:
     """A machine described by its kernel files."""
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
-    return Host(root)
+    return HostFacts(root)
 
 
 def meminfo(total: int, available: int) -> str:
@@ -103,7 +103,7 @@ def test_a_container_that_is_full_has_nothing_left_not_less(tmp_path: Path) -> N
 
 
 def test_what_cannot_be_read_is_unknown_not_zero(tmp_path: Path) -> None:
-    host = Host(tmp_path)
+    host = HostFacts(tmp_path)
     assert host.memory_total() is None
     assert host.memory_available() is None
     assert host.cpus() >= 1
@@ -152,7 +152,7 @@ def test_no_quota_grants_every_cpu_of_the_affinity_mask(tmp_path: Path) -> None:
 
 
 def test_this_machine_answers_sensibly(tmp_path: Path) -> None:
-    host = Host()
+    host = HostFacts()
     total, available = host.memory_total(), host.memory_available()
     assert total is not None and available is not None
     assert 0 < available <= total

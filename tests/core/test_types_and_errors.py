@@ -8,8 +8,8 @@ import re
 import pytest
 
 from supertuner.core import errors
-from supertuner.core.errors import ArenaDamaged, ConfigError, Problem, SuperTunerError
-from supertuner.core.events import Decided, Event, Silence, Together, Warned
+from supertuner.core.errors import ArenaDamagedError, ConfigError, ConfigProblem, SuperTunerError
+from supertuner.core.events import DecisionEvent, Event, NullSink, TeeSink, WarningEvent
 from supertuner.core.types import GIB, KIB, MIB, bytes_text
 
 
@@ -31,7 +31,7 @@ def test_a_size_is_shown_in_the_unit_that_fits(nbytes: float, text: str) -> None
 
 
 def test_a_configuration_error_lists_every_problem_and_counts_them() -> None:
-    problems = [Problem("datasets[0].repeats", "-1 is below 0"), Problem("", "the file is empty")]
+    problems = [ConfigProblem("datasets[0].repeats", "-1 is below 0"), ConfigProblem("", "the file is empty")]
     error = ConfigError("run.json", problems)
     assert str(error).splitlines() == [
         "config error in run.json",
@@ -44,7 +44,7 @@ def test_a_configuration_error_lists_every_problem_and_counts_them() -> None:
 
 
 def test_damage_names_the_file_and_says_what_to_do() -> None:
-    assert str(ArenaDamaged("/dev/shm/x/index", "bit 3 is flipped")) == (
+    assert str(ArenaDamagedError("/dev/shm/x/index", "bit 3 is flipped")) == (
         "/dev/shm/x/index: bit 3 is flipped; remove it with `supertuner arena rm` and stage again"
     )
 
@@ -64,8 +64,8 @@ def test_a_sink_in_front_of_several_reaches_them_all_in_order() -> None:
             self.events.append(event)
 
     first, second = Kept(), Kept()
-    together = Together(first, Silence(), second)
-    said: list[Event] = [Warned("a", "b"), Decided("c", 1, "d")]
+    together = TeeSink(first, NullSink(), second)
+    said: list[Event] = [WarningEvent("a", "b"), DecisionEvent("c", 1, "d")]
     for event in said:
         together.emit(event)
     assert first.events == second.events == said

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from supertuner.arena.home import MARK, Home
-from supertuner.config.settings.data import Dataset
-from supertuner.core.events import Decided, Event, Phase, SetAside, Silence, Warned
-from supertuner.core.host import Host
+from supertuner.config.settings.data import DatasetSettings
+from supertuner.core.events import DecisionEvent, Event, NullSink, ProgressPhase, SetAsideEvent, WarningEvent
+from supertuner.core.host import HostFacts
 from supertuner.data.staged import StagedDataset
-from supertuner.data.staging.stage import Stager
+from supertuner.data.staging.stage import DatasetStager
 
 
-class Told(Silence):
+class RecordingSink(NullSink):
     """A sink and progress that keep everything; `when` is called as a phase begins, to change the world in between."""
 
     def __init__(self, when: Callable[[str], None] = lambda title: None) -> None:
@@ -25,28 +25,28 @@ class Told(Silence):
     def emit(self, event: Event, /) -> None:
         self.events.append(event)
 
-    def phase(self, title: str, *, items: int = 0, nbytes: int = 0, noun: str = "files") -> Phase:
+    def phase(self, title: str, *, items: int = 0, nbytes: int = 0, noun: str = "files") -> ProgressPhase:
         self.phases.append((title, items, nbytes))
         self._when(title)
         return super().phase(title)
 
     def set_aside(self) -> dict[str, str]:
-        return {event.file: event.reason for event in self.events if isinstance(event, SetAside)}
+        return {event.file: event.reason for event in self.events if isinstance(event, SetAsideEvent)}
 
     def warnings(self) -> str:
-        return "\n".join(f"{event.what} {event.message}" for event in self.events if isinstance(event, Warned))
+        return "\n".join(f"{event.what} {event.message}" for event in self.events if isinstance(event, WarningEvent))
 
     def decided(self) -> dict[str, object]:
-        return {event.what: event.value for event in self.events if isinstance(event, Decided)}
+        return {event.what: event.value for event in self.events if isinstance(event, DecisionEvent)}
 
 
-def dataset(folder: Path, /, **settings) -> Dataset:
-    return Dataset.model_validate({"id": "set", "instance_data_dir": folder, **settings})
+def dataset(folder: Path, /, **settings) -> DatasetSettings:
+    return DatasetSettings.model_validate({"id": "set", "instance_data_dir": folder, **settings})
 
 
-def stager(home: Path, told: Told | None = None, host: Host | None = None) -> Stager:
-    told = told or Told()
-    return Stager(Home(home), host or Host(), told, told)
+def stager(home: Path, sink: RecordingSink | None = None, host: HostFacts | None = None) -> DatasetStager:
+    sink = sink or RecordingSink()
+    return DatasetStager(Home(home), host or HostFacts(), sink, sink)
 
 
 def contents(home: Path, arena: str) -> dict[str, tuple[bytes, tuple[str, ...]]]:
@@ -60,7 +60,7 @@ def names(home: Path) -> list[str]:
     return sorted(name for name in os.listdir(home) if name != MARK) if home.exists() else []
 
 
-def machine(root: Path, *, total: int, available: int, tmpfs: Path, cgroup: int | None = None) -> Host:
+def machine(root: Path, *, total: int, available: int, tmpfs: Path, cgroup: int | None = None) -> HostFacts:
     """A host with that memory, on which `tmpfs` is one."""
     (root / "proc/self").mkdir(parents=True)
     (root / "proc/meminfo").write_text(f"MemTotal: {total // 1024} kB\nMemAvailable: {available // 1024} kB\n")
@@ -72,4 +72,4 @@ def machine(root: Path, *, total: int, available: int, tmpfs: Path, cgroup: int 
         (root / "sys/fs/cgroup/box").mkdir(parents=True)
         (root / "sys/fs/cgroup/box/memory.max").write_text(f"{cgroup}\n")
         (root / "sys/fs/cgroup/box/memory.current").write_text("0\n")
-    return Host(root)
+    return HostFacts(root)

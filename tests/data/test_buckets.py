@@ -10,19 +10,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from supertuner.config.settings.data import AudioSettings, Dataset
+from supertuner.config.settings.data import AudioSettings, DatasetSettings
 from supertuner.core.types import MediaKind
-from supertuner.data.ordering.assign import Block, bucket_numbers, bucket_table, why_none
-from supertuner.data.ordering.buckets import NO_BUCKET, audio_steps, frame_bucket, frames_available, nearest_size, sizes
+from supertuner.data.ordering.assign import MediaMetadataSlice, bucket_indices, bucket_table, no_bucket_reason
+from supertuner.data.ordering.buckets import (
+    NO_BUCKET,
+    audio_steps,
+    bucket_sizes,
+    frame_bucket_indices,
+    frames_available,
+    nearest_size,
+)
 
 SIDES = st.integers(1, 6000)
 SHAPES = st.lists(st.tuples(SIDES, SIDES), min_size=1, max_size=30)
 
 
-def images(shapes: list[tuple[int, int]], frames: int = 1, fps: float = 0, seconds: float = 0) -> Block:
+def images(shapes: list[tuple[int, int]], frames: int = 1, fps: float = 0, seconds: float = 0) -> MediaMetadataSlice:
     width, height = (np.array(side, np.int32) for side in zip(*shapes, strict=True))
     count = len(shapes)
-    return Block(
+    return MediaMetadataSlice(
         width,
         height,
         np.full(count, frames, np.int32),
@@ -34,7 +41,7 @@ def images(shapes: list[tuple[int, int]], frames: int = 1, fps: float = 0, secon
 @given(st.integers(64, 2048), st.sampled_from([8, 16, 32, 64]), st.floats(1, 6))
 @settings(max_examples=150, deadline=None)
 def test_sides_are_multiples_of_the_step_and_areas_are_close_to_the_resolution(resolution, step, ratio):
-    table = sizes(resolution, step, ratio)
+    table = bucket_sizes(resolution, step, ratio)
     square = math.floor(resolution / step + 0.5) * step
     assert (square, square) in table and len(set(table)) == len(table)
     assert {(h, w) for w, h in table} == set(table)
@@ -44,15 +51,15 @@ def test_sides_are_multiples_of_the_step_and_areas_are_close_to_the_resolution(r
 
 
 def test_the_sizes_of_1024_are_the_familiar_ones():
-    table = sizes(1024, 64, 2.0)
+    table = bucket_sizes(1024, 64, 2.0)
     assert {(1024, 1024), (1152, 896), (896, 1152), (1216, 832), (1344, 768)} <= set(table)
 
 
 @given(SHAPES, st.sampled_from([(512,), (1024, 512), (256, 768, 1024)]), st.sampled_from(["best", "each"]))
 @settings(max_examples=150, deadline=None)
 def test_every_image_has_one_bucket_for_each_resolution_it_is_used_at(shapes, resolution, mode):
-    dataset = Dataset(resolution=resolution, resolution_mode=mode)
-    table, columns = bucket_table(dataset), bucket_numbers(dataset, images(shapes))
+    dataset = DatasetSettings(resolution=resolution, resolution_mode=mode)
+    table, columns = bucket_table(dataset), bucket_indices(dataset, images(shapes))
     assert len(columns) == (len(resolution) if mode == "each" else 1)
     for row in range(len(shapes)):
         found = [table[column[row]] for column in columns if column[row] != NO_BUCKET]
@@ -64,15 +71,15 @@ def test_every_image_has_one_bucket_for_each_resolution_it_is_used_at(shapes, re
 @given(SHAPES, st.randoms())
 @settings(max_examples=60, deadline=None)
 def test_a_bucket_does_not_depend_on_the_other_samples(shapes, random):
-    dataset = Dataset(resolution=(1024, 512), upscale=False)
-    alone = [int(bucket_numbers(dataset, images([shape]))[0][0]) for shape in shapes]
-    together = bucket_numbers(dataset, images(shapes))[0].tolist()
+    dataset = DatasetSettings(resolution=(1024, 512), upscale=False)
+    alone = [int(bucket_indices(dataset, images([shape]))[0][0]) for shape in shapes]
+    together = bucket_indices(dataset, images(shapes))[0].tolist()
     assert together == alone
 
 
 @given(SIDES, SIDES)
 def test_the_nearest_ratio_wins_and_a_tie_goes_to_the_taller(width, height):
-    table = sizes(1024, 64, 3.0)
+    table = bucket_sizes(1024, 64, 3.0)
     number = nearest_size(np.array([width], np.int32), np.array([height], np.int32), table)[0]
     distance = [abs(math.log(width / height) - math.log(w / h)) for w, h in table]
     assert distance[number] <= min(distance) + 1e-12
@@ -82,10 +89,10 @@ def test_the_nearest_ratio_wins_and_a_tie_goes_to_the_taller(width, height):
 
 
 def test_the_best_resolution_is_the_largest_that_is_filled_without_enlarging_else_the_smallest():
-    dataset = Dataset(resolution=(512, 1024, 768))
+    dataset = DatasetSettings(resolution=(512, 1024, 768))
     table = bucket_table(dataset)
     shapes = [(4000, 3000), (1000, 1000), (900, 700), (300, 300)]
-    got = [table[n] for n in bucket_numbers(dataset, images(shapes))[0]]
+    got = [table[n] for n in bucket_indices(dataset, images(shapes))[0]]
     assert [(b.width, b.height) for b in got] == [(1152, 896), (768, 768), (576, 448), (512, 512)]
 
 
@@ -93,14 +100,14 @@ def test_the_best_resolution_is_the_largest_that_is_filled_without_enlarging_els
 @settings(max_examples=100, deadline=None)
 def test_without_upscale_no_sample_is_enlarged_and_only_those_below_the_step_are_left_out(shapes):
     for mode in ("best", "each"):
-        dataset = Dataset(resolution=(1024, 512), upscale=False, resolution_mode=mode)
-        table, columns = bucket_table(dataset), bucket_numbers(dataset, images(shapes))
+        dataset = DatasetSettings(resolution=(1024, 512), upscale=False, resolution_mode=mode)
+        table, columns = bucket_table(dataset), bucket_indices(dataset, images(shapes))
         for row, (width, height) in enumerate(shapes):
             found = [table[column[row]] for column in columns if column[row] != NO_BUCKET]
             assert all(b.width <= width and b.height <= height for b in found)
             assert bool(found) == (min(width, height) >= 64)
             if not found:
-                assert "upscale is false" in why_none(dataset, images(shapes), row)
+                assert "upscale is false" in no_bucket_reason(dataset, images(shapes), row)
 
 
 @given(
@@ -108,7 +115,7 @@ def test_without_upscale_no_sample_is_enlarged_and_only_those_below_the_step_are
 )
 def test_a_clip_takes_the_largest_frame_count_it_can_fill(frames, fps, target):
     available = frames_available(np.array([frames], np.int32), np.array([fps], np.float32), target)
-    number = int(frame_bucket(available, (81, 17, 33))[0])
+    number = int(frame_bucket_indices(available, (81, 17, 33))[0])
     exact = frames if target is None else frames * target / fps
     fitting = [count for count in (17, 33, 81) if count <= exact + 0.01]
     assert number == len(fitting) - 1
@@ -122,14 +129,14 @@ def test_a_clip_of_exactly_the_asked_length_is_not_lost_to_rounding():
 
 
 def test_clips_and_sounds_that_are_too_short_say_so():
-    clips = Dataset(dataset_type=MediaKind.VIDEO, frames=(17, 33), fps=16)
+    clips = DatasetSettings(dataset_type=MediaKind.VIDEO, frames=(17, 33), fps=16)
     block = images([(640, 480)], frames=20, fps=30)
-    assert bucket_numbers(clips, block)[0].tolist() == [NO_BUCKET]
-    assert "10 frames at 16 fps" in why_none(clips, block, 0) and "17" in why_none(clips, block, 0)
-    sounds = Dataset(dataset_type=MediaKind.AUDIO, audio=AudioSettings(step_seconds=2, max_seconds=7))
+    assert bucket_indices(clips, block)[0].tolist() == [NO_BUCKET]
+    assert "10 frames at 16 fps" in no_bucket_reason(clips, block, 0) and "17" in no_bucket_reason(clips, block, 0)
+    sounds = DatasetSettings(dataset_type=MediaKind.AUDIO, audio=AudioSettings(step_seconds=2, max_seconds=7))
     block = images([(0, 0)], seconds=1.5)
-    assert bucket_numbers(sounds, block)[0].tolist() == [NO_BUCKET]
-    assert "1.5 s" in why_none(sounds, block, 0) and "step_seconds 2" in why_none(sounds, block, 0)
+    assert bucket_indices(sounds, block)[0].tolist() == [NO_BUCKET]
+    assert "1.5 s" in no_bucket_reason(sounds, block, 0) and "step_seconds 2" in no_bucket_reason(sounds, block, 0)
 
 
 @given(st.floats(0, 100, width=32), st.sampled_from([0.1, 0.5, 1.0, 2.5]), st.sampled_from([3.0, 10.0, 30.0]))
@@ -140,9 +147,9 @@ def test_sounds_are_cut_down_to_whole_steps_and_to_the_longest(seconds, step, lo
 
 
 def test_labels_and_shapes_say_what_a_batch_holds():
-    sound = bucket_table(Dataset(dataset_type=MediaKind.AUDIO))[2]
+    sound = bucket_table(DatasetSettings(dataset_type=MediaKind.AUDIO))[2]
     assert (sound.label, sound.shape) == ("audio 3 s, 44.1 kHz, 2 ch", (2, 132_300))
-    clip = bucket_table(Dataset(dataset_type=MediaKind.VIDEO, resolution=64, bucket_step=64, frames=(5,)))[0]
+    clip = bucket_table(DatasetSettings(dataset_type=MediaKind.VIDEO, resolution=64, bucket_step=64, frames=(5,)))[0]
     assert (clip.label, clip.shape) == ("video 64×64, 5 frames", (3, 5, 64, 64))
 
 
@@ -153,5 +160,5 @@ def test_ten_million_images_are_assigned_in_a_second_or_so(upscale):
     width, height = (rng.integers(400, 3000, 1_000_000).astype(np.int32) for _ in range(2))
     zero = np.zeros(1_000_000, np.float32)
     begin = time.process_time()
-    bucket_numbers(Dataset(upscale=upscale), Block(width, height, width, zero, zero))
+    bucket_indices(DatasetSettings(upscale=upscale), MediaMetadataSlice(width, height, width, zero, zero))
     assert time.process_time() - begin < 0.5

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from supertuner.core.errors import BrokenMedia
-from supertuner.data.staging.compress import CODECS, RAW, Trial, choose, compress, decompress
+from supertuner.core.errors import BrokenMediaError
+from supertuner.data.staging.compress import CODECS, RAW_CODEC, CodecTrial, choose_codec, compress, decompress
 from tests.data.media_files import picture, sound, write
-from tests.data.staging import Told, contents, dataset, stager
+from tests.data.staging import RecordingSink, contents, dataset, stager
 
 
 @given(st.sampled_from(CODECS), st.binary(min_size=1, max_size=5000), st.integers(1, 50))
@@ -24,17 +24,17 @@ def test_what_was_compressed_comes_back(codec, content, times):
 def test_another_size_than_the_stated_one_is_refused_not_returned(codec, content, wrong):
     stored = memoryview(bytes(compress(codec, content)))
     if len(content) + wrong > 0:
-        with pytest.raises(BrokenMedia):
+        with pytest.raises(BrokenMediaError):
             decompress(codec, stored, len(content) + wrong)
 
 
 def test_auto_takes_the_codec_that_is_fastest_to_read_of_those_that_save_five_percent():
     def trial(lz4, zstd):
-        return Trial("wav", 12, 1000, {"lz4": lz4, "zstd": zstd})
+        return CodecTrial("wav", 12, 1000, {"lz4": lz4, "zstd": zstd})
 
-    assert choose("auto", trial(949, 500)).codec == "lz4"
-    assert choose("auto", trial(951, 950)).codec == "zstd"
-    assert choose("auto", trial(951, 951)).codec == RAW
+    assert choose_codec("auto", trial(949, 500)).codec == "lz4"
+    assert choose_codec("auto", trial(951, 950)).codec == "zstd"
+    assert choose_codec("auto", trial(951, 951)).codec == RAW_CODEC
 
 
 def flat_picture(seed):
@@ -50,7 +50,7 @@ def test_auto_decides_by_the_real_format_not_by_the_name(tmp_path):
     files = {f"p{i}.jpg": flat_picture(i) for i in range(12)} | {
         f"j{i}.jpg": picture(size=(96, 96), seed=i) for i in range(12)
     }
-    told = Told()
+    told = RecordingSink()
     result = stager(tmp_path / "home", told).stage(
         dataset(write(tmp_path / "set", files), in_memory={"compression": "auto"})
     )
@@ -64,7 +64,7 @@ def test_auto_decides_by_the_real_format_not_by_the_name(tmp_path):
 @pytest.mark.parametrize("setting", [None, "none"])
 def test_omitted_means_none(tmp_path, setting):
     files = {"a.png": flat_picture(3)}
-    told = Told()
+    told = RecordingSink()
     result = stager(tmp_path / "home", told).stage(
         dataset(write(tmp_path / "set", files), in_memory={"compression": setting})
     )

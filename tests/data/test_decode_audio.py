@@ -12,8 +12,8 @@ import soundfile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from supertuner.core.errors import BrokenMedia
-from supertuner.data.decode import broken_means
+from supertuner.core.errors import BrokenMediaError
+from supertuner.data.decode import raising_broken_media
 from supertuner.data.decode.audio import decode_audio
 
 RATE = 24_000
@@ -89,14 +89,14 @@ def test_one_channel_is_copied_several_become_their_mean_and_of_too_many_the_fir
 
 
 def test_a_file_that_ends_early_is_said():
-    with pytest.raises(BrokenMedia, match=r"ends 1\.00 s before"):
+    with pytest.raises(BrokenMediaError, match=r"ends 1\.00 s before"):
         decode_audio(written(seconds=2), 0, 3 * RATE, RATE, 2)
 
 
 def test_values_that_are_not_numbers_are_refused():
     out = io.BytesIO()
     soundfile.write(out, np.full((RATE, 1), np.nan, np.float32), RATE, format="WAV", subtype="FLOAT")
-    with pytest.raises(BrokenMedia, match="not numbers"):
+    with pytest.raises(BrokenMediaError, match="not numbers"):
         decode_audio(memoryview(out.getvalue()), 0, 2400, RATE, 1)
 
 
@@ -117,9 +117,9 @@ def test_damaged_bytes_are_broken_media_or_sound(format, data):
         content[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     cut = data.draw(st.one_of(st.just(len(content)), st.integers(0, len(content))))
     try:
-        with broken_means("sound"):
+        with raising_broken_media("sound"):
             got = decode_audio(memoryview(bytes(content[:cut])), 0.1, 4800, 16_000, 2)
-    except BrokenMedia as error:
+    except BrokenMediaError as error:
         assert str(error).startswith("sound: ")
     else:
         assert got.shape == (2, 4800) and np.isfinite(got).all()

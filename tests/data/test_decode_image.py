@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
-from supertuner.core.errors import BrokenMedia
-from supertuner.data.decode import broken_means
-from supertuner.data.decode.image import REDUCING_GAP, decode_image
+from supertuner.core.errors import BrokenMediaError
+from supertuner.data.decode import raising_broken_media
+from supertuner.data.decode.image import MIN_REDUCED_SCALE, decode_image
 from tests.data.media_files import picture, png_claiming
 
 
@@ -92,9 +92,9 @@ def test_colours_of_another_profile_are_converted_and_a_broken_profile_is_ignore
 def test_a_large_jpeg_comes_smaller_where_that_is_enough_and_looks_the_same():
     image = smooth((2000, 1500))
     content = encoded(image, "JPEG", quality=95)
-    full, reduced = decode_image(content), decode_image(content, wanted=(240, 180))
+    full, reduced = decode_image(content), decode_image(content, target_size=(240, 180))
     assert full.shape == (1500, 2000, 3) and reduced.shape == (375, 500, 3)
-    assert reduced.shape[0] >= REDUCING_GAP * 180
+    assert reduced.shape[0] >= MIN_REDUCED_SCALE * 180
     thumbnails = [
         np.asarray(Image.fromarray(one).resize((240, 180), Image.Resampling.LANCZOS)).astype(int)
         for one in (full, reduced)
@@ -103,7 +103,7 @@ def test_a_large_jpeg_comes_smaller_where_that_is_enough_and_looks_the_same():
 
 
 def test_a_decompression_bomb_is_refused_before_it_is_unpacked():
-    with pytest.raises(BrokenMedia, match="bomb"):
+    with pytest.raises(BrokenMediaError, match="bomb"):
         decode_image(memoryview(png_claiming(60_000, 60_000)))
 
 
@@ -130,9 +130,9 @@ def test_damaged_bytes_are_broken_media_or_a_picture_and_the_sample_is_named(nam
         content[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     cut = data.draw(st.one_of(st.just(len(content)), st.integers(0, len(content))))
     try:
-        with broken_means("datasets[cats], sample 'a'"):
+        with raising_broken_media("datasets[cats], sample 'a'"):
             decoded = decode_image(memoryview(bytes(content[:cut])))
-    except BrokenMedia as error:
+    except BrokenMediaError as error:
         assert str(error).startswith("datasets[cats], sample 'a': ")
     else:
         assert decoded.dtype == np.uint8 and decoded.ndim == 3 and decoded.shape[2] == 3

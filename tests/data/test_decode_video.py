@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from supertuner.core.errors import BrokenMedia
-from supertuner.data.decode import broken_means
-from supertuner.data.decode.video import chosen, decode_video
+from supertuner.core.errors import BrokenMediaError
+from supertuner.data.decode import raising_broken_media
+from supertuner.data.decode.video import choose_frames, decode_video
 
 
 def counting_clip(
@@ -95,9 +95,9 @@ def test_colours_survive_the_way_through_the_codec():
 
 
 def test_too_few_frames_are_said():
-    with pytest.raises(BrokenMedia, match="40 frames where 41"):
+    with pytest.raises(BrokenMediaError, match="40 frames where 41"):
         list(decode_video(counting_clip(EVEN), 0, 41, None))
-    with pytest.raises(BrokenMedia, match="20 frames at 10 fps where 40"):
+    with pytest.raises(BrokenMediaError, match="20 frames at 10 fps where 40"):
         list(decode_video(counting_clip(EVEN), 0, 40, 10.0))
 
 
@@ -110,8 +110,8 @@ def test_too_few_frames_are_said():
 def test_chosen_frames_ascend_and_exist(steps, first, count, fps):
     seconds = np.cumsum(steps)
     try:
-        picks = chosen(seconds, first, count, fps)
-    except BrokenMedia:
+        picks = choose_frames(seconds, first, count, fps)
+    except BrokenMediaError:
         assert count > (len(steps) if fps is None else (seconds[-1] - seconds[0]) * fps)
         return
     assert len(picks) == count and (np.diff(picks) >= 0).all() and picks[0] >= 0 and picks[-1] < len(steps)
@@ -132,11 +132,11 @@ def test_damaged_bytes_are_broken_media_or_frames(format, data):
         content[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     cut = data.draw(st.one_of(st.just(len(content)), st.integers(0, len(content))))
     try:
-        with broken_means("clip"):
+        with raising_broken_media("clip"):
             frames = list(
                 decode_video(memoryview(bytes(content[:cut])), 3, 9, data.draw(st.sampled_from([None, 10.0])))
             )
-    except BrokenMedia as error:
+    except BrokenMediaError as error:
         assert str(error).startswith("clip: ")
     else:
         assert len(frames) == 9 and all(frame.ndim == 3 for frame in frames)

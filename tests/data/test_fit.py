@@ -6,28 +6,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from supertuner.core.errors import DoesNotFit
+from supertuner.core.errors import DoesNotFitError
 from supertuner.core.types import GIB, MIB
 from supertuner.data.staging.budget import (
-    Budget,
-    Room,
-    budget,
-    file_system,
-    limit_bytes,
-    lowered,
-    require,
-    reserve,
+    StagingBudget,
+    StagingCapacity,
+    compute_budget,
+    file_system_type,
+    lowered_memory_limit,
+    memory_limit_bytes,
+    require_fits,
+    reserved_memory_bytes,
     stored_bytes,
 )
-from supertuner.data.staging.meter import Meter
+from supertuner.data.staging.meter import BudgetMeter
 from tests.data.media_files import picture, write
-from tests.data.staging import Told, contents, dataset, machine, names, stager
+from tests.data.staging import RecordingSink, contents, dataset, machine, names, stager
 
 sizes = st.integers(0, 1 << 45)
 
 
 def room(**known):
-    return Room(
+    return StagingCapacity(
         **{
             "in_memory": True,
             "free_bytes": 1 << 50,
@@ -40,30 +40,32 @@ def room(**known):
 
 
 def test_gb_in_the_configuration_are_units_of_two_to_the_thirty():
-    assert limit_bytes(2) == 2 * 2**30 and limit_bytes(0.5) == 2**29 and limit_bytes(None) is None
+    assert memory_limit_bytes(2) == 2 * 2**30 and memory_limit_bytes(0.5) == 2**29 and memory_limit_bytes(None) is None
 
 
 @given(sizes, sizes, sizes, sizes)
 def test_the_tightest_bound_counts(free, total, available, limit):
-    bound = budget(room(free_bytes=free, memory_total=total, memory_available=available, limit_bytes=limit))
-    assert bound.nbytes == min(free, max(0, available - reserve(total)), limit)
+    bound = compute_budget(room(free_bytes=free, memory_total=total, memory_available=available, limit_bytes=limit))
+    assert bound.nbytes == min(free, max(0, available - reserved_memory_bytes(total)), limit)
 
 
 @given(sizes, sizes, sizes)
 def test_a_disk_is_bounded_by_its_free_space_alone(free, available, limit):
-    found = budget(room(in_memory=False, free_bytes=free, memory_available=available, limit_bytes=limit))
+    found = compute_budget(room(in_memory=False, free_bytes=free, memory_available=available, limit_bytes=limit))
     assert found.nbytes == free
 
 
 def test_a_limit_above_the_machine_is_lowered_and_others_stand():
-    assert lowered(room(limit_bytes=360 * GIB, memory_total=24 * GIB)) == 24 * GIB - reserve(24 * GIB)
-    assert lowered(room(limit_bytes=10 * GIB, memory_total=24 * GIB)) is None
-    assert lowered(room(limit_bytes=360 * GIB, memory_total=None)) is None
+    assert lowered_memory_limit(room(limit_bytes=360 * GIB, memory_total=24 * GIB)) == 24 * GIB - reserved_memory_bytes(
+        24 * GIB
+    )
+    assert lowered_memory_limit(room(limit_bytes=10 * GIB, memory_total=24 * GIB)) is None
+    assert lowered_memory_limit(room(limit_bytes=360 * GIB, memory_total=None)) is None
 
 
 def test_the_message_says_what_is_needed_what_there_is_what_is_missing_and_what_to_change():
-    with pytest.raises(DoesNotFit) as caught:
-        require("cats", 3 * GIB, 1200, budget(room(limit_bytes=2 * GIB)))
+    with pytest.raises(DoesNotFitError) as caught:
+        require_fits("cats", 3 * GIB, 1200, compute_budget(room(limit_bytes=2 * GIB)))
     text = str(caught.value)
     assert "datasets[cats]" in text and "need 3.0 GiB" in text and "1.0 GiB are missing" in text
     assert "in_memory.memory_limit_gb" in text and "raise it" in text and 'compression: "auto"' in text
@@ -80,7 +82,7 @@ def test_the_file_system_of_the_longest_mount_point_is_found():
         "2 1 0:2 / /dev/shm rw shared:4 - tmpfs tmpfs rw\n"
         "3 1 0:3 / /dev/shm/with\\040space rw - xfs /dev/b rw\n"
     )
-    found = [file_system(mounts, path) for path in ("/dev/shm/x", "/dev/shmx", "/home", "/dev/shm/with space/y")]
+    found = [file_system_type(mounts, path) for path in ("/dev/shm/x", "/dev/shmx", "/home", "/dev/shm/with space/y")]
     assert found == ["tmpfs", "ext4", "ext4", "xfs"]
 
 
@@ -110,9 +112,9 @@ def roomy(tmp_path, home, **less):
 def test_what_is_known_not_to_fit_is_refused_before_anything_is_copied(tmp_path, place, less, settings, says):
     folder, home = place
     if less.get("available"):
-        less = {"available": reserve(64 * GIB) + 100_000}
-    told = Told()
-    with pytest.raises(DoesNotFit, match=says) as caught:
+        less = {"available": reserved_memory_bytes(64 * GIB) + 100_000}
+    told = RecordingSink()
+    with pytest.raises(DoesNotFitError, match=says) as caught:
         stager(home, told, roomy(tmp_path, home, **less)).stage(dataset(folder, in_memory=settings))
     assert "are missing" in str(caught.value)
     assert not any(title.startswith("staging") for title, _, _ in told.phases)
@@ -125,7 +127,7 @@ def test_the_limit_is_kept_within_one_percent_by_what_is_really_stored(tmp_path,
     free = stager(home, host=host).stage(dataset(folder, id="free"))
     exact = free.stored_bytes / GIB
     assert stager(home, host=host).stage(dataset(folder, in_memory={"memory_limit_gb": exact * 1.01})).files == 60
-    with pytest.raises(DoesNotFit):
+    with pytest.raises(DoesNotFitError):
         stager(home, host=host).stage(dataset(folder, id="b", in_memory={"memory_limit_gb": exact * 0.99}))
 
 
@@ -133,9 +135,9 @@ def test_compressed_files_that_cross_the_limit_stop_midway_say_about_how_much_is
     tmp_path, place
 ):
     folder, home = place
-    told = Told()
+    told = RecordingSink()
     settings = {"compression": "zstd", "memory_limit_gb": 0.0005}
-    with pytest.raises(DoesNotFit, match=r"need about .* are missing"):
+    with pytest.raises(DoesNotFitError, match=r"need about .* are missing"):
         stager(home, told, roomy(tmp_path, home)).stage(dataset(folder, in_memory=settings))
     assert any(title.startswith("staging") for title, _, _ in told.phases)
     assert names(home) == []
@@ -152,14 +154,14 @@ def test_memory_that_others_take_meanwhile_stops_staging(tmp_path, place):
         if title.startswith("staging"):
             (tmp_path / "machine/proc/meminfo").write_text(f"MemTotal: {64 * MIB} kB\nMemAvailable: 1000 kB\n")
 
-    with pytest.raises(DoesNotFit, match=r"only 1000 KiB of memory are still available.*are missing"):
-        stager(home, Told(when), host).stage(dataset(folder))
+    with pytest.raises(DoesNotFitError, match=r"only 1000 KiB of memory are still available.*are missing"):
+        stager(home, RecordingSink(when), host).stage(dataset(folder))
     assert names(home) == []
 
 
 def test_a_limit_above_the_machines_memory_is_lowered_with_a_warning_and_the_data_is_staged(tmp_path, place):
     folder, home = place
-    told = Told()
+    told = RecordingSink()
     result = stager(home, told, roomy(tmp_path, home)).stage(dataset(folder, in_memory={"memory_limit_gb": 360}))
     assert result.files == 200
     assert "memory_limit_gb is 360, and this machine can give 62.0 GiB; lowered" in told.warnings()
@@ -168,7 +170,7 @@ def test_a_limit_above_the_machines_memory_is_lowered_with_a_warning_and_the_dat
 
 def test_an_in_memory_dataset_whose_home_is_on_a_disk_is_said(tmp_path, place):
     folder, home = place
-    told = Told()
+    told = RecordingSink()
     host = machine(tmp_path / "machine", total=64 * GIB, available=0, tmpfs=tmp_path / "set")
     stager(home, told, host).stage(dataset(folder, in_memory={"memory_limit_gb": 0.0001}))
     assert "is on a disk; name one on tmpfs" in told.warnings() and "has no effect" in told.warnings()
@@ -177,7 +179,7 @@ def test_an_in_memory_dataset_whose_home_is_on_a_disk_is_said(tmp_path, place):
 @pytest.mark.parametrize("codec", ["lz4", "snappy", "zlib", "zstd"])
 def test_a_named_codec_is_obeyed_and_warned_about_where_it_gains_nothing(tmp_path, place, codec):
     folder, home = place
-    told = Told()
+    told = RecordingSink()
     result = stager(home, told).stage(dataset(folder, in_memory={"compression": codec}))
     assert result.formats["jpeg"]["codec"] == codec
     assert f"{codec} gains nothing on jpeg" in told.warnings()
@@ -187,7 +189,14 @@ def test_a_named_codec_is_obeyed_and_warned_about_where_it_gains_nothing(tmp_pat
 
 
 def test_the_forecast_counts_what_lies_beside_the_files_once():
-    meter = Meter("set", Budget(10 * MIB, "are there", "raise it"), None, files=100, raw_total=100 * MIB, taken=9 * MIB)
-    meter.take(raw=MIB, stored=MIB // 2)
-    with pytest.raises(DoesNotFit, match=r"need about 59\.0 MiB, .* about 49\.0 MiB are missing"):
-        meter.take(raw=MIB, stored=MIB // 2 + 1)
+    meter = BudgetMeter(
+        "set",
+        StagingBudget(10 * MIB, "are there", "raise it"),
+        None,
+        files=100,
+        raw_total=100 * MIB,
+        overhead_bytes=9 * MIB,
+    )
+    meter.charge(raw_bytes=MIB, nbytes=MIB // 2)
+    with pytest.raises(DoesNotFitError, match=r"need about 59\.0 MiB, .* about 49\.0 MiB are missing"):
+        meter.charge(raw_bytes=MIB, nbytes=MIB // 2 + 1)

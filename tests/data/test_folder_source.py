@@ -6,10 +6,10 @@ import time
 
 import pytest
 
-from supertuner.config.settings.data import Captions, Dataset
-from supertuner.core.errors import BrokenMedia, SourceError
+from supertuner.config.settings.data import CaptionSettings, DatasetSettings
+from supertuner.core.errors import BrokenMediaError, SourceError
 from supertuner.core.types import MediaKind
-from supertuner.data.sources import format_of, open_source
+from supertuner.data.sources import detect_source_format, open_source
 from supertuner.data.sources.folder import FolderSource
 from supertuner.data.staging.reading import read_captions
 from tests.data.media_files import picture, write
@@ -18,17 +18,17 @@ JPEG = picture("jpeg", (8, 8))
 
 
 def listing(root, limit=None, **captions):
-    return FolderSource(root, MediaKind.IMAGE, Captions(**captions), limit).listing()
+    return FolderSource(root, MediaKind.IMAGE, CaptionSettings(**captions), limit).list_items()
 
 
 def texts(root, several=False, **captions):
     """Captions by key, as staging will read them."""
     found = listing(root, several=several, **captions)
-    return {item.key: read_captions(item, found.caption_syntax, "text", several=several) for item in found.items}
+    return {item.key: read_captions(item, found.caption_syntax, "text", one_per_line=several) for item in found.items}
 
 
 def identity(root, **captions):
-    return b"\0".join(FolderSource(root, MediaKind.IMAGE, Captions(**captions), None).identity())
+    return b"\0".join(FolderSource(root, MediaKind.IMAGE, CaptionSettings(**captions), None).fingerprint_parts())
 
 
 def test_keys_are_paths_without_endings_in_bytewise_order(tmp_path):
@@ -41,7 +41,7 @@ def test_of_two_files_with_one_key_the_first_by_name_is_kept_and_the_other_is_na
     write(tmp_path, {"a.png": JPEG, "a.jpg": JPEG})
     found = listing(tmp_path)
     assert [item.name for item in found.items] == ["a.jpg"]
-    assert [(left.file, "a.jpg is kept" in left.reason) for left in found.left] == [("a.png", True)]
+    assert [(left.file, "a.jpg is kept" in left.reason) for left in found.skipped] == [("a.png", True)]
 
 
 def test_other_kinds_formats_and_hidden_files_are_counted_not_lost_in_silence(tmp_path):
@@ -76,7 +76,7 @@ def test_what_is_not_a_file_with_bytes_is_left_out_with_its_reason(tmp_path):
     (tmp_path / os.fsdecode(b"b\xff.jpg")).write_bytes(JPEG)
     found = listing(tmp_path)
     assert [item.key for item in found.items] == ["good"]
-    assert dict(found.left) == {
+    assert dict(found.skipped) == {
         "empty.jpg": "zero bytes",
         "pipe.jpg": "not a file but a named pipe",
         "nowhere.jpg": "a link that leads nowhere",
@@ -89,11 +89,11 @@ def test_links_in_a_circle_are_left_out_with_their_reason_whatever_their_name_pr
     for name in ("circle.jpg", "folder", "bad_caption.txt"):
         (tmp_path / name).symlink_to(name)
     found = listing(tmp_path)
-    assert dict(found.left) == {"circle.jpg": "unreadable: Too many levels of symbolic links"}
+    assert dict(found.skipped) == {"circle.jpg": "unreadable: Too many levels of symbolic links"}
     assert "folder left out: Too many levels of symbolic links" in found.notes
     assert [item.key for item in found.items] == ["bad_caption", "good"]
-    with pytest.raises(BrokenMedia, match="caption"):
-        read_captions(found.items[0], found.caption_syntax, "text", several=False)
+    with pytest.raises(BrokenMediaError, match="caption"):
+        read_captions(found.items[0], found.caption_syntax, "text", one_per_line=False)
 
 
 def test_a_relative_folder_is_the_same_dataset_as_its_absolute_path(tmp_path, monkeypatch):
@@ -114,14 +114,14 @@ def test_sidecars_give_one_caption_or_one_per_line(tmp_path):
 @pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16", "utf-32-be"])
 def test_a_caption_in_another_encoding_is_refused_also_where_its_bytes_happen_to_be_utf8(tmp_path, encoding):
     write(tmp_path, {"a.jpg": JPEG, "a.txt": "cat".encode(encoding)})
-    with pytest.raises(BrokenMedia, match="UTF-8"):
+    with pytest.raises(BrokenMediaError, match="UTF-8"):
         texts(tmp_path)
 
 
 def test_a_caption_that_is_a_pipe_is_said_to_be_no_file(tmp_path):
     write(tmp_path, {"a.jpg": JPEG})
     os.mkfifo(tmp_path / "a.txt")
-    with pytest.raises(BrokenMedia, match="its caption file: not a file that can be read"):
+    with pytest.raises(BrokenMediaError, match="its caption file: not a file that can be read"):
         texts(tmp_path)
 
 
@@ -129,9 +129,9 @@ def test_a_caption_that_is_a_pipe_is_said_to_be_no_file(tmp_path):
 def test_a_damaged_hugging_face_dataset_is_an_error_that_names_it(tmp_path, state):
     pytest.importorskip("datasets")
     write(tmp_path, {"state.json": state, "dataset_info.json": "{}"})
-    source = open_source(Dataset(id="set", instance_data_dir=tmp_path))
+    source = open_source(DatasetSettings(id="set", instance_data_dir=tmp_path))
     with pytest.raises(SourceError, match="cannot be loaded as a Hugging Face dataset"):
-        source.listing()
+        source.list_items()
 
 
 def test_sidecars_may_have_another_ending_or_keep_the_pictures(tmp_path):
@@ -212,7 +212,7 @@ def test_a_caption_in_a_table_that_is_not_utf8_or_not_text_sets_only_its_own_sam
     )
     found = listing(tmp_path)
     assert [item.key for item in found.items] == ["c"]
-    assert dict(found.left) == {"a.jpg": "caption is not UTF-8", "b.jpg": "caption is not text but int"}
+    assert dict(found.skipped) == {"a.jpg": "caption is not UTF-8", "b.jpg": "caption is not text but int"}
 
 
 @pytest.mark.parametrize(
@@ -278,13 +278,13 @@ def test_listing_ten_thousand_files_takes_no_time(tmp_path):
 
 def test_what_a_folder_is_can_be_seen(tmp_path):
     write(tmp_path, {"pics/a.jpg": JPEG, "shards/0.tar": b"x", "hf/state.json": "{}", "hf/dataset_info.json": "{}"})
-    found = [format_of(tmp_path / name) for name in ("pics", "shards", "shards/0.tar", "hf")]
+    found = [detect_source_format(tmp_path / name) for name in ("pics", "shards", "shards/0.tar", "hf")]
     assert found == ["folder", "webdataset", "webdataset", "huggingface"]
 
 
 def test_a_folder_that_is_not_there_is_an_error_that_names_the_setting(tmp_path):
     with pytest.raises(SourceError, match=r"datasets\[cats\]\.instance_data_dir: .* does not exist"):
-        open_source(Dataset(id="cats", instance_data_dir=tmp_path / "no"))
+        open_source(DatasetSettings(id="cats", instance_data_dir=tmp_path / "no"))
 
 
 def test_of_two_caption_files_for_one_picture_the_one_not_used_is_told(tmp_path):

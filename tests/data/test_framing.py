@@ -8,13 +8,13 @@ import torch
 from PIL import Image
 
 from supertuner.arena.home import Home
-from supertuner.config.settings.data import Augment, Dataset
-from supertuner.core.events import Silence
-from supertuner.core.host import Host
-from supertuner.data.batching.framing import framing_of
-from supertuner.data.batching.render import render
-from supertuner.data.corpus import Corpus, corpus_of
-from supertuner.data.staging.stage import Stager
+from supertuner.config.settings.data import AugmentSettings, DatasetSettings
+from supertuner.core.events import NullSink
+from supertuner.core.host import HostFacts
+from supertuner.data.batching.framing import framing_for_sample
+from supertuner.data.batching.render import render_sample
+from supertuner.data.corpus import Corpus, build_corpus
+from supertuner.data.staging.stage import DatasetStager
 
 SIZES = ((200, 80), (80, 200), (128, 128), (40, 90))
 """Width and height. The pixel in column x and row y is (x, y, 0)."""
@@ -27,7 +27,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
         column, row = np.meshgrid(np.arange(width), np.arange(height))
         picture = np.stack([column, row, np.zeros_like(row)], axis=-1).astype(np.uint8)
         Image.fromarray(picture).save(folder / f"{number}.png")
-    settings = Dataset(
+    settings = DatasetSettings(
         id="a",
         instance_data_dir=folder,
         resolution=64,
@@ -35,32 +35,32 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
         max_aspect_ratio=1.0,
         crop="random",
         resize_filter="bilinear",
-        augment=Augment(flip=0.5),
+        augment=AugmentSettings(flip=0.5),
     )
-    stager = Stager(Home(tmp_path_factory.mktemp("arenas")), Host(), Silence(), Silence())
-    return corpus_of([(settings, stager.open(settings)[1])], seed=5, batch_size=1)
+    stager = DatasetStager(Home(tmp_path_factory.mktemp("arenas")), HostFacts(), NullSink(), NullSink())
+    return build_corpus([(settings, stager.open(settings)[1])], seed=5, batch_size=1)
 
 
 @pytest.mark.parametrize("turn", range(6))
 @pytest.mark.parametrize("sample", range(len(SIZES)))
 def test_what_was_cut_off_is_where_the_first_pixel_came_from(corpus: Corpus, sample: int, turn: int) -> None:
-    (part,), bucket = corpus.parts, corpus.order.groups[0].bucket
+    (part,), bucket = corpus.datasets, corpus.order.groups[0].bucket
     width, height = SIZES[sample]
     row = torch.empty(bucket.shape, dtype=torch.uint8)
-    render(corpus.seed, part, sample, turn, bucket, row)
-    framing = framing_of(corpus.seed, part, sample, turn, bucket)
-    assert (framing.file_width, framing.file_height) == (width, height)
-    assert (framing.width, framing.height) == (bucket.width, bucket.height) == (64, 64)
+    render_sample(corpus.seed, part, sample, turn, bucket, row)
+    framing = framing_for_sample(corpus.seed, part, sample, turn, bucket)
+    assert (framing.original_width, framing.original_height) == (width, height)
+    assert (framing.target_width, framing.target_height) == (bucket.width, bucket.height) == (64, 64)
     pixels_per_pixel = min(width, height) / 64
     columns, rows = row[0].float().mean(0), row[1].float().mean(1)
     flipped = bool(columns[0] > columns[-1])
     left = width - 1 - columns[0] if flipped else columns[0]
-    assert abs(framing.left - left / pixels_per_pixel) <= 1.5
-    assert abs(framing.top - rows[0] / pixels_per_pixel) <= 1.5
+    assert abs(framing.crop_left - left / pixels_per_pixel) <= 1.5
+    assert abs(framing.crop_top - rows[0] / pixels_per_pixel) <= 1.5
 
 
 def test_the_turns_here_show_both_ways_round_and_several_crops(corpus: Corpus) -> None:
-    (part,), bucket = corpus.parts, corpus.order.groups[0].bucket
-    lefts = {framing_of(corpus.seed, part, 0, turn, bucket).left for turn in range(6)}
-    tops = {framing_of(corpus.seed, part, 1, turn, bucket).top for turn in range(6)}
+    (part,), bucket = corpus.datasets, corpus.order.groups[0].bucket
+    lefts = {framing_for_sample(corpus.seed, part, 0, turn, bucket).crop_left for turn in range(6)}
+    tops = {framing_for_sample(corpus.seed, part, 1, turn, bucket).crop_top for turn in range(6)}
     assert len(lefts) > 3 and len(tops) > 3

@@ -10,20 +10,20 @@ import torch
 from PIL import Image
 
 from supertuner.arena.home import Home
-from supertuner.config.settings.data import Augment, Dataset
-from supertuner.core.errors import BrokenMedia, SourceError
-from supertuner.core.events import Event, Silence, Warned
-from supertuner.core.host import Host
-from supertuner.data.batching.masks import Masks, masks_of
-from supertuner.data.batching.render import render
-from supertuner.data.corpus import Corpus, Part, corpus_of
-from supertuner.data.sample_weights import weights_of
-from supertuner.data.staging.stage import Stager
+from supertuner.config.settings.data import AugmentSettings, DatasetSettings
+from supertuner.core.errors import BrokenMediaError, SourceError
+from supertuner.core.events import Event, NullSink, WarningEvent
+from supertuner.core.host import HostFacts
+from supertuner.data.batching.masks import LossMasks, find_loss_masks
+from supertuner.data.batching.render import render_sample
+from supertuner.data.corpus import Corpus, CorpusDataset, build_corpus
+from supertuner.data.sample_weights import load_sample_weights
+from supertuner.data.staging.stage import DatasetStager
 
 SIZES = ((96, 48), (48, 96), (64, 64))
 
 
-class Heard(Silence):
+class EventRecorder(NullSink):
     def __init__(self) -> None:
         self.events: list[Event] = []
 
@@ -46,7 +46,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def corpus_with(pictures: Path, arenas: Path, **changed: object) -> Corpus:
-    settings = Dataset.model_validate(
+    settings = DatasetSettings.model_validate(
         {
             "id": "a",
             "instance_data_dir": pictures,
@@ -55,16 +55,16 @@ def corpus_with(pictures: Path, arenas: Path, **changed: object) -> Corpus:
             "max_aspect_ratio": 1.0,
             "crop": "random",
             "resize_filter": "area",
-            "augment": Augment(flip=0.5),
+            "augment": AugmentSettings(flip=0.5),
             **changed,
         }
     )
-    stager = Stager(Home(arenas / "arenas"), Host(), Silence(), Silence())
-    return corpus_of([(settings, stager.open(settings)[1])], seed=5, batch_size=1)
+    stager = DatasetStager(Home(arenas / "arenas"), HostFacts(), NullSink(), NullSink())
+    return build_corpus([(settings, stager.open(settings)[1])], seed=5, batch_size=1)
 
 
-def found(part: Part, heard: Heard | None = None) -> Masks:
-    masks = masks_of(part, heard or Heard())
+def find_masks(part: CorpusDataset, sink: EventRecorder | None = None) -> LossMasks:
+    masks = find_loss_masks(part, sink or EventRecorder())
     assert masks is not None
     return masks
 
@@ -74,36 +74,36 @@ def found(part: Part, heard: Heard | None = None) -> Masks:
 def test_a_mask_that_is_the_picture_stays_the_picture(pictures: Path, tmp_path: Path, sample: int, turn: int) -> None:
     """Whatever is cropped and mirrored: the grey of each place is what the place counts."""
     corpus = corpus_with(pictures, tmp_path, mask_dir=pictures)
-    (part,), bucket = corpus.parts, corpus.order.groups[0].bucket
+    (part,), bucket = corpus.datasets, corpus.order.groups[0].bucket
     row = torch.empty(bucket.shape, dtype=torch.uint8)
-    render(corpus.seed, part, sample, turn, bucket, row)
-    drawn = found(part).draw(corpus.seed, part, sample, turn, bucket)
+    render_sample(corpus.seed, part, sample, turn, bucket, row)
+    drawn = find_masks(part).load_mask(corpus.seed, part, sample, turn, bucket)
     torch.testing.assert_close(drawn, row[0] / 255, atol=1e-6, rtol=0)
 
 
 def test_black_places_count_the_floor_and_a_sample_without_a_mask_counts_whole(pictures: Path, tmp_path: Path) -> None:
-    masks, heard = tmp_path / "masks", Heard()
+    masks, heard = tmp_path / "masks", EventRecorder()
     (masks / "in").mkdir(parents=True)
     Image.new("L", (24, 12), 0).save(masks / "in" / "0.webp", lossless=True)
     corpus = corpus_with(pictures, tmp_path, mask_dir=masks, mask_floor=0.25)
-    (part,), bucket = corpus.parts, corpus.order.groups[0].bucket
-    drawn = [found(part, heard).draw(5, part, sample, 0, bucket) for sample in range(2)]
+    (part,), bucket = corpus.datasets, corpus.order.groups[0].bucket
+    drawn = [find_masks(part, heard).load_mask(5, part, sample, 0, bucket) for sample in range(2)]
     assert drawn[0].unique().tolist() == [0.25] and drawn[1].unique().tolist() == [1.0]
     told = heard.events[0]
-    assert isinstance(told, Warned) and "2 of 3 samples have no mask" in told.message and "in/1" in told.message
+    assert isinstance(told, WarningEvent) and "2 of 3 samples have no mask" in told.message and "in/1" in told.message
 
 
 def test_a_folder_in_which_no_mask_fits_is_refused(pictures: Path, tmp_path: Path) -> None:
     grey(tmp_path / "masks" / "0.png", (8, 8), 1)
-    (part,) = corpus_with(pictures, tmp_path, mask_dir=tmp_path / "masks").parts
+    (part,) = corpus_with(pictures, tmp_path, mask_dir=tmp_path / "masks").datasets
     with pytest.raises(SourceError, match=r"none of the 1 pictures .* named like a sample, such as 'in/0'"):
-        masks_of(part, Heard())
+        find_loss_masks(part, EventRecorder())
 
 
 def test_a_folder_of_masks_that_is_not_there_is_refused(pictures: Path, tmp_path: Path) -> None:
-    (part,) = corpus_with(pictures, tmp_path, mask_dir=tmp_path / "nowhere").parts
+    (part,) = corpus_with(pictures, tmp_path, mask_dir=tmp_path / "nowhere").datasets
     with pytest.raises(SourceError, match="nowhere is not a folder"):
-        masks_of(part, Heard())
+        find_loss_masks(part, EventRecorder())
 
 
 BROKEN = {
@@ -118,47 +118,47 @@ def test_a_mask_of_another_shape_or_of_no_picture_is_refused_before_the_run(
     pictures: Path, tmp_path: Path, says: str
 ) -> None:
     grey(tmp_path / "masks" / "in" / "0.png", (96, 48), 1)
-    (part,) = corpus_with(pictures, tmp_path, mask_dir=tmp_path / "masks").parts
+    (part,) = corpus_with(pictures, tmp_path, mask_dir=tmp_path / "masks").datasets
     BROKEN[says](tmp_path / "masks" / "in" / "0.png")
     with pytest.raises(SourceError, match=rf"datasets\[a\]\.mask_dir: .*{says}.*; mend it, or remove it"):
-        masks_of(part, Heard())
+        find_loss_masks(part, EventRecorder())
 
 
 def test_a_mask_that_breaks_during_the_run_names_its_file(pictures: Path, tmp_path: Path) -> None:
     file = tmp_path / "masks" / "in" / "0.png"
     grey(file, (96, 48), 1)
     corpus = corpus_with(pictures, tmp_path, mask_dir=tmp_path / "masks")
-    (part,), bucket = corpus.parts, corpus.order.groups[0].bucket
-    masks = found(part)
+    (part,), bucket = corpus.datasets, corpus.order.groups[0].bucket
+    masks = find_masks(part)
     grey(file, (48, 48), 1)
-    with pytest.raises(BrokenMedia, match=r"in/0\.png: is 48 × 48 and its sample 96 × 48"):
-        masks.draw(5, part, 0, 0, bucket)
+    with pytest.raises(BrokenMediaError, match=r"in/0\.png: is 48 × 48 and its sample 96 × 48"):
+        masks.load_mask(5, part, 0, 0, bucket)
     file.write_bytes(b"no picture")
-    with pytest.raises(BrokenMedia, match=r"in/0\.png"):
-        masks.draw(5, part, 0, 0, bucket)
+    with pytest.raises(BrokenMediaError, match=r"in/0\.png"):
+        masks.load_mask(5, part, 0, 0, bucket)
 
 
 def test_masks_without_a_sample_are_told(pictures: Path, tmp_path: Path) -> None:
-    heard = Heard()
+    heard = EventRecorder()
     grey(tmp_path / "masks" / "in" / "0.png", (96, 48), 1)
     grey(tmp_path / "masks" / "in" / "typo.png", (96, 48), 1)
-    (part,) = corpus_with(pictures, tmp_path, mask_dir=tmp_path / "masks").parts
-    found(part, heard)
-    told = [event.message for event in heard.events if isinstance(event, Warned)]
+    (part,) = corpus_with(pictures, tmp_path, mask_dir=tmp_path / "masks").datasets
+    find_masks(part, heard)
+    told = [event.message for event in heard.events if isinstance(event, WarningEvent)]
     assert any("1 of 2 masks have no sample and are not used" in message and "in/typo" in message for message in told)
 
 
 def test_samples_count_what_their_file_says_times_what_their_dataset_does(pictures: Path, tmp_path: Path) -> None:
     file = tmp_path / "weights.csv"
     file.write_text("file_name,weight\nin/0.png,0.5\nin/2.png,3\nin/9.png,7\n")
-    (part,) = corpus_with(pictures, tmp_path, loss_weights_file=file, loss_weight=2.0).parts
-    weights = weights_of(part)
+    (part,) = corpus_with(pictures, tmp_path, loss_weights_file=file, loss_weight=2.0).datasets
+    weights = load_sample_weights(part)
     assert weights is not None and weights.tolist() == [1.0, 2.0, 6.0]
 
 
 def test_without_anything_said_there_are_no_weights(pictures: Path, tmp_path: Path) -> None:
-    assert weights_of(corpus_with(pictures, tmp_path).parts[0]) is None
-    same = weights_of(corpus_with(pictures, tmp_path, loss_weight=0.5).parts[0])
+    assert load_sample_weights(corpus_with(pictures, tmp_path).datasets[0]) is None
+    same = load_sample_weights(corpus_with(pictures, tmp_path, loss_weight=0.5).datasets[0])
     assert same is not None and same.tolist() == [0.5] * 3
 
 
@@ -179,6 +179,6 @@ def test_without_anything_said_there_are_no_weights(pictures: Path, tmp_path: Pa
 def test_weights_that_cannot_be_meant_are_refused(pictures: Path, tmp_path: Path, text: str, says: str) -> None:
     file = tmp_path / "weights.csv"
     file.write_text(text)
-    (part,) = corpus_with(pictures, tmp_path, loss_weights_file=file).parts
+    (part,) = corpus_with(pictures, tmp_path, loss_weights_file=file).datasets
     with pytest.raises(SourceError, match=rf"datasets\[a\]\.loss_weights_file: .*{says}"):
-        weights_of(part)
+        load_sample_weights(part)

@@ -17,21 +17,21 @@ from hypothesis import strategies as st
 from supertuner.core.errors import SourceError
 from supertuner.core.types import MediaKind
 from supertuner.data.ordering.buckets import Bucket
-from supertuner.data.ordering.layout import locate
-from supertuner.data.ordering.order import Group, Order, rate_of
-from supertuner.data.ordering.windows import micro_batches, share
+from supertuner.data.ordering.layout import locate_positions
+from supertuner.data.ordering.order import BucketGroup, SampleOrder, draws_per_epoch
+from supertuner.data.ordering.windows import micro_batches, shard_window
 
 
-def group(dataset: int, size: int, width: int = 64, rate: Fraction = Fraction(1)) -> Group:
+def group(dataset: int, size: int, width: int = 64, rate: Fraction = Fraction(1)) -> BucketGroup:
     bucket = Bucket(MediaKind.IMAGE, width, 64, 1, channels=3)
-    return Group(dataset, f"set{dataset}", bucket, np.arange(size, dtype=np.uint32) + 1000 * width, rate)
+    return BucketGroup(dataset, f"set{dataset}", bucket, np.arange(size, dtype=np.uint32) + 1000 * width, rate)
 
 
 RATES = st.sampled_from([Fraction(1), Fraction(2), Fraction(1, 2), Fraction(3, 7), Fraction(13, 4)])
 
 
 @st.composite
-def orders(draw: st.DrawFn, drop_last: bool | None = None) -> Order:
+def orders(draw: st.DrawFn, drop_last: bool | None = None) -> SampleOrder:
     count = draw(st.integers(1, 6))
     rates = [draw(RATES) for _ in range(3)]
     groups = [
@@ -39,14 +39,14 @@ def orders(draw: st.DrawFn, drop_last: bool | None = None) -> Order:
         for number in range(count)
     ]
     drop = draw(st.booleans()) if drop_last is None else drop_last
-    batch = draw(st.integers(1, min(7, max(len(g.members) for g in groups))) if drop else st.integers(1, 7))
+    batch = draw(st.integers(1, min(7, max(len(g.sample_indices) for g in groups))) if drop else st.integers(1, 7))
     try:
-        return Order(groups, seed=draw(st.integers(0, 2**40)), batch_size=batch, drop_last=drop)
+        return SampleOrder(groups, seed=draw(st.integers(0, 2**40)), batch_size=batch, drop_last=drop)
     except SourceError:  # a rate below one can leave no full batch
-        return Order(groups, seed=0, batch_size=1, drop_last=drop)
+        return SampleOrder(groups, seed=0, batch_size=1, drop_last=drop)
 
 
-def listed(order: Order, begin: int, end: int) -> list[tuple[int, ...]]:
+def listed(order: SampleOrder, begin: int, end: int) -> list[tuple[int, ...]]:
     draws = order.slice(begin, end)
     columns = (draws.position, draws.epoch, draws.group, draws.sample, draws.cycle)
     return list(zip(*(column.tolist() for column in columns), strict=True))
@@ -83,7 +83,7 @@ def test_any_slice_is_that_part_of_the_whole_and_each_position_is_computed_alone
 def test_from_position_to_draw_and_back(order, epoch):
     layout = order.layout(epoch)
     positions = np.arange(layout.length)
-    assert layout.where(*locate([(layout, positions)])).tolist() == positions.tolist()
+    assert layout.where(*locate_positions([(layout, positions)])).tolist() == positions.tolist()
     assert layout.length == order.epoch_length(epoch)
 
 
@@ -108,26 +108,26 @@ def test_with_drop_last_every_batch_is_full(order):
 
 
 def test_without_drop_last_only_the_last_batch_of_a_bucket_is_short():
-    order = Order([group(0, 10), group(0, 7, 128), group(1, 3)], seed=5, batch_size=4)
+    order = SampleOrder([group(0, 10), group(0, 7, 128), group(1, 3)], seed=5, batch_size=4)
     sizes = Counter(len(batch) for batch in order.batches(0, order.epoch_length(0)))
     assert sizes == {4: 3, 2: 1, 3: 2}  # 10 = 4 + 4 + 2, 7 = 4 + 3, 3
 
 
 def test_with_drop_last_the_ones_left_out_change_from_epoch_to_epoch():
-    order = Order([group(0, 10)], seed=1, batch_size=4, drop_last=True)
+    order = SampleOrder([group(0, 10)], seed=1, batch_size=4, drop_last=True)
     seen = {row[3] for row in listed(order, 0, order.epoch_begin(12))}
     assert order.epoch_length(0) == 8 and len(seen) == 10
 
 
 def test_buckets_that_drop_last_leaves_out_for_good_are_known():
-    order = Order([group(0, 10), group(0, 3, 128)], seed=1, batch_size=4, drop_last=True)
-    assert [len(g.members) for g in order.never_drawn()] == [3]
-    assert Order([group(0, 10), group(0, 3, 128)], seed=1, batch_size=4).never_drawn() == []
+    order = SampleOrder([group(0, 10), group(0, 3, 128)], seed=1, batch_size=4, drop_last=True)
+    assert [len(g.sample_indices) for g in order.never_drawn()] == [3]
+    assert SampleOrder([group(0, 10), group(0, 3, 128)], seed=1, batch_size=4).never_drawn() == []
 
 
 def test_the_order_does_not_depend_on_the_order_in_which_datasets_are_listed():
     sets = [group(0, 9), group(1, 12, 128), group(2, 5)]
-    one, other = (Order(listing, seed=3, batch_size=2) for listing in (sets, sets[::-1]))
+    one, other = (SampleOrder(listing, seed=3, batch_size=2) for listing in (sets, sets[::-1]))
     assert listed(one, 0, 200) == listed(other, 0, 200)
 
 
@@ -139,7 +139,7 @@ def test_another_process_computes_the_same_order():
         "order = Order([group(0, 9), group(1, 12, 128, rate_of(2, 0.3))], seed=3, batch_size=2)\n"
         "print(listed(order, 0, 100))"
     )
-    order = Order([group(0, 9), group(1, 12, 128, rate_of(2, 0.3))], seed=3, batch_size=2)
+    order = SampleOrder([group(0, 9), group(1, 12, 128, draws_per_epoch(2, 0.3))], seed=3, batch_size=2)
     for salt in ("1", "2"):
         environment = {**os.environ, "PYTHONHASHSEED": salt}
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
@@ -147,14 +147,14 @@ def test_another_process_computes_the_same_order():
 
 
 def test_another_seed_another_order_and_another_epoch_another_order():
-    one, other = (Order([group(0, 50)], seed=seed, batch_size=1) for seed in (1, 2))
+    one, other = (SampleOrder([group(0, 50)], seed=seed, batch_size=1) for seed in (1, 2))
     first, second = ([row[3] for row in listed(one, 50 * e, 50 * e + 50)] for e in (0, 1))
     assert first != second and sorted(first) == sorted(second)
     assert first != [row[3] for row in listed(other, 0, 50)]
 
 
 def test_every_sample_is_equally_likely_at_every_place_of_an_epoch():
-    order = Order([group(0, 5), group(0, 4, 128)], seed=11, batch_size=2)
+    order = SampleOrder([group(0, 5), group(0, 4, 128)], seed=11, batch_size=2)
     epochs = 1000
     rows = np.array(listed(order, 0, 9 * epochs))
     table = np.zeros((9, 9))
@@ -165,24 +165,24 @@ def test_every_sample_is_equally_likely_at_every_place_of_an_epoch():
 
 
 def test_a_tenth_is_a_tenth_and_fractions_of_many_small_buckets_do_not_fall_into_one_epoch():
-    assert rate_of(3, 0.1) == Fraction(3, 10)
-    order = Order([group(0, 1, 64 * n, rate_of(1, 0.5)) for n in range(1, 201)], seed=0, batch_size=1)
+    assert draws_per_epoch(3, 0.1) == Fraction(3, 10)
+    order = SampleOrder([group(0, 1, 64 * n, draws_per_epoch(1, 0.5)) for n in range(1, 201)], seed=0, batch_size=1)
     lengths = [order.epoch_length(epoch) for epoch in range(4)]
     assert lengths[0] + lengths[1] == 200 and all(70 < length < 130 for length in lengths)
 
 
 def test_nothing_to_draw_is_said_at_once():
     with pytest.raises(SourceError, match="drop_last"):
-        Order([group(0, 3)], seed=0, batch_size=4, drop_last=True)
+        SampleOrder([group(0, 3)], seed=0, batch_size=4, drop_last=True)
     with pytest.raises(SourceError, match="set aside"):
-        Order([], seed=0, batch_size=4)
+        SampleOrder([], seed=0, batch_size=4)
 
 
 def test_a_position_among_ten_million_samples_is_found_within_a_tenth_of_a_second():
-    groups = [group(d, 50_000, 64 * w, rate_of(1, 0.3)) for d in range(4) for w in range(1, 51)]
+    groups = [group(d, 50_000, 64 * w, draws_per_epoch(1, 0.3)) for d in range(4) for w in range(1, 51)]
     begin = time.process_time()
-    order = Order(groups, seed=1, batch_size=4)
-    draw = order.at(123_456_789)
+    order = SampleOrder(groups, seed=1, batch_size=4)
+    draw = order.draw_at(123_456_789)
     assert time.process_time() - begin < 0.1
     assert draw.epoch == order.epoch_at(123_456_789) and draw.position == 123_456_789
 
@@ -202,6 +202,6 @@ def test_micro_batches_cover_a_window_exactly_once_with_one_bucket_each(order, b
 @given(st.integers(0, 10**9), st.integers(0, 500), st.integers(1, 40))
 def test_shares_of_all_ranks_are_the_window_and_differ_by_one_at_most(begin, length, ranks):
     window = range(begin, begin + length)
-    shares = [share(window, rank, ranks) for rank in range(ranks)]
+    shares = [shard_window(window, rank, ranks) for rank in range(ranks)]
     assert [p for part in shares for p in part] == list(window)
     assert max(map(len, shares)) - min(map(len, shares)) <= 1

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
-from supertuner.core.errors import BrokenMedia
+from supertuner.core.errors import BrokenMediaError
 from supertuner.core.types import MediaKind
 from supertuner.data.probe import probe
-from supertuner.data.probe.exif import orientation
+from supertuner.data.probe.exif import exif_orientation
 from supertuner.data.probe.facts import MAX_PIXELS
 from tests.data.media_files import picture, png_claiming, sound, video
 
@@ -49,7 +49,7 @@ def test_other_ways_to_save_a_picture_are_understood(format, save):
 def test_every_truncation_is_found(format):
     content = picture(format, (24, 16), orientation=6)
     for length in range(len(content) - 1):
-        with pytest.raises(BrokenMedia):
+        with pytest.raises(BrokenMediaError):
             image_facts(content[:length])
 
 
@@ -64,13 +64,13 @@ def test_a_thumbnail_does_not_hide_that_the_picture_around_it_is_truncated():
     thumbnail = picture("jpeg", (16, 16))
     content = picture("jpeg", (200, 200), exif=exif.tobytes() + thumbnail)
     assert image_facts(content).width == 200
-    with pytest.raises(BrokenMedia, match="without its end marker"):
+    with pytest.raises(BrokenMediaError, match="without its end marker"):
         image_facts(content[: len(content) // 2])
 
 
 @pytest.mark.parametrize("size", [(50_000, 50_000), (MAX_PIXELS + 1, 1), (0, 10)])
 def test_a_picture_that_would_fill_memory_or_has_no_size_is_refused_by_its_header(size):
-    with pytest.raises(BrokenMedia, match="pixels"):
+    with pytest.raises(BrokenMediaError, match="pixels"):
         image_facts(png_claiming(*size))
 
 
@@ -79,12 +79,12 @@ def test_a_picture_that_would_fill_memory_or_has_no_size_is_refused_by_its_heade
     [(b"just some text", "nobody here knows"), (b"GIF89a" + bytes(50), "really gif"), (b"<html>" + bytes(50), "html")],
 )
 def test_a_file_of_another_type_is_named(content, says):
-    with pytest.raises(BrokenMedia, match=says):
+    with pytest.raises(BrokenMediaError, match=says):
         image_facts(content)
 
 
 def test_a_video_is_not_a_picture():
-    with pytest.raises(BrokenMedia, match="really mp4"):
+    with pytest.raises(BrokenMediaError, match="really mp4"):
         image_facts(video())
 
 
@@ -104,7 +104,7 @@ def test_a_turned_video_is_as_wide_as_it_is_displayed():
 @pytest.mark.parametrize("share", [0.02, 0.5, 0.95, 0.999])
 def test_a_truncated_video_is_found(format, share):
     content = video(format, 24)
-    with pytest.raises(BrokenMedia):
+    with pytest.raises(BrokenMediaError):
         probe(memoryview(content)[: int(len(content) * share)], MediaKind.VIDEO)
 
 
@@ -114,7 +114,7 @@ def test_sound_facts_and_truncation(format):
     facts = probe(memoryview(content), MediaKind.AUDIO)
     assert (facts.sample_rate, facts.channels) == (16_000, 2)
     assert facts.seconds == pytest.approx(0.5, rel=0.01)
-    with pytest.raises(BrokenMedia):
+    with pytest.raises(BrokenMediaError):
         probe(memoryview(content)[: len(content) // 2], MediaKind.AUDIO)
 
 
@@ -126,19 +126,19 @@ def test_a_damaged_picture_gives_facts_or_a_reason_and_never_another_error(forma
         content[data.draw(st.integers(0, min(len(content) - 1, 400)))] = data.draw(st.integers(0, 255))
     try:
         image_facts(bytes(content))
-    except BrokenMedia as error:
+    except BrokenMediaError as error:
         assert str(error)
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=200), st.sampled_from([b"II*\0", b"MM\0*", b""]))
 def test_any_exif_block_has_an_orientation_from_one_to_eight(content, mark):
-    assert 1 <= orientation(mark + content) <= 8
+    assert 1 <= exif_orientation(mark + content) <= 8
 
 
 def test_a_header_of_endless_segments_is_given_up_quickly():
     content = b"\xff\xd8" + b"\xff\xe0\x00\x02" * 5_000_000
     began = time.process_time()
-    with pytest.raises(BrokenMedia, match="segments"):
+    with pytest.raises(BrokenMediaError, match="segments"):
         image_facts(content)
     assert time.process_time() - began < 1

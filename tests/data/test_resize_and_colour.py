@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from supertuner.data.batching.augment import Change, apply_colour, colour_map
-from supertuner.data.batching.resize import crop_box, resized
+from supertuner.data.batching.augment import AugmentationParams, apply_colour_map, colour_map
+from supertuner.data.batching.resize import crop_and_resize, crop_box
 
 SIDE = st.integers(1, 5000)
 SHARE = st.floats(0, 1)
@@ -38,7 +38,7 @@ def test_a_crop_moves_from_edge_to_edge():
 def test_resizing_agrees_with_pillow_whose_filters_are_antialiased(by, size):
     rng = np.random.default_rng(0)
     picture = np.array(Image.fromarray(rng.integers(0, 255, (30, 40, 3), dtype=np.uint8)).resize((240, 180)))
-    got = resized(picture, crop_box(240, 180, *size, 0.3, 0.6), *size, by)
+    got = crop_and_resize(picture, crop_box(240, 180, *size, 0.3, 0.6), *size, by)
     box = crop_box(240, 180, *size, 0.3, 0.6)
     filters = {"area": Image.Resampling.BOX} | {f.name.lower(): f for f in Image.Resampling}
     part = Image.fromarray(picture).crop((box.left, box.top, box.left + box.width, box.top + box.height))
@@ -49,14 +49,16 @@ def test_resizing_agrees_with_pillow_whose_filters_are_antialiased(by, size):
 
 def test_a_picture_of_the_right_size_is_not_touched():
     picture = np.random.default_rng(1).integers(0, 255, (48, 64, 3), dtype=np.uint8)
-    assert np.array_equal(resized(picture, crop_box(64, 48, 64, 48, 0, 0), 64, 48, "lanczos").permute(1, 2, 0), picture)
+    assert np.array_equal(
+        crop_and_resize(picture, crop_box(64, 48, 64, 48, 0, 0), 64, 48, "lanczos").permute(1, 2, 0), picture
+    )
 
 
 def coloured(rgb: tuple[int, int, int], **change: float) -> list[int]:
     pixels = torch.tensor(rgb, dtype=torch.uint8).reshape(3, 1, 1).repeat(1, 2, 2)
-    colours = colour_map(Change(**change))
+    colours = colour_map(AugmentationParams(**change))
     assert colours is not None
-    apply_colour(pixels, colours)
+    apply_colour_map(pixels, colours)
     assert (pixels == pixels[:, :1, :1]).all()
     return pixels[:, 0, 0].tolist()
 
@@ -76,4 +78,4 @@ def test_a_third_of_a_turn_of_hue_brings_red_towards_another_primary_and_a_full_
 
 
 def test_nothing_to_change_is_nothing_to_compute():
-    assert colour_map(Change(flip=True, across=0.1)) is None
+    assert colour_map(AugmentationParams(flip=True, crop_x=0.1)) is None

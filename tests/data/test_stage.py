@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from supertuner.arena.home import Home
-from supertuner.core.errors import ArenaDamaged, SourceError, StageError, TooManyBroken
+from supertuner.core.errors import ArenaDamagedError, SourceError, StageError, TooManyBrokenFilesError
 from supertuner.core.types import MediaKind
 from supertuner.data.staged import StagedDataset
 from tests.data.media_files import picture, png_claiming, sound, tar, video, write
-from tests.data.staging import Told, contents, dataset, names, stager
+from tests.data.staging import RecordingSink, contents, dataset, names, stager
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_rows_of_a_hugging_face_dataset_open_files_inside_of_its_folder_only(tmp
     rows = {"image": [{"bytes": None, "path": path} for path in paths], "text": list("abcd")}
     write(tmp_path, {"out.jpg": picture()})
     write(saved(tmp_path / "hf", rows, forge=True), {"in.jpg": picture(seed=1)})
-    told = Told()
+    told = RecordingSink()
     result = stager(home, told).stage(dataset(tmp_path / "hf", max_broken_share=1))
     assert contents(home, result.arena) == {"0": (picture(seed=1), ("a",))}
     reasons = told.set_aside()
@@ -110,7 +110,7 @@ def test_rows_of_a_hugging_face_dataset_open_files_inside_of_its_folder_only(tmp
 def test_restaging_an_unchanged_dataset_is_instant_and_says_so(tmp_path, home):
     folder = write(tmp_path / "set", pictures(50, **{"bad.jpg": b"xx"}))
     first = stager(home).stage(dataset(folder))
-    told = Told()
+    told = RecordingSink()
     began = time.process_time()
     again = stager(home, told).stage(dataset(folder, resolution=512, repeats=3))
     assert time.process_time() - began < 0.5
@@ -122,7 +122,7 @@ def test_restaging_an_unchanged_dataset_is_instant_and_says_so(tmp_path, home):
 def test_all_older_versions_are_one_warning_with_a_command_that_removes_them(tmp_path, home):
     folder = write(tmp_path / "set", pictures(3))
     old = [stager(home).stage(dataset(folder, limit=limit)).arena for limit in (1, 2)]
-    told = Told()
+    told = RecordingSink()
     stager(home, told).stage(dataset(folder))
     assert "2 older versions are still kept" in told.warnings()
     assert f"rm --home {home} {' '.join(sorted(old))}`" in told.warnings()
@@ -130,15 +130,15 @@ def test_all_older_versions_are_one_warning_with_a_command_that_removes_them(tmp
 
 def test_a_dataset_of_the_same_id_from_another_place_is_not_called_an_older_version(tmp_path, home):
     stager(home).stage(dataset(write(tmp_path / "theirs", pictures(3))))
-    told = Told()
-    assert stager(home, told).stage(dataset(write(tmp_path / "ours", pictures(2)))).older == ()
+    told = RecordingSink()
+    assert stager(home, told).stage(dataset(write(tmp_path / "ours", pictures(2)))).older_arenas == ()
     assert "arena rm" not in told.warnings()
 
 
 def test_a_limit_that_an_arena_already_there_exceeds_is_told(tmp_path, home):
     folder = write(tmp_path / "set", pictures(3))
     stager(home).stage(dataset(folder))
-    told = Told()
+    told = RecordingSink()
     assert stager(home, told).stage(dataset(folder, in_memory={"memory_limit_gb": 1e-6})).reused
     assert "memory_limit_gb allows 1.0 KiB, and the arena that is there already takes" in told.warnings()
 
@@ -160,7 +160,7 @@ def test_a_changed_dataset_gets_a_new_arena_and_the_old_one_is_reported_not_dele
     folder = write(tmp_path / "set", pictures(5))
     old = stager(home).stage(dataset(folder))
     settings = change(folder)
-    told = Told()
+    told = RecordingSink()
     new = stager(home, told).stage(dataset(folder, **settings))
     assert new.arena != old.arena and not new.reused
     assert {info.name for info in Home(home).ls()} == {old.arena, new.arena}
@@ -172,7 +172,7 @@ def test_the_number_of_threads_changes_nothing_that_can_be_read(tmp_path, home):
     folder = write(tmp_path / "set", pictures(200, **{"bad1.jpg": b"x", "bad2.jpg": b"", "z.png": picture("png")}))
     found = []
     for threads in (1, 7):
-        told = Told()
+        told = RecordingSink()
         result = stager(home, told).stage(dataset(folder, id=f"t{threads}", in_memory={"num_workers": threads}))
         with StagedDataset.open(Home(home), result.arena) as staged:
             facts = [staged.key(i) for i in range(len(staged))], staged.width.tolist(), staged.set_aside()
@@ -200,7 +200,7 @@ def broken_folder(folder):
 def test_broken_files_are_set_aside_with_reasons_and_never_touched(tmp_path, home):
     folder = broken_folder(tmp_path / "set")
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    told = Told()
+    told = RecordingSink()
     result = stager(home, told).stage(dataset(folder, max_broken_share=0.5))
     reasons = told.set_aside()
     assert reasons.keys() == BROKEN.keys()
@@ -210,7 +210,7 @@ def test_broken_files_are_set_aside_with_reasons_and_never_touched(tmp_path, hom
 
 def test_more_broken_files_than_allowed_is_an_error_with_the_list_and_the_setting(tmp_path, home):
     folder = broken_folder(tmp_path / "set")
-    with pytest.raises(TooManyBroken) as caught:
+    with pytest.raises(TooManyBrokenFilesError) as caught:
         stager(home).stage(dataset(folder), "datasets[0]")
     text = str(caught.value)
     assert "8 of 18 files are broken (44.4%, at most 5.0% are allowed)" in text and "text.jpg: wrong type" in text
@@ -221,11 +221,11 @@ def test_more_broken_files_than_allowed_is_an_error_with_the_list_and_the_settin
 
 def test_strict_lists_every_broken_file_even_of_a_reused_arena(tmp_path, home):
     folder = broken_folder(tmp_path / "set")
-    with pytest.raises(TooManyBroken) as caught:
+    with pytest.raises(TooManyBrokenFilesError) as caught:
         stager(home).stage(dataset(folder, strict=True))
     assert all(name in str(caught.value) for name in BROKEN) and names(home) == []
     stager(home).stage(dataset(folder, max_broken_share=1))
-    with pytest.raises(TooManyBroken, match="is strict and 8 files are broken"):
+    with pytest.raises(TooManyBrokenFilesError, match="is strict and 8 files are broken"):
         stager(home).stage(dataset(folder, strict=True))
 
 
@@ -243,7 +243,7 @@ def test_damage_inside_a_picture_is_found_only_by_decoding_it(tmp_path, home):
     content[middle : middle + 40] = bytes(40)
     folder = write(tmp_path / "set", pictures(30, **{"hurt.png": bytes(content)}))
     assert stager(home).stage(dataset(folder)).files == 31
-    told = Told()
+    told = RecordingSink()
     assert stager(home, told).stage(dataset(folder, check="decode")).files == 30
     assert "does not decode" in told.set_aside()["hurt.png"]
 
@@ -277,14 +277,14 @@ def test_a_file_that_changes_between_listing_and_reading_is_set_aside(tmp_path, 
         if title.startswith("staging"):
             change(folder / "007.jpg")
 
-    told = Told(when)
+    told = RecordingSink(when)
     result = stager(home, told).stage(dataset(folder))
     assert result.files == 29 and says in told.set_aside()["007.jpg"]
 
 
 def test_progress_knows_files_and_bytes_from_the_start(tmp_path, home):
     files = pictures(12)
-    told = Told()
+    told = RecordingSink()
     stager(home, told).stage(dataset(write(tmp_path / "set", files)))
     total = sum(len(content) for name, content in files.items() if name.endswith(".jpg"))
     assert ("staging set", 12, total) in told.phases
@@ -293,10 +293,10 @@ def test_progress_knows_files_and_bytes_from_the_start(tmp_path, home):
 def test_missing_captions_are_counted_and_empty_ones_are_not(tmp_path, home):
     files = pictures(6)
     del files["001.txt"], files["002.txt"]
-    told = Told()
+    told = RecordingSink()
     stager(home, told).stage(dataset(write(tmp_path / "set", files | {"003.txt": ""})))
     assert "2 of 6 samples have no caption" in told.warnings()
-    told = Told()
+    told = RecordingSink()
     stager(home, told).stage(dataset(tmp_path / "set", captions={"source": "none"}))
     assert "no caption" not in told.warnings()
 
@@ -326,7 +326,7 @@ def test_of_two_that_stage_the_same_one_works_and_the_other_waits_and_finds_it(t
             release.wait(20)
 
     def first():
-        results["first"] = stager(home, Told(when)).stage(dataset(folder))
+        results["first"] = stager(home, RecordingSink(when)).stage(dataset(folder))
 
     def waiting(title):
         if title.startswith("waiting"):
@@ -335,7 +335,7 @@ def test_of_two_that_stage_the_same_one_works_and_the_other_waits_and_finds_it(t
     thread = threading.Thread(target=first)
     thread.start()
     assert held.wait(20)
-    told = Told(waiting)
+    told = RecordingSink(waiting)
     results["second"] = stager(home, told).stage(dataset(folder))
     thread.join()
     assert not results["first"].reused and results["second"].reused
@@ -396,13 +396,13 @@ def test_staging_checks_every_byte_of_a_reused_arena_if_asked_to(tmp_path, home,
         file.seek(4096 + 100)
         file.write(bytes([byte ^ 4]))
     assert stager(home).stage(dataset(folder)).reused
-    with pytest.raises(ArenaDamaged, match=result.arena):
+    with pytest.raises(ArenaDamagedError, match=result.arena):
         dataclasses.replace(stager(home), verify=verify).stage(dataset(folder))
 
 
 def test_without_the_c_part_the_same_is_staged_and_the_price_is_told(tmp_path, home):
     folder = write(tmp_path / "set", pictures(150, **{"empty.jpg": b"", "bad.jpg": b"no picture"}))
-    told, told_in_python = Told(), Told()
+    told, told_in_python = RecordingSink(), RecordingSink()
     with_c = stager(home, told).stage(dataset(folder))
     in_python = dataclasses.replace(stager(tmp_path / "other", told_in_python), library=None).stage(dataset(folder))
     assert contents(home, with_c.arena) == contents(tmp_path / "other", in_python.arena)

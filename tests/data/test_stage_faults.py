@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from supertuner.core.errors import DoesNotFit
+from supertuner.core.errors import DoesNotFitError
 from tests.data.kills import kill_stagers
 from tests.data.media_files import picture, write
-from tests.data.staging import Told, dataset, names, stager
+from tests.data.staging import RecordingSink, dataset, names, stager
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -43,8 +43,8 @@ def small_tmpfs(tmp_path):
 
 def test_a_dataset_larger_than_its_tmpfs_is_refused_before_copying(tmp_path, small_tmpfs):
     folder = write(tmp_path / "set", pictures(300))
-    told = Told()
-    with pytest.raises(DoesNotFit, match=r"are free on the shared memory below the arena's home.*are missing"):
+    told = RecordingSink()
+    with pytest.raises(DoesNotFitError, match=r"are free on the shared memory below the arena's home.*are missing"):
         stager(small_tmpfs / "home", told).stage(dataset(folder))
     assert not any(title.startswith("staging") for title, _, _ in told.phases)
     assert names(small_tmpfs / "home") == []
@@ -59,8 +59,8 @@ def test_a_tmpfs_that_others_fill_meanwhile_stops_staging_with_what_is_missing_a
         if title.startswith("staging"):
             (small_tmpfs / "other").write_bytes(bytes(1_000_000))
 
-    with pytest.raises(DoesNotFit, match=r"No space left on device.*are missing"):
-        stager(small_tmpfs / "home", Told(when)).stage(dataset(folder))
+    with pytest.raises(DoesNotFitError, match=r"No space left on device.*are missing"):
+        stager(small_tmpfs / "home", RecordingSink(when)).stage(dataset(folder))
     assert names(small_tmpfs / "home") == []
     os.unlink(small_tmpfs / "other")
     assert stager(small_tmpfs / "home").stage(dataset(folder)).files == 200

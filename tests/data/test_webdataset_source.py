@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from supertuner.config.settings.data import Captions
+from supertuner.config.settings.data import CaptionSettings
 from supertuner.core.types import MediaKind
-from supertuner.data.sources.listing import Span
-from supertuner.data.sources.tar_index import members
+from supertuner.data.sources.listing import FileSpan
+from supertuner.data.sources.tar_index import iter_tar_members
 from supertuner.data.sources.webdataset import WebDatasetSource
 from supertuner.data.staging.reading import read_captions, read_span
 from tests.data.media_files import picture, tar
@@ -20,17 +20,17 @@ JPEG = picture("jpeg", (8, 8))
 
 
 def listing(path, limit=None, **captions):
-    return WebDatasetSource(path, MediaKind.IMAGE, Captions(**captions), limit).listing()
+    return WebDatasetSource(path, MediaKind.IMAGE, CaptionSettings(**captions), limit).list_items()
 
 
 def texts(path, **captions):
     found = listing(path, **captions)
-    return {i.key: read_captions(i, found.caption_syntax, "text", several=False) for i in found.items}
+    return {i.key: read_captions(i, found.caption_syntax, "text", one_per_line=False) for i in found.items}
 
 
 def indexed(path):
     with path.open("rb") as file:
-        return list(members(file.fileno()))
+        return list(iter_tar_members(file.fileno()))
 
 
 def test_samples_are_members_up_to_the_first_dot_with_their_bytes_and_captions(tmp_path):
@@ -85,7 +85,7 @@ def test_paths_links_and_devices_are_refused_one_by_one(tmp_path):
         archive.addfile(info, io.BytesIO(JPEG))
     found = listing(path)
     assert [item.key for item in found.items] == ["s/good"]
-    assert len(found.left) == 6 and all(left.reason for left in found.left)
+    assert len(found.skipped) == 6 and all(left.reason for left in found.skipped)
 
 
 def test_a_truncated_shard_keeps_its_whole_members_and_says_where_it_ends(tmp_path):
@@ -93,7 +93,7 @@ def test_a_truncated_shard_keeps_its_whole_members_and_says_where_it_ends(tmp_pa
     path.write_bytes(path.read_bytes()[:50_000])
     found = listing(path)
     assert [item.key for item in found.items] == ["s/a"]
-    assert [left.reason for left in found.left] == [
+    assert [left.reason for left in found.skipped] == [
         "the archive is truncated: it ends inside 'b.jpg'; nothing behind that is read"
     ]
 
@@ -106,15 +106,15 @@ def test_a_giant_stated_size_allocates_nothing(tmp_path, size):
     content[148:156] = b"%06o\0 " % sum(content[:512])
     (tmp_path / "s.tar").write_bytes(content)
     found = listing(tmp_path / "s.tar")
-    assert not found.items and "truncated" in found.left[0].reason
+    assert not found.items and "truncated" in found.skipped[0].reason
 
 
 def test_something_that_is_no_tar_is_said_of_the_file_and_not_of_a_name_made_of_its_bytes(tmp_path):
     path = tmp_path / "s.tar"
     path.write_bytes(b"hello" * 500)
-    assert listing(path).left == (("s.tar", "no tar header at byte 0"),)
+    assert listing(path).skipped == (("s.tar", "no tar header at byte 0"),)
     path.write_bytes(b"")
-    assert listing(path).left == (("s.tar", "zero bytes"),)
+    assert listing(path).skipped == (("s.tar", "zero bytes"),)
 
 
 def test_pickles_in_a_shard_are_never_loaded(tmp_path):
@@ -144,5 +144,5 @@ def test_a_damaged_shard_never_gives_a_span_outside_of_itself(tmp_path_factory, 
     path.write_bytes(content[: data.draw(st.integers(0, len(content)))])
     size = path.stat().st_size
     for item in listing(path).items:
-        assert isinstance(item.media, Span)
+        assert isinstance(item.media, FileSpan)
         assert item.media.offset >= 0 and item.media.offset + item.media.nbytes <= size

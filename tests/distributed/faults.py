@@ -10,30 +10,30 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from supertuner.config.sources.launcher import Launched
-from supertuner.config.sources.load import load
+from supertuner.config.sources.launcher import LauncherEnvironment
+from supertuner.config.sources.load import load_config
 from supertuner.core.errors import StageError
-from supertuner.tools.session import session
-from supertuner.tools.training import train_in
-from tests.distributed.ranks import Outcome, launched_ranks
-from tests.distributed.runs import Doing, a_run, train
+from supertuner.tools.session import open_session
+from supertuner.tools.training import train_in_session
+from tests.distributed.ranks import RankOutcome, launched_ranks
+from tests.distributed.runs import ActingSink, a_run, train
 from tests.train.runs import artefacts
 
 LASTING = {"every_steps": 2, "keep": 2}
 
 
-def failing(place: Launched, path: Path, rank: int, step: int) -> None:
+def failing(place: LauncherEnvironment, path: Path, rank: int, step: int) -> None:
     """Train, and let `rank` fail after a step."""
 
     def deed() -> None:
         if place.rank == rank:
             raise StageError("the disk is full; free some")
 
-    with session(load(path), place) as work:
-        train_in(work, also=Doing(step, deed))
+    with open_session(load_config(path), place) as work:
+        train_in_session(work, extra_sink=ActingSink(step, deed))
 
 
-def killed_at(path: Path, ranks: int, rank: int, step: int) -> list[Outcome]:
+def killed_at(path: Path, ranks: int, rank: int, step: int) -> list[RankOutcome]:
     """Train on `ranks` processes; `rank` is killed after a step."""
     with launched_ranks(ranks, train, path, rank, step, signal.SIGKILL) as begun:
         return begun.ended()

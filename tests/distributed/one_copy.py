@@ -10,16 +10,18 @@ from pathlib import Path
 import torch
 
 from supertuner.config.settings.tree import RunConfig
-from supertuner.config.sources.launcher import Launched
-from supertuner.core.events import Silence
-from supertuner.core.host import Host
+from supertuner.config.sources.launcher import LauncherEnvironment
+from supertuner.core.events import NullSink
+from supertuner.core.host import HostFacts
 from supertuner.data.opened import open_corpus
-from tests.cache.encoding import batches, counted, encoding_of, opened, served, tiny
-from tests.cache.together import met, until_all
-from tests.data.staging import Told
+from tests.cache.encoding import batches, encoding_spec, open_run, read_all_positions, tiny, with_counting_encoders
+from tests.cache.together import meet_peers, until_all
+from tests.data.staging import RecordingSink
 
 
-def stage(place: Launched, tmp: Path, config: RunConfig, hold: str = "") -> tuple[Told, dict[str, bytes], bytes]:
+def stage(
+    place: LauncherEnvironment, tmp: Path, config: RunConfig, hold: str = ""
+) -> tuple[RecordingSink, dict[str, bytes], bytes]:
     """Open the corpus; what was told, what is staged, and the order. The first process stops for ever in the phase
     whose title begins with `hold`."""
 
@@ -28,15 +30,15 @@ def stage(place: Launched, tmp: Path, config: RunConfig, hold: str = "") -> tupl
             (tmp / "waiting").touch()
             threading.Event().wait()
 
-    told = Told(when)
+    told = RecordingSink(when)
     with (
-        met(tmp, place) as peers,
-        open_corpus(config, host=Host(), sink=told, progress=told, peers=peers) as corpus,
+        meet_peers(tmp, place) as peers,
+        open_corpus(config, host=HostFacts(), sink=told, progress=told, peers=peers) as corpus,
     ):
-        (part,) = corpus.parts
+        (part,) = corpus.datasets
         found = {part.samples.key(i): bytes(part.samples.media(i)) for i in range(len(part.samples))}
         order = corpus.order.slice(0, 100).sample.tobytes()
-        until_all(tmp / "barrier", "staged", place.rank, place.ranks)
+        until_all(tmp / "barrier", "staged", place.rank, place.world_size)
     told._when = None  # type: ignore[assignment]  # a function of ours cannot go back to the test
     return told, found, order
 
@@ -55,23 +57,26 @@ def digests(of: dict[int, tuple[dict, dict]]) -> dict[int, str]:
 
 
 def encode(
-    place: Launched, tmp: Path, config: RunConfig, model: Path, epochs: int, idle: bool, until: int | None
+    place: LauncherEnvironment, tmp: Path, config: RunConfig, model: Path, epochs: int, idle: bool, until: int | None
 ) -> tuple[int, list[str], dict[int, str]]:
     """Serve all epochs from caches that the ranks fill together; what was encoded here, and what was served.
 
     With `idle`, all ranks but the first ask for nothing: no sample is theirs.
     """
     family, read = tiny("wan2.2", model)
-    family, count = counted(family)
-    with met(tmp, place) as peers, opened(config, encoding_of(family, read), peers=peers, until=until) as run:
+    family, count = with_counting_encoders(family)
+    with (
+        meet_peers(tmp, place) as peers,
+        open_run(config, encoding_spec(family, read), peers=peers, until=until) as run,
+    ):
         before = count.samples, len(count.captions)
-        until_all(tmp / "barrier", "opened", place.rank, place.ranks)
-        found = {} if idle and place.rank else digests(served(*run, epochs=epochs))
-        until_all(tmp / "barrier", "served", place.rank, place.ranks)
+        until_all(tmp / "barrier", "opened", place.rank, place.world_size)
+        found = {} if idle and place.rank else digests(read_all_positions(*run, epochs=epochs))
+        until_all(tmp / "barrier", "served", place.rank, place.world_size)
     return before[0], count.captions, found
 
 
-def refuse(place: Launched, tmp: Path, config: RunConfig, model: Path, rank: int, then: str) -> None:
+def refuse(place: LauncherEnvironment, tmp: Path, config: RunConfig, model: Path, rank: int, then: str) -> None:
     """The encoder of one rank fails, or waits for ever, at its first sample."""
     import dataclasses
 
@@ -79,10 +84,10 @@ def refuse(place: Launched, tmp: Path, config: RunConfig, model: Path, rank: int
 
     class Media:
         def __init__(self, *of) -> None:
-            self.inner = family.media_encoder(*of)
+            self.inner = family.build_media_encoder(*of)
 
         def encode(self, media):
-            until_all(tmp / "barrier", "encoding", place.rank, place.ranks)
+            until_all(tmp / "barrier", "encoding", place.rank, place.world_size)
             if place.rank == rank:
                 if then == "fail":
                     from supertuner.core.errors import CacheError
@@ -94,7 +99,7 @@ def refuse(place: Launched, tmp: Path, config: RunConfig, model: Path, rank: int
 
     changed = dataclasses.replace(family, media_encoder=Media)
     with ExitStack() as stack:
-        peers = stack.enter_context(met(tmp, place))
-        corpus, encoded = stack.enter_context(opened(config, encoding_of(changed, read), Silence(), peers=peers))
+        peers = stack.enter_context(meet_peers(tmp, place))
+        corpus, encoded = stack.enter_context(open_run(config, encoding_spec(changed, read), NullSink(), peers=peers))
         for micro in batches(corpus, 2):
             encoded.latents(micro)

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed import TCPStore
 
-from supertuner.config.sources.launcher import Launched
+from supertuner.config.sources.launcher import LauncherEnvironment
 from tests import children
 
 Value = TypeVar("Value")
@@ -34,7 +34,7 @@ VERY_LONG_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RankOutcome:
     """How a rank ended."""
 
     value: Any = None
@@ -48,12 +48,12 @@ class Outcome:
         return self.error is None and self.exitcode == 0
 
 
-class Ranks:
+class RankProcesses:
     """Ranks at work, for tests that do something to one of them."""
 
     def __init__(self, processes: list[ForkServerProcess], ends: list[Connection]) -> None:
         self._processes, self._ends = processes, ends
-        self._found: dict[int, Outcome] = {}
+        self._outcomes: dict[int, RankOutcome] = {}
 
     @property
     def pids(self) -> list[int]:
@@ -74,18 +74,18 @@ class Ranks:
                 raise TimeoutError
             time.sleep(0.02)
 
-    def ended(self) -> list[Outcome]:
+    def ended(self) -> list[RankOutcome]:
         """Wait until every rank has ended by itself."""
         for rank in range(len(self._processes)):
             self._outcome(rank)
-        return [self._found[rank] for rank in range(len(self._processes))]
+        return [self._outcomes[rank] for rank in range(len(self._processes))]
 
     def values(self) -> list[Any]:
         """What each rank returned. The first that ends otherwise fails the test, whatever the others wait for."""
         self._wait_until_one_fails()
-        failed = [rank for rank, outcome in self._found.items() if not outcome.ended_well]
+        failed = [rank for rank, outcome in self._outcomes.items() if not outcome.ended_well]
         assert not failed, "\n".join(map(self._how, failed))
-        return [self._found[rank].value for rank in range(len(self._processes))]
+        return [self._outcomes[rank].value for rank in range(len(self._processes))]
 
     def close(self) -> None:
         for process in self._processes:
@@ -95,7 +95,7 @@ class Ranks:
 
     def _wait_until_one_fails(self) -> None:
         """Those that lost it say so a moment later or earlier: all of them are heard."""
-        waiting = {end: rank for rank, end in enumerate(self._ends) if rank not in self._found}
+        waiting = {end: rank for rank, end in enumerate(self._ends) if rank not in self._outcomes}
         patience_s = None
         while waiting and (answered := wait(list(waiting), patience_s)):
             for end in answered:
@@ -104,22 +104,22 @@ class Ranks:
                     patience_s = 2.0
 
     def _how(self, rank: int) -> str:
-        outcome = self._found[rank]
+        outcome = self._outcomes[rank]
         how = outcome.error or f"exit code {outcome.exitcode}, and it said nothing"
         return f"rank {rank} of {len(self._processes)} ended with\n{how}"
 
-    def _outcome(self, rank: int) -> Outcome:
-        if rank not in self._found:
+    def _outcome(self, rank: int) -> RankOutcome:
+        if rank not in self._outcomes:
             try:
                 value, error = self._ends[rank].recv()
             except EOFError:  # killed, or ended by os._exit: its exit code says how
                 value, error = None, None
-            self._found[rank] = Outcome(value, error, children.ended(self._processes[rank]))
-        return self._found[rank]
+            self._outcomes[rank] = RankOutcome(value, error, children.ended(self._processes[rank]))
+        return self._outcomes[rank]
 
 
 @dataclass(frozen=True, slots=True)
-class Launcher:
+class LauncherProcess:
     """A process that has the store and does nothing else, for tests that do something to it."""
 
     process: ForkServerProcess
@@ -131,19 +131,19 @@ class Launcher:
 
 
 @contextmanager
-def a_launcher() -> Iterator[Launcher]:
+def a_launcher() -> Iterator[LauncherProcess]:
     mine, its = Pipe(duplex=False)
     process = children.begin(_launcher, its)
     try:
-        yield Launcher(process, mine.recv())
+        yield LauncherProcess(process, mine.recv())
     finally:
         children.kill(process)
 
 
 @contextmanager
 def launched_ranks(
-    count: int, work: Callable[..., object], *of: object, launcher: Launcher | None = None
-) -> Iterator[Ranks]:
+    count: int, work: Callable[..., object], *of: object, launcher: LauncherProcess | None = None
+) -> Iterator[RankProcesses]:
     """`work(place, *of)` in each of `count` processes that have what torchrun would give them in variables.
 
     `work` is a function of a module; what it is given and returns can be pickled. The store is the launcher's, if there
@@ -153,12 +153,12 @@ def launched_ranks(
     port = launcher.port if store is None else store.port
     processes: list[ForkServerProcess] = []
     ends: list[Connection] = []
-    ranks = Ranks(processes, ends)
+    ranks = RankProcesses(processes, ends)
     try:
         for rank in range(count):
             mine, its = Pipe(duplex=False)
             ends.append(mine)
-            processes.append(children.begin(_rank, its, Launched(rank, count, rank, count), port, work, of))
+            processes.append(children.begin(_rank, its, LauncherEnvironment(rank, count, rank, count), port, work, of))
             its.close()
         yield ranks
     finally:
@@ -172,7 +172,7 @@ def run_launched(count: int, work: Callable[..., Value], *of: object) -> list[Va
 
 
 @contextmanager
-def joined_ranks(count: int, work: Callable[..., object], *of: object) -> Iterator[Ranks]:
+def joined_ranks(count: int, work: Callable[..., object], *of: object) -> Iterator[RankProcesses]:
     """`work(group, *of)` in each of `count` processes that are joined (`supertuner.distributed.group`)."""
     with launched_ranks(count, _joined, work, *of) as ranks:
         yield ranks
@@ -184,7 +184,7 @@ def run_ranks(count: int, work: Callable[..., Value], *of: object) -> list[Value
         return ranks.values()
 
 
-def command(place: Launched, logs: Path, *arguments: str) -> int:
+def command(place: LauncherEnvironment, logs: Path, *arguments: str) -> int:
     """For `run_launched`: `supertuner arguments…`; its exit code. What it says is in `logs / "rank-N.txt"`."""
     log = os.open(logs / f"rank-{place.rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (1, 2):
@@ -202,7 +202,7 @@ def command(place: Launched, logs: Path, *arguments: str) -> int:
     return 0
 
 
-def said(logs: Path, rank: int) -> str:
+def rank_log(logs: Path, rank: int) -> str:
     """What a `command` of this rank said."""
     return (logs / f"rank-{rank}.txt").read_text(errors="replace")
 
@@ -219,14 +219,16 @@ def _launcher(answer: Connection) -> None:
     signal.pause()
 
 
-def _rank(answer: Connection, place: Launched, port: int, work: Callable[..., object], of: tuple[object, ...]) -> None:
+def _rank(
+    answer: Connection, place: LauncherEnvironment, port: int, work: Callable[..., object], of: tuple[object, ...]
+) -> None:
     """A rank's side."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # with the fork server, should nobody end it before
     os.environ |= {
         "RANK": str(place.rank),
-        "WORLD_SIZE": str(place.ranks),
+        "WORLD_SIZE": str(place.world_size),
         "LOCAL_RANK": str(place.local_rank),
-        "LOCAL_WORLD_SIZE": str(place.local_ranks),
+        "LOCAL_WORLD_SIZE": str(place.local_world_size),
         "GROUP_RANK": "0",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
@@ -242,8 +244,8 @@ def _rank(answer: Connection, place: Launched, port: int, work: Callable[..., ob
         answer.send((value, None))
 
 
-def _joined(place: Launched, work: Callable[..., object], *of: object) -> object:
-    from supertuner.distributed.group import joined
+def _joined(place: LauncherEnvironment, work: Callable[..., object], *of: object) -> object:
+    from supertuner.distributed.group import join_process_group
 
-    with joined(place, torch.device("cpu"), timeout_s=VERY_LONG_S) as group:
+    with join_process_group(place, torch.device("cpu"), timeout_s=VERY_LONG_S) as group:
         return work(group, *of)

@@ -12,18 +12,18 @@ from typing import Any
 
 import torch
 
-from supertuner.config.sources.launcher import Launched
-from supertuner.config.sources.load import load
+from supertuner.config.sources.launcher import LauncherEnvironment
+from supertuner.config.sources.load import load_config
 from supertuner.core.errors import SuperTunerError
-from supertuner.core.events import Event, Measured, Noted, Silence, Warned
-from supertuner.core.host import Host
+from supertuner.core.events import Event, MeasurementEvent, NoteEvent, NullSink, WarningEvent
+from supertuner.core.host import HostFacts
 from supertuner.data.ordering.windows import MicroBatch
-from supertuner.distributed.group import Group
+from supertuner.distributed.group import TorchProcessGroup
 from supertuner.models.spec import Tensors
-from supertuner.sinks.training import STEP
-from supertuner.tools.session import session
-from supertuner.tools.training import train_in
-from supertuner.train.setup import Outside, open_run
+from supertuner.sinks.training import TRAIN_STEP
+from supertuner.tools.session import open_session
+from supertuner.tools.training import train_in_session
+from supertuner.train.setup import RunContext, open_run
 from tests.train.runs import config, pictures
 
 STEPS = 8
@@ -55,45 +55,45 @@ def losses(run: Path) -> list[dict[str, Any]]:
 
 
 @dataclass
-class Ended:
+class RankRunResult:
     """How a rank's run ended, and what it said on the way."""
 
     step: int = 0
     samples: int = 0
     stopped_by: str | None = None
     error: str | None = None
-    said: list[str] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
     weights: dict[str, Any] = field(default_factory=dict)
 
 
-class Doing:
+class ActingSink:
     """A sink that does something once, when a step is done."""
 
     def __init__(self, step: int, deed: Callable[[], None]) -> None:
-        self._step, self._deed = step, deed
-        self.said: list[str] = []
+        self._step, self._action = step, deed
+        self.messages: list[str] = []
 
     def emit(self, event: Event) -> None:
-        if isinstance(event, Measured) and event.what == STEP and event.figures["step"] == self._step:
-            self._deed()
-        if isinstance(event, Noted | Warned):
-            self.said.append(f"{event.what}: {event.message}")
+        if isinstance(event, MeasurementEvent) and event.what == TRAIN_STEP and event.figures["step"] == self._step:
+            self._action()
+        if isinstance(event, NoteEvent | WarningEvent):
+            self.messages.append(f"{event.what}: {event.message}")
 
 
-def train(place: Launched, path: Path, rank: int = -1, step: int = 0, signal: int = 0) -> Ended:
+def train(place: LauncherEnvironment, path: Path, rank: int = -1, step: int = 0, signal: int = 0) -> RankRunResult:
     """What `supertuner train` does, as one of several ranks; `rank` sends itself a signal after a step."""
 
     def deed() -> None:
         if place.rank == rank:
             os.kill(os.getpid(), signal)
 
-    doing = Doing(step, deed)
-    with session(load(path), place) as work:
-        done = train_in(work, also=doing)
-    return Ended(done.steps, done.samples, done.stopped_by, None, doing.said)
+    doing = ActingSink(step, deed)
+    with open_session(load_config(path), place) as work:
+        done = train_in_session(work, extra_sink=doing)
+    return RankRunResult(done.steps, done.samples, done.stopped_by, None, doing.messages)
 
 
-def request(place: Launched, path: Path, step: int, kinds: tuple[str, ...]) -> Ended:
+def request(place: LauncherEnvironment, path: Path, step: int, kinds: tuple[str, ...]) -> RankRunResult:
     """The same, while somebody asks the run for something after a step."""
 
     def deed() -> None:
@@ -101,10 +101,10 @@ def request(place: Launched, path: Path, step: int, kinds: tuple[str, ...]) -> E
             for kind in kinds:
                 (run_folder(path) / "requests" / f"ask-{kind}.json").write_text(json.dumps({"kind": kind}))
 
-    doing = Doing(step, deed)
-    with session(load(path), place) as work:
-        done = train_in(work, also=doing)
-    return Ended(done.steps, done.samples, done.stopped_by, None, doing.said)
+    doing = ActingSink(step, deed)
+    with open_session(load_config(path), place) as work:
+        done = train_in_session(work, extra_sink=doing)
+    return RankRunResult(done.steps, done.samples, done.stopped_by, None, doing.messages)
 
 
 def run_folder(path: Path) -> Path:
@@ -112,7 +112,7 @@ def run_folder(path: Path) -> Path:
     return Path(tree["run"]["output_dir"]) / tree["run"]["name"]
 
 
-class Spoilt:
+class NanSampleSource:
     """Encoded samples of which one is no number."""
 
     def __init__(self, inner: Any, position: int) -> None:
@@ -129,18 +129,18 @@ class Spoilt:
         return found
 
 
-def spoilt(group: Group, path: Path, position: int) -> Ended:
+def train_on_nan_sample(group: TorchProcessGroup, path: Path, position: int) -> RankRunResult:
     """Train until a sample is met that is no number."""
     from supertuner.train.loop import train as loop
 
-    doing = Doing(0, lambda: None)
+    doing = ActingSink(0, lambda: None)
     with ExitStack() as opened:
-        outside = Outside(doing, Silence(), Host())
-        loaded = load(path)
+        outside = RunContext(doing, NullSink(), HostFacts())
+        loaded = load_config(path)
         folder = run_folder(path)
         folder.mkdir(parents=True, exist_ok=True)
         run = opened.enter_context(open_run(loaded.config, "run", folder, outside, parallel=group))
-        run.maker = replace(run.maker, encoded=Spoilt(run.maker.encoded, position))
+        run.collator = replace(run.collator, encoded=NanSampleSource(run.collator.encoded, position))
         error = None
         try:
             loop(run)
@@ -148,21 +148,25 @@ def spoilt(group: Group, path: Path, position: int) -> Ended:
             error = str(problem)
         weights = {
             f"{trainee.expert.name}.{name}": parameter.detach().numpy().copy()
-            for trainee in run.trainees
+            for trainee in run.expert_states
             for name, parameter in trainee.parameters.items()
         }
-        name = run.maker.name(position)
-    return Ended(run.step, run.samples, None, error, [name, *doing.said], weights)
+        name = run.collator.sample_name(position)
+    return RankRunResult(run.step, run.samples_consumed, None, error, [name, *doing.messages], weights)
 
 
-def other(group: Group, path: Path, setting: str) -> str:
+def other(group: TorchProcessGroup, path: Path, setting: str) -> str:
     """Open a run whose configuration is another one in rank 1; what is said of it."""
     folder = run_folder(path)
     folder.mkdir(parents=True, exist_ok=True)
     sets = [setting] if group.rank == 1 and setting else []
     try:
         with open_run(
-            load(path, sets=sets).config, "run", folder, Outside(Silence(), Silence(), Host()), parallel=group
+            load_config(path, sets=sets).config,
+            "run",
+            folder,
+            RunContext(NullSink(), NullSink(), HostFacts()),
+            parallel=group,
         ):
             return "begun"
     except SuperTunerError as error:

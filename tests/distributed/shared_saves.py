@@ -12,22 +12,22 @@ from pathlib import Path
 
 import torch
 
-from supertuner.config.sources.launcher import Launched
-from supertuner.config.sources.load import load
+from supertuner.config.sources.launcher import LauncherEnvironment
+from supertuner.config.sources.load import load_config
 from supertuner.core.errors import CheckpointError
-from supertuner.core.events import Event, Noted, Silence, Warned
-from supertuner.core.host import Host
-from supertuner.distributed.setup import open_parallel
-from supertuner.distributed.watchdog.heartbeat import Pulse
+from supertuner.core.events import Event, NoteEvent, NullSink, WarningEvent
+from supertuner.core.host import HostFacts
+from supertuner.distributed.setup import open_process_group
+from supertuner.distributed.watchdog.heartbeat import Heartbeat
 from supertuner.train.checkpoint import save as checkpoint
-from supertuner.train.checkpoint.async_saver import Saver
-from supertuner.train.run import Run
-from supertuner.train.setup import Outside, open_run
+from supertuner.train.checkpoint.async_saver import CheckpointSaver
+from supertuner.train.run import TrainingRun
+from supertuner.train.setup import RunContext, open_run
 from tests.distributed.runs import run_folder
 
 
 @dataclass
-class Found:
+class SaveObservations:
     """What a rank saw of its saves."""
 
     errors: list[str] = field(default_factory=list)
@@ -37,7 +37,7 @@ class Found:
     """Checkpoints that were whole after each save."""
 
     def emit(self, event: Event, /) -> None:
-        if isinstance(event, Warned | Noted):
+        if isinstance(event, WarningEvent | NoteEvent):
             self.said.append(f"{event.what}: {event.message}")
 
 
@@ -54,52 +54,52 @@ def small_files(most: int) -> Iterator[None]:
 
 
 @contextmanager
-def a_shared_run(place: Launched, path: Path, found: Found) -> Iterator[Run]:
-    settings = load(path).config
+def a_shared_run(place: LauncherEnvironment, path: Path, found: SaveObservations) -> Iterator[TrainingRun]:
+    settings = load_config(path).config
     folder = run_folder(path)
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as opened:
-        parallel = opened.enter_context(open_parallel(settings.parallel, place, torch.device("cpu"), Pulse()))
-        outside = Outside(found, Silence(), Host())
+        parallel = opened.enter_context(open_process_group(settings.parallel, place, torch.device("cpu"), Heartbeat()))
+        outside = RunContext(found, NullSink(), HostFacts())
         yield opened.enter_context(open_run(settings, "run", folder, outside, parallel=parallel))
 
 
-def failing(place: Launched, path: Path, bad: int) -> Found:
+def failing(place: LauncherEnvironment, path: Path, bad: int) -> SaveObservations:
     """Three saves, of which the second is asked for and the third is due, and one rank cannot write those two."""
-    found = Found()
+    found = SaveObservations()
 
     def answer(made: Path | None, why: str) -> None:
         found.answers.append((None if made is None else made.name, why))
 
     with a_shared_run(place, path, found) as run:
-        folder = run.folder / checkpoint.FOLDER
+        folder = run.folder / checkpoint.CHECKPOINTS_DIR
         try:
-            with Saver(run) as saves:
+            with CheckpointSaver(run) as saves:
                 saves.save()
                 saves.wait()
-                found.steps.append([one.step for one in checkpoint.find(folder)])
+                found.steps.append([one.step for one in checkpoint.find_checkpoints(folder)])
                 for due in (False, True):
                     run.step += 1
                     with small_files(2000) if place.rank == bad else ExitStack():
                         if due:
                             saves.save()
                         else:
-                            saves.ask(answer if place.rank == 0 else None)
-                        while saves._written is not None:
-                            saves.settle()
-                    found.steps.append([one.step for one in checkpoint.find(folder)])
+                            saves.save_on_request(answer if place.rank == 0 else None)
+                        while saves._future is not None:
+                            saves.report_if_finished()
+                    found.steps.append([one.step for one in checkpoint.find_checkpoints(folder)])
         except CheckpointError as error:
             found.errors.append(str(error))
-        run.parallel.agree([0])
-        found.steps.append([one.step for one in checkpoint.find(folder) if one.problem is None])
+        run.process_group.all_reduce_max([0])
+        found.steps.append([one.step for one in checkpoint.find_checkpoints(folder) if one.problem is None])
         found.said.append(",".join(sorted(os.listdir(folder))))
     return found
 
 
-def killed(place: Launched, path: Path, bad: int) -> Found:
+def killed(place: LauncherEnvironment, path: Path, bad: int) -> SaveObservations:
     """A save of which one rank is killed before its part is written."""
-    found = Found()
-    with a_shared_run(place, path, found) as run, Saver(run) as saves:
+    found = SaveObservations()
+    with a_shared_run(place, path, found) as run, CheckpointSaver(run) as saves:
         saves.save()
         saves.wait()
         run.step += 1

@@ -15,21 +15,21 @@ from numpy.typing import NDArray
 from supertuner.config.settings.model import AdapterSettings
 from supertuner.config.settings.optim import OptimizerSettings
 from supertuner.config.settings.parallel import ParallelSettings
-from supertuner.config.sources.launcher import Launched
-from supertuner.data.ordering.windows import share
-from supertuner.distributed.fsdp import Sharded, Sharing, sharing_over_all
-from supertuner.distributed.group import Group
-from supertuner.distributed.process_group import Alone, Parallel
-from supertuner.models.adapters.attach import Trained, attach
+from supertuner.config.sources.launcher import LauncherEnvironment
+from supertuner.data.ordering.windows import shard_window
+from supertuner.distributed.fsdp import FsdpGradientReduction, FsdpSharder, create_fsdp_sharder
+from supertuner.distributed.group import TorchProcessGroup
+from supertuner.distributed.process_group import ProcessGroup, SingleProcess
+from supertuner.models.adapters.attach import TrainableExpert, attach
 from supertuner.models.families.wan22 import family as wan22
 from supertuner.models.objective.diffusion import sample_noise
-from supertuner.models.spec import Source
-from supertuner.optim.ema import Ema
-from supertuner.optim.table import build
+from supertuner.models.spec import ModelSource
+from supertuner.optim.ema import EmaWeights
+from supertuner.optim.table import build_optimizer
 from supertuner.step.batch import StepBatch
-from supertuner.step.precision import Name
-from supertuner.step.window import Trainee, WindowResult, prepare, train_window
-from tests.step.making import CPU, EXPERT, wan_batch, wan_rules
+from supertuner.step.precision import PrecisionName
+from supertuner.step.window import ExpertState, WindowResult, prepare_for_training, train_window
+from tests.step.making import CPU, EXPERT, build_wan_batch, wan_step_options
 
 Array = NDArray[Any]
 WINDOWS = (range(0, 8), range(8, 13), range(13, 14))
@@ -37,16 +37,16 @@ WINDOWS = (range(0, 8), range(8, 13), range(13, 14))
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class ShardingCase:
     kind: str = "lora"
-    precision: Name = "fp32"
+    precision: PrecisionName = "fp32"
     checkpointing: bool = False
     settings: ParallelSettings = field(default_factory=ParallelSettings)
     rate: float = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ShardingResult:
     losses: list[float]
     norms: list[float]
     weights: dict[str, Array]
@@ -55,84 +55,86 @@ class Found:
     """Of parts: the first row of each that is here."""
 
 
-def a_trained(source: Source, case: Case, seed: int = 0) -> Trained:
+def a_trained(source: ModelSource, case: ShardingCase, seed: int = 0) -> TrainableExpert:
     """The low-noise expert with an adapter that is not zero anywhere, or with all of its weights."""
-    model = wan22.read(source)
+    model = wan22.read_model(source)
     dtype = torch.float32 if case.kind == "full" or case.precision == "fp32" else torch.bfloat16
-    module = wan22.FAMILY.denoiser(model, model.experts[-1], dtype)
+    module = wan22.FAMILY.load_denoiser(model, model.experts[-1], dtype)
     settings = AdapterSettings(type=case.kind, rank=2)  # type: ignore[arg-type]
     trained = attach(module, settings, ("to_q", "to_k", "to_v", "to_out.0"), seed=seed, name="low_noise")
     for place, parameter in enumerate(trained.parameters.values()):
         parameter.data += 0.02 * sample_noise(seed, place, parameter.shape)
-    prepare(module, case.checkpointing)
+    prepare_for_training(module, case.checkpointing)
     return trained
 
 
-def a_trainee(trained: Trained) -> Trainee:
+def a_trainee(trained: TrainableExpert) -> ExpertState:
     parameters = dict(trained.parameters)
-    optimizer = build(OptimizerSettings(), parameters, "model")
-    return Trainee(EXPERT, trained.module, parameters, optimizer, Ema(parameters, 0.9))
+    optimizer = build_optimizer(OptimizerSettings(), parameters, "model")
+    return ExpertState(EXPERT, trained.module, parameters, optimizer, EmaWeights(parameters, 0.9))
 
 
-def opened(group: Parallel, case: Case) -> tuple[Parallel, Sharing | None]:
+def opened(group: ProcessGroup, case: ShardingCase) -> tuple[ProcessGroup, FsdpSharder | None]:
     """The processes as a run sees them: alone, or with a sharing as the settings say."""
-    if not isinstance(group, Group):
+    if not isinstance(group, TorchProcessGroup):
         return group, None
-    sharing = sharing_over_all(case.settings, CPU)
-    return replace(group, in_step=True, sharing=sharing, reduction=Sharded(sharing)), sharing
+    sharing = create_fsdp_sharder(case.settings, CPU)
+    return replace(group, in_step=True, sharing=sharing, reduction=FsdpGradientReduction(sharing)), sharing
 
 
-def shared_out(parallel: Parallel, source: Source, cases: list[Case]) -> list[Found]:
+def shared_out(parallel: ProcessGroup, source: ModelSource, cases: list[ShardingCase]) -> list[ShardingResult]:
     """Each case through all windows."""
     return [_through(parallel, source, case) for case in cases]
 
 
-def _through(group: Parallel, source: Source, case: Case) -> Found:
+def _through(group: ProcessGroup, source: ModelSource, case: ShardingCase) -> ShardingResult:
     parallel, sharing = opened(group, case)
     whole = a_trained(source, case)
-    trained = whole if sharing is None else sharing.share_out(whole)
+    trained = whole if sharing is None else sharing.shard_expert(whole)
     trainee = a_trainee(trained)
     results = [window(parallel, source, trainee, span, case) for span in WINDOWS]
     assert trainee.ema is not None
-    return Found(
+    return ShardingResult(
         [result.loss for result in results],
         [result.grad_norm for result in results],
         {name: parameter.detach().numpy().copy() for name, parameter in trained.parameters.items()},
         {name: average.numpy().copy() for name, average in trainee.ema.averages.items()},
-        {} if trained.parts is None else {name: place.begin for name, place in trained.parts.places.items()},
+        {} if trained.shards is None else {name: place.first_row for name, place in trained.shards.row_shards.items()},
     )
 
 
-def window(parallel: Parallel, source: Source, trainee: Trainee, span: range, case: Case) -> WindowResult:
+def window(
+    parallel: ProcessGroup, source: ModelSource, trainee: ExpertState, span: range, case: ShardingCase
+) -> WindowResult:
     batches = share_of(parallel, span)
     return train_window(
         trainee,
         batches,
         samples=len(span),
-        rate=case.rate,
-        rules=wan_rules(source, case.precision, 1.0),
+        learning_rate=case.rate,
+        options=wan_step_options(source, case.precision, 1.0),
         reduction=parallel.reduction,
         micro_batches=len(batches),
     )
 
 
-def share_of(parallel: Parallel, span: range) -> list[StepBatch]:
+def share_of(parallel: ProcessGroup, span: range) -> list[StepBatch]:
     """This process's share in batches of up to two; where others have more, idle ones."""
-    counts = [len(_cut(share(span, rank, parallel.ranks))) for rank in range(parallel.ranks)]
-    own = _cut(share(span, parallel.rank, parallel.ranks))
-    idle = replace(wan_batch([span.start], 4), idle=True)
-    return own + [idle] * (max(counts) - len(own) if parallel.in_step else 0)
+    counts = [len(_cut(shard_window(span, rank, parallel.world_size))) for rank in range(parallel.world_size)]
+    own = _cut(shard_window(span, parallel.rank, parallel.world_size))
+    idle = replace(build_wan_batch([span.start], 4), idle=True)
+    return own + [idle] * (max(counts) - len(own) if parallel.forward_is_collective else 0)
 
 
 def _cut(mine: range) -> list[StepBatch]:
-    return [wan_batch(list(mine[n : n + 2]), 4) for n in range(0, len(mine), 2)]
+    return [build_wan_batch(list(mine[n : n + 2]), 4) for n in range(0, len(mine), 2)]
 
 
-def by_one_process(_: Launched, source: Source, cases: list[Case]) -> list[Found]:
-    return shared_out(Alone(), source, cases)
+def by_one_process(_: LauncherEnvironment, source: ModelSource, cases: list[ShardingCase]) -> list[ShardingResult]:
+    return shared_out(SingleProcess(), source, cases)
 
 
-def together(found: list[Found]) -> Found:
+def together(found: list[ShardingResult]) -> ShardingResult:
     """What ranks have in parts, as one; what all have whole must be the same in all, to the bit."""
     first = found[0]
 
@@ -148,4 +150,4 @@ def together(found: list[Found]) -> Found:
 
     assert all((one.losses, one.norms) == (first.losses, first.norms) for one in found)
     weights, averages = joined([one.weights for one in found]), joined([one.averages for one in found])
-    return Found(first.losses, first.norms, weights, averages, {})
+    return ShardingResult(first.losses, first.norms, weights, averages, {})

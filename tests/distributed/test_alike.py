@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from supertuner.config.sources.load import load
+from supertuner.config.sources.load import load_config
 from supertuner.core.errors import ConfigError
-from supertuner.distributed.group import Group
-from supertuner.distributed.process_group import Alone
-from supertuner.distributed.same_config import require_alike, words_of
+from supertuner.distributed.group import TorchProcessGroup
+from supertuner.distributed.process_group import SingleProcess
+from supertuner.distributed.same_config import require_same_config, settings_to_compare
 from tests.distributed.ranks import run_ranks
 
 
-def _compared(group: Group, own: dict[int, dict[str, str]]) -> str:
+def _compared(group: TorchProcessGroup, own: dict[int, dict[str, str]]) -> str:
     words = {"supertuner": "1.0", "train.batch_size": "1", "run.seed": "7"}
     try:
-        require_alike(group, words | own.get(group.rank, {}))
+        require_same_config(group, words | own.get(group.rank, {}))
     except ConfigError as error:
         return str(error)
     return ""
@@ -35,10 +35,10 @@ def test_one_that_differs_is_named_by_all_with_what_differs():
 
 @pytest.mark.parametrize(("setting", "counts"), [("train.batch_size=3", True), ("arena.home=/elsewhere", False)])
 def test_settings_of_a_node_may_be_its_own(setting, counts):
-    plain = load(None, environ={}, check_paths=False).config
-    other = load(None, environ={}, check_paths=False, sets=[setting]).config
-    assert (words_of(plain) != words_of(other)) is counts
+    plain = load_config(None, environ={}, check_paths=False).config
+    other = load_config(None, environ={}, check_paths=False, sets=[setting]).config
+    assert (settings_to_compare(plain) != settings_to_compare(other)) is counts
 
 
 def test_one_process_is_like_itself():
-    require_alike(Alone(), {})
+    require_same_config(SingleProcess(), {})

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from supertuner.distributed.process_group import Alone, Parallel
-from supertuner.models.spec import Source
+from supertuner.distributed.process_group import ProcessGroup, SingleProcess
+from supertuner.models.spec import ModelSource
 from tests.distributed.ranks import run_ranks
-from tests.distributed.training import Array, Made, little_windows, wan_windows
+from tests.distributed.training import Array, WindowRecord, little_windows, wan_windows
 from tests.models.families.pipelines import tiny_wan
 
 __all__ = ["tiny_wan"]
@@ -22,12 +22,12 @@ RAGGED: dict[str, Any] = {"ramp": (1, 9, 24), "total": 45, "sizes": (9, 4, 7), "
 """Windows of 1 to 9 samples of three buckets: batches are ragged, and of four processes some have nothing to do."""
 
 
-def _all_kinds(parallel: Parallel, source: Source) -> dict[str, Made]:
+def _all_kinds(parallel: ProcessGroup, source: ModelSource) -> dict[str, WindowRecord]:
     """8 samples in batches of one; then windows that fewer processes have a share in."""
     return {kind: wan_windows(parallel, source, kind, samples=(8, 3, 1)) for kind in KINDS}
 
 
-def _ragged(parallel: Parallel, **changed: Any) -> Made:
+def _ragged(parallel: ProcessGroup, **changed: Any) -> WindowRecord:
     return little_windows(parallel, **{**RAGGED, **changed})
 
 
@@ -39,7 +39,7 @@ def farthest(left: Mapping[str, Array], right: Mapping[str, Array]) -> float:
     )
 
 
-def assert_same_windows(made: Made, expected: Made, tolerance: float = 1e-6) -> None:
+def assert_same_windows(made: WindowRecord, expected: WindowRecord, tolerance: float = 1e-6) -> None:
     assert len(made.gradients) == len(expected.gradients) > 0
     for mine, theirs in zip(made.gradients, expected.gradients, strict=True):
         assert farthest(mine, theirs) <= tolerance
@@ -47,7 +47,7 @@ def assert_same_windows(made: Made, expected: Made, tolerance: float = 1e-6) -> 
     assert made.norms == pytest.approx(expected.norms, rel=tolerance)
 
 
-def assert_same_bits(left: Made, right: Made) -> None:
+def assert_same_bits(left: WindowRecord, right: WindowRecord) -> None:
     assert (left.losses, left.norms) == (right.losses, right.norms)
     for mine, theirs in zip(left.gradients, right.gradients, strict=True):
         assert all(np.array_equal(mine[name], theirs[name]) for name in theirs)
@@ -55,14 +55,14 @@ def assert_same_bits(left: Made, right: Made) -> None:
 
 
 @pytest.fixture(scope="module")
-def alone(tiny_wan: Source) -> dict[str, Made]:
+def alone(tiny_wan: ModelSource) -> dict[str, WindowRecord]:
     """By one process: 1×8."""
-    return _all_kinds(Alone(), tiny_wan)
+    return _all_kinds(SingleProcess(), tiny_wan)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_eight_micro_batches_have_the_same_gradient_on_any_number_of_processes(
-    tiny_wan: Source, alone: dict[str, Made], ranks: int
+    tiny_wan: ModelSource, alone: dict[str, WindowRecord], ranks: int
 ) -> None:
     found = run_ranks(ranks, _all_kinds, tiny_wan)
     for kind in KINDS:
@@ -74,7 +74,7 @@ def test_eight_micro_batches_have_the_same_gradient_on_any_number_of_processes(
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_growing_ramp_over_ragged_buckets_has_the_gradients_of_one_process(ranks: int) -> None:
-    expected = _ragged(Alone())
+    expected = _ragged(SingleProcess())
     found = run_ranks(ranks, _ragged)
     for made in found:
         assert_same_windows(made, expected)
@@ -87,7 +87,7 @@ def test_a_growing_ramp_over_ragged_buckets_has_the_gradients_of_one_process(ran
 
 def test_in_fp64_nothing_is_left_of_the_difference() -> None:
     """So what fp32 shows is rounding, and no sample counts twice or not at all."""
-    expected = _ragged(Alone(), double=True)
+    expected = _ragged(SingleProcess(), double=True)
     for made in run_ranks(3, partial(_ragged, double=True)):
         for mine, theirs in zip(made.gradients, expected.gradients, strict=True):
             assert farthest(mine, theirs) <= 1e-14
@@ -97,9 +97,9 @@ def test_an_overflow_in_one_process_halves_the_scale_of_all_and_nobody_steps() -
     """Position 7 of a window of 8 is the last process's."""
     fp16: dict[str, Any] = {"ramp": (8, 8, 0), "total": 24, "sizes": (20,), "precision": "fp16", "rate": 1e-3}
     fp16["loud"] = 7
-    expected = _ragged(Alone(), **fp16)
+    expected = _ragged(SingleProcess(), **fp16)
     assert expected.scales == [32768.0, 32768.0, 32768.0] and not np.isfinite(expected.norms[0])
-    calm = _ragged(Alone(), **{**fp16, "loud": None})
+    calm = _ragged(SingleProcess(), **{**fp16, "loud": None})
     assert calm.scales == [65536.0] * 3
     for made in run_ranks(4, partial(_ragged, **fp16)):
         assert made.scales == expected.scales

@@ -9,37 +9,39 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from supertuner.distributed.process_group import Alone, Parallel
-from supertuner.optim.schedule import Course, Ramp
-from supertuner.train.dataloader import Feed
-from tests.train.test_dataloader import EXPERTS, Numbers, course, maker
+from supertuner.distributed.process_group import ProcessGroup, SingleProcess
+from supertuner.optim.schedule import BatchRamp, TrainingSchedule
+from supertuner.train.dataloader import TrainingDataLoader
+from tests.train.test_dataloader import EXPERTS, NumberedSamples, build_collator, build_schedule
 
 
 @dataclass(frozen=True)
-class Among(Alone):
+class RankStub(SingleProcess):
     """A rank that only says which one it is."""
 
     rank: int = 0
-    ranks: int = 1
-    in_step: bool = False
+    world_size: int = 1
+    forward_is_collective: bool = False
 
 
-def trained_by(parallel: Parallel, sizes: tuple[int, ...], run: Course, batch_size: int, begin: int = 0) -> list[Any]:
+def trained_by(
+    parallel: ProcessGroup, sizes: tuple[int, ...], run: TrainingSchedule, batch_size: int, begin: int = 0
+) -> list[Any]:
     """Of each window, what this process trains: position → the bytes of its sample, noise and level."""
-    feed = Feed(
-        maker(sizes, batch_size, Numbers()),
+    feed = TrainingDataLoader(
+        build_collator(sizes, batch_size, NumberedSamples()),
         run,
         EXPERTS,
-        every=2,
+        switch_every=2,
         batch_size=batch_size,
-        ahead=1,
-        parallel=parallel,
-        begin=begin,
+        batches_ahead=1,
+        process_group=parallel,
+        start_step=begin,
     )
     with feed:
         return [
             {
-                position: (window.plan.expert, *(t[row].numpy().tobytes() for t in batch.tensors()))
+                position: (window.plan.expert_index, *(t[row].numpy().tobytes() for t in batch.tensors()))
                 for batch in window
                 if not batch.idle
                 for row, position in enumerate(batch.positions)
@@ -50,7 +52,7 @@ def trained_by(parallel: Parallel, sizes: tuple[int, ...], run: Course, batch_si
 
 def fingerprint(ranks: int, *of: Any, in_step: bool = False) -> str:
     """A hash over all windows of all processes together, in the order of positions."""
-    shares = [trained_by(Among(rank, ranks, in_step=in_step), *of) for rank in range(ranks)]
+    shares = [trained_by(RankStub(rank, ranks, forward_is_collective=in_step), *of) for rank in range(ranks)]
     digest = xxhash.xxh3_128()
     for own in zip(*shares, strict=True):
         together: dict[int, tuple[Any, ...]] = {}
@@ -75,7 +77,7 @@ def fingerprint(ranks: int, *of: Any, in_step: bool = False) -> str:
 def test_the_order_hash_does_not_depend_on_the_number_of_processes(
     sizes: tuple[int, int, int], batch_size: int, start: int, grow: int, total: int, in_step: bool
 ) -> None:
-    of = (sizes, course(Ramp(start, start + grow, 20), total), batch_size)
+    of = (sizes, build_schedule(BatchRamp(start, start + grow, 20), total), batch_size)
     alone = fingerprint(1, *of)
     assert {fingerprint(ranks, *of, in_step=in_step) for ranks in (2, 4)} == {alone}
 
@@ -85,29 +87,29 @@ def test_the_order_hash_does_not_depend_on_the_number_of_processes(
 def test_a_run_may_go_on_on_another_number_of_processes_at_any_step(
     sizes: tuple[int, int, int], total: int, data: st.DataObject
 ) -> None:
-    run = course(Ramp(3, 7, 20), total)
+    run = build_schedule(BatchRamp(3, 7, 20), total)
     step = data.draw(st.integers(0, run.total_steps - 1))
-    whole = trained_by(Alone(), sizes, run, 2)[step:]
-    shares = [trained_by(Among(rank, 4), sizes, run, 2, step) for rank in range(4)]
+    whole = trained_by(SingleProcess(), sizes, run, 2)[step:]
+    shares = [trained_by(RankStub(rank, 4), sizes, run, 2, step) for rank in range(4)]
     for window, own in zip(whole, zip(*shares, strict=True), strict=True):
         assert {position: sample for one in own for position, sample in one.items()} == window
 
 
 def test_processes_in_step_compute_the_same_number_of_batches_in_every_window() -> None:
-    run = course(Ramp(1, 9, 30), 60)
+    run = build_schedule(BatchRamp(1, 9, 30), 60)
     for ranks in (2, 4):
         plans = []
         for rank in range(ranks):
-            feed = Feed(
-                maker((9, 4, 7), 2, Numbers()),
+            feed = TrainingDataLoader(
+                build_collator((9, 4, 7), 2, NumberedSamples()),
                 run,
                 EXPERTS,
-                every=2,
+                switch_every=2,
                 batch_size=2,
-                ahead=1,
-                parallel=Among(rank, ranks, in_step=True),
+                batches_ahead=1,
+                process_group=RankStub(rank, ranks, forward_is_collective=True),
             )
             with feed:
-                plans.append([(window.plan.batches, len(list(window))) for window in feed])
+                plans.append([(window.plan.local_batches, len(list(window))) for window in feed])
         assert all(own == plans[0] for own in plans)
         assert all(planned == made > 0 for planned, made in plans[0])

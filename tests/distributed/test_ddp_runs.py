@@ -11,8 +11,18 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from tests.distributed.ranks import command, run_launched, run_ranks, said
-from tests.distributed.runs import STEPS, Ended, a_run, losses, other, request, run_folder, spoilt, train
+from tests.distributed.ranks import command, rank_log, run_launched, run_ranks
+from tests.distributed.runs import (
+    STEPS,
+    RankRunResult,
+    a_run,
+    losses,
+    other,
+    request,
+    run_folder,
+    train,
+    train_on_nan_sample,
+)
 from tests.train.runs import artefacts
 
 CLOSE = 1e-5
@@ -93,15 +103,15 @@ def test_a_run_stopped_on_two_goes_on_on_others_at_the_same_sample(stopped: Path
     run = again(stopped)
     ended = run_launched(ranks, train, stopped)
     assert [done.samples for done in ended] == [4 * STEPS] * ranks
-    assert any("going on after step 3" in line for line in ended[0].said)
+    assert any("going on after step 3" in line for line in ended[0].messages)
     assert_alike(run, whole)
 
 
 def test_only_the_first_process_speaks(folder: Path, tmp_path: Path) -> None:
     path = a_run(folder, "spoken", 2, train={"max_steps": 1})
     assert run_launched(2, command, tmp_path, "train", str(path)) == [0, 0]
-    assert "trained 1 steps, 4 samples" in said(tmp_path, 0)
-    assert said(tmp_path, 1).strip() == ""
+    assert "trained 1 steps, 4 samples" in rank_log(tmp_path, 0)
+    assert rank_log(tmp_path, 1).strip() == ""
 
 
 def test_ctrl_c_to_any_process_stops_all_of_them_with_a_checkpoint(folder: Path) -> None:
@@ -132,9 +142,9 @@ def test_requests_from_outside_are_done_once_and_answered(folder: Path) -> None:
 def test_a_sample_that_is_no_number_is_named_by_all_and_changes_nothing(folder: Path) -> None:
     """Positions 4 and 5 are of the first process, 6 and 7 of the second."""
     path = a_run(folder, "spoilt", 2, train={"max_nonfinite": 1})
-    found: list[Ended] = run_ranks(2, spoilt, path, 7)
+    found: list[RankRunResult] = run_ranks(2, train_on_nan_sample, path, 7)
     for done in found:
-        name, *_ = done.said
+        name, *_ = done.messages
         assert done.step == 2 and done.error is not None
         assert f"samples: {name};" in done.error, "only the one that is to blame"
     first, second = found

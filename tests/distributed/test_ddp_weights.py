@@ -13,10 +13,10 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 
-from supertuner.distributed.process_group import Alone, Parallel
-from supertuner.models.spec import Source
+from supertuner.distributed.process_group import ProcessGroup, SingleProcess
+from supertuner.models.spec import ModelSource
 from tests.distributed.ranks import run_ranks
-from tests.distributed.training import Array, Made, little32, little_windows, wan, wan_windows
+from tests.distributed.training import Array, WindowRecord, little32, little_windows, wan, wan_windows
 from tests.models.families.pipelines import tiny_wan
 
 __all__ = ["tiny_wan"]
@@ -35,13 +35,15 @@ def difference(one: Mapping[str, Array], other: Mapping[str, Array], start: Mapp
     return float(np.sqrt(apart / way))
 
 
-def assert_alike(found: list[Made], expected: Made, start: Mapping[str, Array], tolerance: float) -> None:
+def assert_alike(
+    found: list[WindowRecord], expected: WindowRecord, start: Mapping[str, Array], tolerance: float
+) -> None:
     for made in found:
         assert difference(expected.weights, made.weights, start) <= tolerance
         assert all(np.array_equal(made.weights[name], found[0].weights[name]) for name in start), "ranks drift apart"
 
 
-def _little(parallel: Parallel, optimizer: str, double: bool, rate: float) -> list[Made]:
+def _little(parallel: ProcessGroup, optimizer: str, double: bool, rate: float) -> list[WindowRecord]:
     """10 windows of 6 to 10 samples of three buckets, for each seed."""
     shape = {"ramp": (6, 10, 60), "total": 76, "sizes": (9, 4, 7)}
     return [
@@ -50,7 +52,7 @@ def _little(parallel: Parallel, optimizer: str, double: bool, rate: float) -> li
     ]
 
 
-def _wan(parallel: Parallel, source: Source) -> dict[tuple[str, int], Made]:
+def _wan(parallel: ProcessGroup, source: ModelSource) -> dict[tuple[str, int], WindowRecord]:
     return {
         (kind, seed): wan_windows(parallel, source, kind, seed=seed, samples=(4,) * 10, rate=RATE, clip=1.0)
         for seed, kind in enumerate(("lora", "full"))
@@ -59,15 +61,15 @@ def _wan(parallel: Parallel, source: Source) -> dict[tuple[str, int], Made]:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_adamw_over_seeds(ranks: int) -> None:
-    expected = _little(Alone(), "adamw", False, RATE)
+    expected = _little(SingleProcess(), "adamw", False, RATE)
     found = run_ranks(ranks, _little, "adamw", False, RATE)
     for seed in SEEDS:
         assert len(expected[seed].losses) == 10
         assert_alike([made[seed] for made in found], expected[seed], _start(seed), TOLERANCE)
 
 
-def test_a_real_wan_with_a_lora_and_with_all_weights(tiny_wan: Source) -> None:
-    expected, found = _wan(Alone(), tiny_wan), run_ranks(2, _wan, tiny_wan)
+def test_a_real_wan_with_a_lora_and_with_all_weights(tiny_wan: ModelSource) -> None:
+    expected, found = _wan(SingleProcess(), tiny_wan), run_ranks(2, _wan, tiny_wan)
     for (kind, seed), made in expected.items():
         start = {name: p.detach().numpy() for name, p in wan(tiny_wan, kind, seed).parameters.items()}
         assert_alike([rank[kind, seed] for rank in found], made, start, TOLERANCE)
@@ -75,7 +77,7 @@ def test_a_real_wan_with_a_lora_and_with_all_weights(tiny_wan: Source) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_automagic_in_fp64_over_seeds(ranks: int) -> None:
-    expected = _little(Alone(), "automagic", True, 1e-6)
+    expected = _little(SingleProcess(), "automagic", True, 1e-6)
     found = run_ranks(ranks, _little, "automagic", True, 1e-6)
     for seed in SEEDS:
         assert_alike([made[seed] for made in found], expected[seed], _start(seed), TOLERANCE_IN_FP64)

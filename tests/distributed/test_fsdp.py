@@ -15,18 +15,18 @@ from torch.distributed.fsdp import FSDPModule
 
 from supertuner.config.settings.parallel import ParallelSettings
 from supertuner.core.errors import TrainError
-from supertuner.distributed.expert_swap import Turns
-from supertuner.distributed.fsdp import rows_of
-from supertuner.distributed.group import Group
-from supertuner.models.adapters.attach import applied, load_state, state
-from supertuner.models.spec import Source
-from supertuner.step.window import held_out_loss
-from supertuner.train.same_weights import require_same_whole
+from supertuner.distributed.expert_swap import ShardedExpertSwap
+from supertuner.distributed.fsdp import rows_per_rank
+from supertuner.distributed.group import TorchProcessGroup
+from supertuner.models.adapters.attach import load_trainable_state, temporary_weights, trainable_state
+from supertuner.models.spec import ModelSource
+from supertuner.step.window import held_out_losses
+from supertuner.train.same_weights import require_same_unsharded_weights
 from tests.distributed.ranks import run_launched, run_ranks
 from tests.distributed.sharing import (
     Array,
-    Case,
-    Found,
+    ShardingCase,
+    ShardingResult,
     a_trained,
     a_trainee,
     by_one_process,
@@ -36,21 +36,23 @@ from tests.distributed.sharing import (
     window,
 )
 from tests.models.families.pipelines import tiny_wan
-from tests.step.making import CPU, wan_batch, wan_rules
+from tests.step.making import CPU, build_wan_batch, wan_step_options
 
 __all__ = ["tiny_wan"]
 
 CASES = {
-    "lora": Case("lora"),
-    "lokr": Case("lokr"),
-    "all weights": Case("full"),
-    "all weights, recomputed": Case("full", checkpointing=True),
-    "all weights, held until the backward pass": Case("full", settings=ParallelSettings(reshard_after_forward=False)),
-    "all weights, added up after each batch": Case("full", settings=ParallelSettings(reduce_every_batch=True)),
-    "all weights in host memory": Case("full", settings=ParallelSettings(cpu_offload=True)),
-    "lora, recomputed, base in host memory": Case("lora", "fp32", True, ParallelSettings(cpu_offload=True)),
-    "lora in bf16": Case("lora", "bf16"),
-    "all weights in bf16": Case("full", "bf16"),
+    "lora": ShardingCase("lora"),
+    "lokr": ShardingCase("lokr"),
+    "all weights": ShardingCase("full"),
+    "all weights, recomputed": ShardingCase("full", checkpointing=True),
+    "all weights, held until the backward pass": ShardingCase(
+        "full", settings=ParallelSettings(reshard_after_forward=False)
+    ),
+    "all weights, added up after each batch": ShardingCase("full", settings=ParallelSettings(reduce_every_batch=True)),
+    "all weights in host memory": ShardingCase("full", settings=ParallelSettings(cpu_offload=True)),
+    "lora, recomputed, base in host memory": ShardingCase("lora", "fp32", True, ParallelSettings(cpu_offload=True)),
+    "lora in bf16": ShardingCase("lora", "bf16"),
+    "all weights in bf16": ShardingCase("full", "bf16"),
 }
 
 
@@ -60,20 +62,20 @@ def farthest(left: Mapping[str, Array], right: Mapping[str, Array]) -> float:
 
 
 @pytest.fixture(scope="module")
-def alone(tiny_wan: Source) -> dict[str, Found]:
+def alone(tiny_wan: ModelSource) -> dict[str, ShardingResult]:
     (found,) = run_launched(1, by_one_process, tiny_wan, list(CASES.values()))
     return dict(zip(CASES, found, strict=True))
 
 
 @pytest.fixture(scope="module")
-def by_two(tiny_wan: Source) -> dict[str, Found]:
+def by_two(tiny_wan: ModelSource) -> dict[str, ShardingResult]:
     ranks = run_ranks(2, shared_out, tiny_wan, list(CASES.values()))
     return {name: together([found[place] for found in ranks]) for place, name in enumerate(CASES)}
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_two_processes_that_share_out_the_weights_train_as_one_does(
-    name: str, alone: dict[str, Found], by_two: dict[str, Found]
+    name: str, alone: dict[str, ShardingResult], by_two: dict[str, ShardingResult]
 ) -> None:
     one, two = alone[name], by_two[name]
     exact = CASES[name].precision == "fp32"
@@ -84,7 +86,9 @@ def test_two_processes_that_share_out_the_weights_train_as_one_does(
     assert farthest(two.averages, one.averages) <= part_of_a_step * CASES[name].rate
 
 
-def test_parts_that_are_not_alike_or_empty_train_as_one_process_does(tiny_wan: Source, alone: dict[str, Found]) -> None:
+def test_parts_that_are_not_alike_or_empty_train_as_one_process_does(
+    tiny_wan: ModelSource, alone: dict[str, ShardingResult]
+) -> None:
     case = CASES["all weights"]
     ranks = run_ranks(3, shared_out, tiny_wan, [case])
     sizes = {name: [len(found[0].weights[name]) for found in ranks] for name in ranks[0][0].weights}
@@ -94,118 +98,118 @@ def test_parts_that_are_not_alike_or_empty_train_as_one_process_does(tiny_wan: S
     assert farthest(three.weights, alone["all weights"].weights) <= 0.01 * case.rate
 
 
-def _lent(group: Group, source: Source, held: bool) -> tuple[bool, bool, float]:
+def _lent(group: TorchProcessGroup, source: ModelSource, held: bool) -> tuple[bool, bool, float]:
     """Whether an average that is lent is computed with, and whether the weights return to the bit, in the parts and in
     what is computed from them; and what whole tensors are wrong by when they are put together."""
-    case = Case("full", settings=ParallelSettings(reshard_after_forward=not held))
+    case = ShardingCase("full", settings=ParallelSettings(reshard_after_forward=not held))
     _, sharing = opened(group, case)
     assert sharing is not None
     whole = a_trained(source, case)
-    before = state(whole)
-    trained = sharing.share_out(whole)
-    trainee, rules, batch = a_trainee(trained), wan_rules(source, "fp32"), [wan_batch([1, 2], 4)]
-    first = held_out_loss(trainee, batch, rules)
+    before = trainable_state(whole)
+    trained = sharing.shard_expert(whole)
+    trainee, rules, batch = a_trainee(trained), wan_step_options(source, "fp32"), [build_wan_batch([1, 2], 4)]
+    first = held_out_losses(trainee, batch, rules)
     others = {name: 0.5 * parameter.detach() for name, parameter in trained.parameters.items()}
-    kept = state(trained)
-    with applied(trained, others):
-        lent = held_out_loss(trainee, batch, rules)
-    again = held_out_loss(trainee, batch, rules)
-    assert trained.parts is not None
-    found = {name: trained.parts.whole(name, part) for name, part in trained.parameters.items()}
+    kept = trainable_state(trained)
+    with temporary_weights(trained, others):
+        lent = held_out_losses(trainee, batch, rules)
+    again = held_out_losses(trainee, batch, rules)
+    assert trained.shards is not None
+    found = {name: trained.shards.gather_full(name, part) for name, part in trained.parameters.items()}
     wrong = max(float((found[name] - one).abs().max()) for name, one in before.items()) if group.rank == 0 else 0.0
     assert group.rank == 0 or not any(one is not None for one in found.values()), "only the first has them"
-    returned = all(torch.equal(one, kept[name]) for name, one in state(trained).items())
+    returned = all(torch.equal(one, kept[name]) for name, one in trainable_state(trained).items())
     return not torch.equal(lent, first), returned and torch.equal(again, first), wrong
 
 
 @pytest.mark.parametrize("held", [False, True])
-def test_an_average_is_lent_to_parts_and_the_weights_return_to_the_bit(tiny_wan: Source, held: bool) -> None:
+def test_an_average_is_lent_to_parts_and_the_weights_return_to_the_bit(tiny_wan: ModelSource, held: bool) -> None:
     assert run_ranks(3, _lent, tiny_wan, held) == [(True, True, 0.0)] * 3
 
 
-def _alike(group: Group, source: Source, seeds: list[int]) -> str:
+def _alike(group: TorchProcessGroup, source: ModelSource, seeds: list[int]) -> str:
     try:
-        require_same_whole(group, a_trained(source, Case("full"), seeds[group.rank]))
+        require_same_unsharded_weights(group, a_trained(source, ShardingCase("full"), seeds[group.rank]))
     except TrainError as error:
         return str(error)
     return "alike"
 
 
-def test_weights_are_compared_while_each_process_still_has_all_of_them(tiny_wan: Source) -> None:
+def test_weights_are_compared_while_each_process_still_has_all_of_them(tiny_wan: ModelSource) -> None:
     """Shared out, rows of two models would make one that nobody asked for."""
     assert run_ranks(2, _alike, tiny_wan, [1, 1]) == ["alike"] * 2
     for said in run_ranks(2, _alike, tiny_wan, [1, 2]):
         assert said.startswith("rank 1 begins otherwise than rank 0: weights of low_noise (")
 
 
-def _looked_between(group: Group, source: Source, kind: str) -> list[tuple[bool, bool]]:
+def _looked_between(group: TorchProcessGroup, source: ModelSource, kind: str) -> list[tuple[bool, bool]]:
     """After a look, and then a window, a restored state, and a move: whether the next look sees other weights, and
     whether it sees all of them. A look gathers what stands outside of blocks, and no backward pass lets go of it."""
-    case = Case(kind)
+    case = ShardingCase(kind)
     parallel, sharing = opened(group, case)
     assert sharing is not None
-    trained = sharing.share_out(a_trained(source, case))
-    trainee, rules, batch = a_trainee(trained), wan_rules(source, "fp32"), [wan_batch([1, 2], 4)]
+    trained = sharing.shard_expert(a_trained(source, case))
+    trainee, rules, batch = a_trainee(trained), wan_step_options(source, "fp32"), [build_wan_batch([1, 2], 4)]
     half = {name: 0.5 * parameter.detach() for name, parameter in trained.parameters.items()}
 
     def moved() -> None:
         _to_new_memory(trained.module, CPU)
-        sharing.relink(trained.parameters.values())
+        sharing.relink_parameters(trained.parameters.values())
 
     changes = [
         lambda: window(parallel, source, trainee, range(4), case),
-        lambda: load_state(trained, half),
+        lambda: load_trainable_state(trained, half),
         moved,
         lambda: window(parallel, source, trainee, range(4, 8), case),
     ]
     found = []
     for change in changes:
-        before = held_out_loss(trainee, batch, rules)
+        before = held_out_losses(trainee, batch, rules)
         change()
-        after = held_out_loss(trainee, batch, rules)
+        after = held_out_losses(trainee, batch, rules)
         for module in trained.module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-        found.append((torch.equal(before, after), torch.equal(after, held_out_loss(trainee, batch, rules))))
+        found.append((torch.equal(before, after), torch.equal(after, held_out_losses(trainee, batch, rules))))
     return found
 
 
 @pytest.mark.parametrize("kind", ["lora", "full"])
-def test_what_a_look_has_gathered_is_not_computed_with_once_it_has_changed(tiny_wan: Source, kind: str) -> None:
+def test_what_a_look_has_gathered_is_not_computed_with_once_it_has_changed(tiny_wan: ModelSource, kind: str) -> None:
     changed, same = (False, True), (True, True)
     assert run_ranks(2, _looked_between, tiny_wan, kind) == [[changed, changed, same, changed]] * 2
 
 
-def _in_turn(group: Group, source: Source, kind: str, moving: bool) -> tuple[int, list[float], bool]:
+def _in_turn(group: TorchProcessGroup, source: ModelSource, kind: str, moving: bool) -> tuple[int, list[float], bool]:
     """Two experts trained in turn: how often they changed places, their losses, and whether FSDP gathers from what was
     trained. `moving`: a move gives all tensors of a module new memory, as one to another device would."""
-    case = Case(kind)
+    case = ShardingCase(kind)
     parallel, sharing = opened(group, case)
     assert sharing is not None
-    trained = [sharing.share_out(a_trained(source, case, seed)) for seed in (1, 2)]
+    trained = [sharing.shard_expert(a_trained(source, case, seed)) for seed in (1, 2)]
     trainees = [a_trainee(one) for one in trained]
-    sharing.take_turns(trainees)
-    assert sharing.turns is None, "a CPU has no other memory to wait in"
-    turns = Turns(CPU, _to_new_memory)
+    sharing.enable_expert_swap(trainees)
+    assert sharing.expert_swap is None, "a CPU has no other memory to wait in"
+    turns = ShardedExpertSwap(CPU, _to_new_memory)
     if moving:
         for trainee in trainees:
-            turns.add(trainee, partial(sharing.relink, trainee.parameters.values()))
+            turns.add(trainee, partial(sharing.relink_parameters, trainee.parameters.values()))
     steps = [(trainees[place], range(4 * step, 4 * step + 4)) for step, place in enumerate((0, 0, 1, 0))]
     losses = [window(parallel, source, trainee, span, case).loss for trainee, span in steps]
-    known = [(part, weight.to_local()) for part, weight in sharing.known_as.items() if part.numel()]
+    known = [(part, weight.to_local()) for part, weight in sharing.dtensor_by_parameter.items() if part.numel()]
     assert bool(known) == (kind == "full")
-    return turns.changes, losses, all(part.data_ptr() == weight.data_ptr() for part, weight in known)
+    return turns.swap_count, losses, all(part.data_ptr() == weight.data_ptr() for part, weight in known)
 
 
 def _to_new_memory(module: nn.Module, device: torch.device) -> None:
     module._apply(lambda tensor: tensor.to(device, copy=True))
 
 
-def _stayed_and_moved(group: Group, source: Source) -> list[tuple[int, list[float], bool]]:
+def _stayed_and_moved(group: TorchProcessGroup, source: ModelSource) -> list[tuple[int, list[float], bool]]:
     return [_in_turn(group, source, kind, moving) for kind in ("lora", "full") for moving in (False, True)]
 
 
-def test_experts_that_take_turns_on_the_device_train_as_those_that_stay(tiny_wan: Source) -> None:
+def test_experts_that_take_turns_on_the_device_train_as_those_that_stay(tiny_wan: ModelSource) -> None:
     for found in run_ranks(2, _stayed_and_moved, tiny_wan):
         for stayed, moved in batched(found):
             assert (stayed[0], moved[0]) == (0, 3)
@@ -219,4 +223,4 @@ def batched(found: list[tuple[int, list[float], bool]]) -> list[tuple[tuple[int,
 @given(st.integers(1, 200), st.integers(1, 17))
 def test_rows_are_shared_out_as_torch_cuts_them(rows: int, ranks: int) -> None:
     cut = [len(part) for part in torch.empty(rows).chunk(ranks)]
-    assert rows_of(rows, ranks) == cut + [0] * (ranks - len(cut))
+    assert rows_per_rank(rows, ranks) == cut + [0] * (ranks - len(cut))

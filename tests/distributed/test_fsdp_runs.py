@@ -14,9 +14,9 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 from safetensors.torch import load_file as load_torch
 
-from tests.distributed.ranks import command, run_launched, said
+from tests.distributed.ranks import command, rank_log, run_launched
 from tests.distributed.runs import STEPS, a_run, run_folder, train
-from tests.train.checkpoints import forge
+from tests.train.checkpoints import forge_shard
 from tests.train.runs import artefacts
 
 CLOSE = 1e-6
@@ -126,7 +126,7 @@ def test_a_run_stopped_in_two_parts_goes_on_in_two_to_the_bit(stopped: Path, who
 def test_a_run_stopped_in_two_parts_goes_on_in_others(stopped: Path, whole: Path, ranks: int) -> None:
     run = again(stopped)
     ended = run_launched(ranks, train, stopped)
-    assert any("going on after step 3" in line for line in ended[0].said)
+    assert any("going on after step 3" in line for line in ended[0].messages)
     assert_alike(run, whole)
 
 
@@ -143,12 +143,12 @@ def test_a_checkpoint_that_lost_half_of_a_tensor_is_refused_by_all(
     begins = {name: told[name]["saved_offsets"][0] for name in tensors}
     lost = next(name for name in tensors if begins[name] == len(tensors[name]))  # two halves that are alike
     del tensors[lost]
-    forge(made, file, tensors, begins)
+    forge_shard(made, file, tensors, begins)
     assert run_launched(ranks, command, tmp_path, "train", str(stopped)) == [1] * ranks
     refusal = f"{file.replace('00001-of', '00000-of')}: {lost} of {part}.high_noise ends as"
-    words = " ".join(said(tmp_path, 0).split())
+    words = " ".join(rank_log(tmp_path, 0).split())
     assert refusal in words and "resume from another one" in words
-    assert all(refusal in (there := said(tmp_path, rank)) or not there for rank in range(1, ranks))
+    assert all(refusal in (there := rank_log(tmp_path, rank)) or not there for rank in range(1, ranks))
 
 
 @pytest.mark.parametrize(
@@ -165,4 +165,4 @@ def test_what_parts_cannot_give_is_refused_by_all(
     name = f"refused-{words.split()[0]}"
     path = a_run(folder, name, 2, parallel=FSDP, **changed)
     assert run_launched(2, command, tmp_path, "train", str(path)) == [1, 1]
-    assert words in " ".join(said(tmp_path, 0).split())
+    assert words in " ".join(rank_log(tmp_path, 0).split())

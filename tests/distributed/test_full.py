@@ -8,11 +8,11 @@ from pathlib import Path
 
 from supertuner.arena.home import MARK, Home
 from supertuner.arena.peers import meet
-from supertuner.config.sources.launcher import Launched
-from supertuner.core.events import Silence
+from supertuner.config.sources.launcher import LauncherEnvironment
+from supertuner.core.events import NullSink
 from tests.cache.together import until_all
 from tests.distributed.ranks import command as command_of
-from tests.distributed.ranks import launched_ranks, run_launched, said
+from tests.distributed.ranks import launched_ranks, rank_log, run_launched
 from tests.distributed.runs import a_run
 from tests.small_disk import small
 
@@ -25,12 +25,12 @@ def fill(place: Path) -> None:
     (place / ".filler").write_bytes(b"x" * (room.f_bavail * room.f_frsize))
 
 
-def building(place: Launched, home: Path, barrier: Path) -> None:
+def building(place: LauncherEnvironment, home: Path, barrier: Path) -> None:
     """The first process of a node finds the home full while the others wait for it."""
-    gathered = partial(until_all, barrier, "met", place.rank, place.ranks)
-    with meet(Home(home), "test", place.rank, place.ranks, gathered) as peers:
+    gathered = partial(until_all, barrier, "met", place.rank, place.world_size)
+    with meet(Home(home), "test", place.rank, place.world_size, gathered) as peers:
         if not peers.first:
-            peers.heard("what is made", "the first", Silence())
+            peers.heard("what is made", "the first", NullSink())
         fill(home)
         with Home(home).build("a"):
             pass
@@ -52,5 +52,5 @@ def test_a_home_that_is_full_from_the_beginning_is_named_by_all(tmp_path: Path, 
     path = a_run(tmp_path, "run", 2, arena={"home": str(small)})
     assert run_launched(2, command_of, tmp_path, "train", str(path)) == [1, 1]
     for rank in range(2):
-        words = " ".join(said(tmp_path, rank).split())
+        words = " ".join(rank_log(tmp_path, rank).split())
         assert f"{small}/.peers-" in words and "No space left on device" in words and "name another home" in words

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from supertuner.cli.train_flags import as_ours
+from supertuner.cli.train_flags import translate_arguments
 from tests.train.runs import ROOT, pictures
 
 BIN = Path(sys.executable).parent
@@ -40,7 +40,7 @@ BIN = Path(sys.executable).parent
     ],
 )
 def test_the_seeds_flags_in_our_words(theirs, ours):
-    assert sorted(as_ours(theirs.split())) == sorted(ours.split())
+    assert sorted(translate_arguments(theirs.split())) == sorted(ours.split())
 
 
 def _config(folder: Path) -> Path:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from supertuner.config.sources.launcher import Launched
+from supertuner.config.sources.launcher import LauncherEnvironment
 from supertuner.core.errors import TrainError
-from supertuner.distributed.rendezvous import meet
-from tests.distributed.ranks import Outcome, a_launcher, launched_ranks, said
+from supertuner.distributed.rendezvous import open_rendezvous_store
+from tests.distributed.ranks import RankOutcome, a_launcher, launched_ranks, rank_log
 from tests.distributed.watched import Lost, until_asked
 
 TIMEOUT_S = 16.0
@@ -19,7 +19,7 @@ STOPPED = "the launcher of the first node has not answered for"
 GONE = "the launcher of the first node is gone"
 
 
-def _lost(logs: Path, number: int, then: Lost, timeout_s: float = TIMEOUT_S) -> list[Outcome]:
+def _lost(logs: Path, number: int, then: Lost, timeout_s: float = TIMEOUT_S) -> list[RankOutcome]:
     """What became of two ranks whose launcher got a signal while they worked."""
     with (
         a_launcher() as launcher,
@@ -37,8 +37,8 @@ def test_processes_that_are_whole_save_and_stop(tmp_path, number, timeout_s):
     outcomes = _lost(tmp_path, number, "goes on", timeout_s)
     assert [outcome.value for outcome in outcomes] == ["saved after SIGTERM"] * 2
     words = STOPPED if number == signal.SIGSTOP else GONE
-    assert all(words in said(tmp_path, rank) for rank in range(2))
-    assert all("saving and stopping" in said(tmp_path, rank) for rank in range(2))
+    assert all(words in rank_log(tmp_path, rank) for rank in range(2))
+    assert all("saving and stopping" in rank_log(tmp_path, rank) for rank in range(2))
 
 
 def test_before_there_is_anything_to_save_they_end_and_say_why(tmp_path):
@@ -49,7 +49,7 @@ def test_before_there_is_anything_to_save_they_end_and_say_why(tmp_path):
 def test_one_that_cannot_save_is_ended_all_the_same(tmp_path):
     outcomes = _lost(tmp_path, signal.SIGSTOP, "hangs")
     assert not any(outcome.ended_well for outcome in outcomes)
-    assert STOPPED in said(tmp_path, 1), "it was in a call that no signal ends"
+    assert STOPPED in rank_log(tmp_path, 1), "it was in a call that no signal ends"
 
 
 def test_an_error_is_told_though_nobody_can_be_told_of_it(tmp_path):
@@ -75,9 +75,9 @@ def test_one_that_answers_again_was_only_slow(tmp_path):
         assert [outcome.value for outcome in ranks.ended()] == ["done"] * 2
 
 
-def _meet(place: Launched) -> str:
+def _meet(place: LauncherEnvironment) -> str:
     try:
-        meet(place, timeout_s=2.0)
+        open_rendezvous_store(place, timeout_s=2.0)
     except TrainError as error:
         return str(error)
     return "met"

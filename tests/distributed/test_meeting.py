@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from supertuner.config.sources.launcher import Launched
+from supertuner.config.sources.launcher import LauncherEnvironment
 from supertuner.core.errors import TrainError
-from supertuner.distributed.rendezvous import meet
+from supertuner.distributed.rendezvous import open_rendezvous_store
 from tests.distributed.ranks import run_launched
 
 
-def _meet_only_some(place: Launched, come: int, timeout_s: float) -> str:
+def _meet_only_some(place: LauncherEnvironment, come: int, timeout_s: float) -> str:
     if place.rank >= come:
         return "was never started"
     try:
-        meet(place, timeout_s=timeout_s)
+        open_rendezvous_store(place, timeout_s=timeout_s)
     except TrainError as error:
         return str(error)
     return "met"
@@ -32,14 +32,14 @@ def test_who_comes_is_met() -> None:
     assert run_launched(3, _meet_only_some, 3, 600.0) == ["met"] * 3
 
 
-def _meet_again(place: Launched) -> list[str]:
+def _meet_again(place: LauncherEnvironment) -> list[str]:
     """As two starts of a launcher that keeps its store: the first leaves its words there."""
     found = []
     for start in ("first", "second"):
-        store = meet(place, timeout_s=600.0)
+        store = open_rendezvous_store(place, timeout_s=600.0)
         found.append("clean" if not store.check(["word"]) else store.get("word").decode())
         store.set(f"looked/{place.rank}", "")
-        store.wait([f"looked/{rank}" for rank in range(place.ranks)])
+        store.wait([f"looked/{rank}" for rank in range(place.world_size)])
         store.set("word", start)
     return found
 
@@ -52,4 +52,4 @@ def test_a_process_that_no_launcher_started_is_told_what_is_missing(monkeypatch:
     for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(TrainError, match="MASTER_ADDR expected"):
-        meet(Launched(0, 2, 0, 2), timeout_s=1.0)
+        open_rendezvous_store(LauncherEnvironment(0, 2, 0, 2), timeout_s=1.0)

@@ -10,18 +10,18 @@ import pytest
 from supertuner.arena.home import Home
 from supertuner.arena.peers import ALONE, meet
 from supertuner.config.settings.tree import RunConfig
-from supertuner.config.sources.launcher import Launched
+from supertuner.config.sources.launcher import LauncherEnvironment
 from supertuner.core.errors import ArenaError, PeerError, TrainError
-from supertuner.core.events import Silence
-from supertuner.core.host import Host
+from supertuner.core.events import NullSink
+from supertuner.core.host import HostFacts
 from supertuner.data.opened import open_corpus
-from supertuner.distributed.node import Seat, neighbours, open_peers, require_same_data
+from supertuner.distributed.node import RankLocation, open_node_peers, ranks_on_same_node, require_same_data
 from tests.cache.encoding import config_of, pictures
 from tests.distributed.ranks import run_ranks
 
 
-def seats(*of: tuple[str, int]) -> list[Seat]:
-    return [Seat(machine, local) for machine, local in of]
+def seats(*of: tuple[str, int]) -> list[RankLocation]:
+    return [RankLocation(machine, local) for machine, local in of]
 
 
 @pytest.mark.parametrize(
@@ -35,18 +35,18 @@ def seats(*of: tuple[str, int]) -> list[Seat]:
     ],
 )
 def test_processes_that_were_started_together_on_one_machine_are_neighbours(
-    given: list[Seat], nodes: list[list[int]]
+    given: list[RankLocation], nodes: list[list[int]]
 ) -> None:
     for node in nodes:
         for rank in node:
-            assert neighbours(given, rank) == node
+            assert ranks_on_same_node(given, rank) == node
 
 
 def peers_of(group, config: RunConfig) -> tuple[int, int, bytes]:
-    with open_peers(config, group) as peers:
+    with open_node_peers(config, group) as peers:
         if peers.first:
             peers.tell("a word", b"of the first")
-        heard = peers.told("a word") if peers.first else peers.heard("a word", "it", Silence())
+        heard = peers.told("a word") if peers.first else peers.heard("a word", "it", NullSink())
         group.agree([0])
     return peers.number, peers.count, heard or b""
 
@@ -60,11 +60,11 @@ def test_joined_processes_meet_on_their_node_and_leave_nothing(tmp_path: Path) -
 
 def apart(group, configs: list[RunConfig]) -> str:
     """Each process is a node of its own, with a home of its own."""
-    group = dataclasses.replace(group, place=Launched(group.rank, group.ranks, 0, 1))
+    group = dataclasses.replace(group, place=LauncherEnvironment(group.rank, group.ranks, 0, 1))
     config = configs[group.rank]
-    with open_peers(config, group) as peers:
+    with open_node_peers(config, group) as peers:
         assert peers == ALONE
-        with open_corpus(config, host=Host(), sink=Silence(), progress=Silence(), peers=peers) as corpus:
+        with open_corpus(config, host=HostFacts(), sink=NullSink(), progress=NullSink(), peers=peers) as corpus:
             try:
                 require_same_data(group, peers, [corpus])
             except TrainError as error:

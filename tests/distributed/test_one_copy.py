@@ -11,7 +11,16 @@ import pytest
 
 from benchmarks.bench_node import measured
 from supertuner.arena.home import Home
-from tests.cache.encoding import arenas, at_use, config_of, encoding_of, opened, pictures, served, tiny
+from tests.cache.encoding import (
+    arenas,
+    config_of,
+    encoding_spec,
+    open_run,
+    pictures,
+    read_all_positions,
+    tiny,
+    without_caches,
+)
 from tests.data.media_files import write
 from tests.distributed.one_copy import digests, encode, refuse, stage
 from tests.distributed.ranks import launched_ranks, run_launched
@@ -92,8 +101,8 @@ def test_ranks_are_served_the_bits_of_one_process_and_no_sample_is_encoded_twice
     changing = {**VARYING, "augmentations_cache_mode": mode} if mode else {}
     sets = ({"instance_data_dir": pictures(tmp_path / "images", 14), **changing},)
     alone = config_of(tmp_path / "one", *sets, cache=cache)
-    with opened(at_use(alone), encoding_of(*wan)) as run:
-        law = digests(served(*run, epochs=2))
+    with open_run(without_caches(alone), encoding_spec(*wan)) as run:
+        law = digests(read_all_positions(*run, epochs=2))
     together = config_of(tmp_path / "many", *sets, cache=cache)
     found = run_launched(2, encode, tmp_path, together, Path(wan[1].source.path), 2, False, 28)
     assert all(one[2] == law for one in found)
@@ -106,8 +115,8 @@ def test_ranks_are_served_the_bits_of_one_process_and_no_sample_is_encoded_twice
 def test_an_epoch_is_made_although_some_ranks_never_ask_for_it(tmp_path: Path, wan) -> None:
     changing = {"instance_data_dir": pictures(tmp_path / "images", 6), **VARYING}
     config = config_of(tmp_path, {**changing, "augmentations_cache_mode": "refresh_each_epoch"})
-    with opened(at_use(config), encoding_of(*wan)) as run:
-        law = digests(served(*run, epochs=5))
+    with open_run(without_caches(config), encoding_spec(*wan)) as run:
+        law = digests(read_all_positions(*run, epochs=5))
     found = run_launched(3, encode, tmp_path, config, Path(wan[1].source.path), 5, True, 30)
     assert found[0][2] == law
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.ranks import command, run_launched, said
+from tests.distributed.ranks import command, rank_log, run_launched
 from tests.distributed.runs import a_run
 
 
@@ -14,8 +14,8 @@ from tests.distributed.runs import a_run
 def test_a_command_for_one_process_is_refused_by_several_and_told_once(tmp_path: Path, arguments: list[str]) -> None:
     path = a_run(tmp_path, "run", 2)
     assert run_launched(2, command, tmp_path, *arguments, str(path)) == [2, 2]
-    words = " ".join(said(tmp_path, 0).split())
-    assert f"start `supertuner {arguments[0]}` without torchrun" in words and said(tmp_path, 1) == ""
+    words = " ".join(rank_log(tmp_path, 0).split())
+    assert f"start `supertuner {arguments[0]}` without torchrun" in words and rank_log(tmp_path, 1) == ""
     assert not (tmp_path / "run").exists() and not (tmp_path / "arenas").exists()
 
 

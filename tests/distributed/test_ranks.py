@@ -10,23 +10,23 @@ from pathlib import Path
 import pytest
 from torch import distributed as dist
 
-from supertuner.config.sources.launcher import Launched
-from supertuner.distributed.group import Group
-from tests.distributed.ranks import command, joined_ranks, launched_ranks, run_launched, run_ranks, said
+from supertuner.config.sources.launcher import LauncherEnvironment
+from supertuner.distributed.group import TorchProcessGroup
+from tests.distributed.ranks import command, joined_ranks, launched_ranks, rank_log, run_launched, run_ranks
 
 
-def _introduce(group: Group, word: str) -> tuple[int, list[bytes]]:
-    return group.rank, group.gather(f"{word} {group.rank}".encode())
+def _introduce(group: TorchProcessGroup, word: str) -> tuple[int, list[bytes]]:
+    return group.rank, group.all_gather(f"{word} {group.rank}".encode())
 
 
-def _fail_on(group: Group, rank: int) -> None:
+def _fail_on(group: TorchProcessGroup, rank: int) -> None:
     if group.rank == rank:
         raise ValueError("this one has enough")
-    group.agree([1])
+    group.all_reduce_max([1])
 
 
-def _wait(group: Group, met: Path | None = None) -> None:
-    group.agree([0])
+def _wait(group: TorchProcessGroup, met: Path | None = None) -> None:
+    group.all_reduce_max([0])
     if group.rank == 0:
         if met is not None:
             met.touch()
@@ -34,7 +34,7 @@ def _wait(group: Group, met: Path | None = None) -> None:
     dist.barrier()
 
 
-def _variables(place: Launched) -> tuple[str, str]:
+def _variables(place: LauncherEnvironment) -> tuple[str, str]:
     return os.environ["RANK"], os.environ["WORLD_SIZE"]
 
 
@@ -81,4 +81,4 @@ def test_launched_ranks_have_a_launchers_variables() -> None:
 
 def test_commands_run_in_ranks(tmp_path: Path) -> None:
     assert run_launched(2, command, tmp_path, "--version") == [0, 0]
-    assert said(tmp_path, 0) == said(tmp_path, 1) != ""
+    assert rank_log(tmp_path, 0) == rank_log(tmp_path, 1) != ""

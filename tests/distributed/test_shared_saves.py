@@ -43,8 +43,8 @@ def test_a_save_of_which_one_process_is_killed_is_never_seen(folder: Path) -> No
     with launched_ranks(2, killed, path, 1) as ranks:
         first, second = ranks.ended()
     assert second.exitcode == -9 and not first.ended_well
-    checkpoints = run_folder(path) / checkpoint.FOLDER
-    assert [(one.step, one.problem) for one in checkpoint.find(checkpoints)] == [(0, None)]
-    loaded = checkpoint.latest(checkpoints)
+    checkpoints = run_folder(path) / checkpoint.CHECKPOINTS_DIR
+    assert [(one.step, one.problem) for one in checkpoint.find_checkpoints(checkpoints)] == [(0, None)]
+    loaded = checkpoint.load_latest(checkpoints)
     assert loaded is not None and loaded.step == 0
     assert [place.name for place in checkpoints.iterdir()] == ["step-00000000"], "and what was left of it is gone"

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from supertuner.distributed import gradient_sum as sums
-from supertuner.distributed.gradient_sum import add_up, pieces
-from supertuner.distributed.group import Group
+from supertuner.distributed.gradient_sum import all_reduce_tensors, split_into_buckets
+from supertuner.distributed.group import TorchProcessGroup
 from tests.distributed.ranks import run_ranks
 
 SHAPES = [(3,), (), (2, 5), (40, 3), (0,), (7,), (100,), (1,)]
@@ -24,7 +24,7 @@ def test_pieces_have_every_tensor_once_in_order_and_room_for_what_is_in_them(kin
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sums, "PIECE_BYTES", 128)
         patch.setattr(sums, "LARGE_BYTES", 100)
-        found = list(pieces(given_))
+        found = list(split_into_buckets(given_))
     assert sorted(id(tensor) for piece in found for tensor in piece) == sorted(map(id, given_))
     for piece in found:
         assert len({tensor.dtype for tensor in piece}) == 1
@@ -49,7 +49,7 @@ def test_a_parameter_that_somebody_used_has_its_gradient_everywhere_and_one_that
     assert found[0] == found[1] == {"loss": 3.0, "both": 3.0, "first": 1.0, "second": 2.0, "nobody": None}
 
 
-def _partly_used(group: Group, way: str) -> dict[str, float | None]:
+def _partly_used(group: TorchProcessGroup, way: str) -> dict[str, float | None]:
     both, first, second, nobody = (nn.Parameter(torch.zeros(1)) for _ in range(4))
     for parameter in (both, second if group.rank else first):
         parameter.grad = torch.full((1,), group.rank + 1.0)
@@ -59,14 +59,14 @@ def _partly_used(group: Group, way: str) -> dict[str, float | None]:
     return {"loss": float(loss), **{name: None if p.grad is None else float(p.grad) for name, p in named.items()}}
 
 
-def _summed(group: Group) -> list[tuple[list[int], str, bool]]:
+def _summed(group: TorchProcessGroup) -> list[tuple[list[int], str, bool]]:
     """Pieces of 64 bytes: more of them than may be under way; one that is large is a view that is not contiguous."""
-    sums.PIECE_BYTES, sums.LARGE_BYTES = 64, 200
+    sums.BUCKET_BYTES, sums.LARGE_BYTES = 64, 200
     tensors = [
         torch.full(shape, float(number + 1), dtype=dtype) * 10**group.rank
         for number, (dtype, shape) in enumerate((d, s) for d in (torch.float32, torch.float64) for s in SHAPES)
     ]
     tensors[3] = torch.stack([tensors[3], tensors[3]], -1)[..., 0]
     assert not tensors[3].is_contiguous()
-    add_up(tensors)
+    all_reduce_tensors(tensors)
     return [(list(t.shape), str(t.dtype), bool((t == (n + 1) * 111).all())) for n, t in enumerate(tensors)]

@@ -11,67 +11,67 @@ from pathlib import Path
 
 import pytest
 
-from supertuner.distributed.watchdog.diagnosis import Report, Seen, State, Verdict, judged
-from supertuner.distributed.watchdog.heartbeat import Pulse
-from supertuner.distributed.watchdog.liveness import Life
-from tests.distributed.ranks import Outcome, Ranks, launched_ranks, said
+from supertuner.distributed.watchdog.diagnosis import ObservedRank, ProcessState, RankReport, WatchdogVerdict, diagnose
+from supertuner.distributed.watchdog.heartbeat import Heartbeat
+from supertuner.distributed.watchdog.liveness import LivenessMonitor
+from tests.distributed.ranks import RankOutcome, RankProcesses, launched_ranks, rank_log
 from tests.distributed.watched import together
 
 SHORT_S = 2.0
 LONG_S = 600.0
 
 
-def _report(rank: int, **fields: object) -> Report:
-    whole = Report(rank, rank, "node", "one", 100 + rank, 1, doing="training", step=5)
+def _report(rank: int, **fields: object) -> RankReport:
+    whole = RankReport(rank, rank, "node", "one", 100 + rank, 1, doing="training", step=5)
     return dataclasses.replace(whole, **fields)  # type: ignore[arg-type]
 
 
-def _seen(report: Report, silent_s: float = 0.0, state: State = State.ALIVE) -> Seen:
-    return Seen(report.rank, report, silent_s, state)
+def _seen(report: RankReport, silent_s: float = 0.0, state: ProcessState = ProcessState.ALIVE) -> ObservedRank:
+    return ObservedRank(report.rank, report, silent_s, state)
 
 
-def _words(*seen: Seen) -> str:
-    verdict = judged(seen, 10.0)
+def _words(*seen: ObservedRank) -> str:
+    verdict = diagnose(seen, 10.0)
     assert verdict is not None
     return verdict.text
 
 
 def test_processes_that_come_on_are_left_alone():
-    assert judged([_seen(_report(0)), _seen(_report(1, idle_s=9.9), 9.9)], 10.0) is None
+    assert diagnose([_seen(_report(0)), _seen(_report(1, idle_s=9.9), 9.9)], 10.0) is None
 
 
 def test_one_that_waits_is_not_to_blame_while_another_works():
     """Rank 0 may validate for an hour."""
-    assert judged([_seen(_report(0)), _seen(_report(1, idle_s=3600, waits=True))], 10.0) is None
+    assert diagnose([_seen(_report(0)), _seen(_report(1, idle_s=3600, waits=True))], 10.0) is None
 
 
 def test_one_that_waited_long_for_another_is_not_to_blame_when_that_one_is_done():
     """What it said last is older than the end of its wait."""
     waiting = _seen(_report(0, idle_s=3600, waits=True))
-    assert judged([waiting, _seen(_report(1, left=True, idle_s=1))], 10.0) is None
+    assert diagnose([waiting, _seen(_report(1, left=True, idle_s=1))], 10.0) is None
     assert "waits for the others" in _words(waiting, _seen(_report(1, left=True, idle_s=11)))
 
 
 def test_one_that_is_gone_is_named_at_once():
-    assert _words(_seen(_report(0)), _seen(_report(1, where="a.py:3, f"), state=State.GONE)) == (
+    assert _words(_seen(_report(0)), _seen(_report(1, where="a.py:3, f"), state=ProcessState.GONE)) == (
         "rank 1 (node, pid 101) is gone: it was killed while training after step 5 at a.py:3, f"
     )
 
 
 def test_one_that_is_done_may_go():
-    assert judged([_seen(_report(0)), _seen(_report(1, left=True), 99.0, State.GONE)], 10.0) is None
+    assert diagnose([_seen(_report(0)), _seen(_report(1, left=True), 99.0, ProcessState.GONE)], 10.0) is None
 
 
 def test_one_that_never_came_is_named():
-    assert "rank 1 has not come" in _words(_seen(_report(0)), Seen(1, None, 10.0, State.ELSEWHERE))
+    assert "rank 1 has not come" in _words(_seen(_report(0)), ObservedRank(1, None, 10.0, ProcessState.ON_ANOTHER_NODE))
 
 
 @pytest.mark.parametrize(
     ("state", "words"),
     [
-        (State.STOPPED, "is stopped (SIGSTOP, or a debugger): nothing was heard from it for 11 s"),
-        (State.ALIVE, "hangs outside of Python"),
-        (State.ELSEWHERE, "is gone, stopped, or cut off with its node"),
+        (ProcessState.STOPPED, "is stopped (SIGSTOP, or a debugger): nothing was heard from it for 11 s"),
+        (ProcessState.ALIVE, "hangs outside of Python"),
+        (ProcessState.ON_ANOTHER_NODE, "is gone, stopped, or cut off with its node"),
     ],
 )
 def test_one_that_is_silent_is_named_with_what_is_known_of_it(state, words):
@@ -98,11 +98,13 @@ def test_processes_that_all_wait_are_named_together():
 
 
 def test_a_verdict_can_be_passed_on():
-    verdict = Verdict(1, 0, "a node", "rank 1 is gone — «quoted»")
-    assert Verdict.from_bytes(verdict.to_text().encode()) == verdict
+    verdict = WatchdogVerdict(1, 0, "a node", "rank 1 is gone — «quoted»")
+    assert WatchdogVerdict.from_bytes(verdict.to_text().encode()) == verdict
 
 
-def _ended(fault: str, logs: Path, count: int = 2, timeout_s: float = LONG_S) -> tuple[Ranks, list[Outcome]]:
+def _ended(
+    fault: str, logs: Path, count: int = 2, timeout_s: float = LONG_S
+) -> tuple[RankProcesses, list[RankOutcome]]:
     with launched_ranks(count, together, logs, fault, timeout_s) as ranks:
         return ranks, ranks.ended()
 
@@ -139,14 +141,14 @@ def test_what_fails_for_all_is_not_said_by_all(tmp_path):
 
 def test_one_that_is_stopped_is_named_and_ended(tmp_path):
     _, (first, guilty) = _ended("stopped", tmp_path, timeout_s=SHORT_S)
-    assert "is stopped (SIGSTOP, or a debugger)" in (said(tmp_path, 0) + (first.error or ""))
+    assert "is stopped (SIGSTOP, or a debugger)" in (rank_log(tmp_path, 0) + (first.error or ""))
     assert guilty.exitcode == -9
 
 
 def test_one_that_hangs_says_where_and_all_end(tmp_path):
     _, outcomes = _ended("hanging", tmp_path, timeout_s=SHORT_S)
     assert [outcome.ended_well for outcome in outcomes] == [False, False]
-    words = said(tmp_path, 1)
+    words = rank_log(tmp_path, 1)
     assert "hangs: no sign of life for" in words
     assert "while painting" in words
 
@@ -167,9 +169,9 @@ def test_a_signal_that_comes_after_an_error_does_not_take_its_place(tmp_path):
 
 
 def _idle_after(deed: Callable[[], None], *, in_pass: bool = False) -> float:
-    pulse = Pulse()
-    pulse.mark(in_pass=in_pass)
-    life = Life(pulse, chunk_s=0.05)
+    pulse = Heartbeat()
+    pulse.mark(in_window=in_pass)
+    life = LivenessMonitor(pulse, chunk_s=0.05)
     life.beat()
     worker = threading.Thread(target=deed)  # what the watch takes itself is left out
     worker.start()
@@ -204,4 +206,4 @@ def test_in_the_passes_of_a_window_work_is_no_sign_of_life():
 def test_all_leave_together_when_nothing_is_wrong(tmp_path):
     _, outcomes = _ended("nothing", tmp_path, count=3)
     assert [outcome.value for outcome in outcomes] == [2, 2, 2]
-    assert not any(said(tmp_path, rank) for rank in range(3))
+    assert not any(rank_log(tmp_path, rank) for rank in range(3))

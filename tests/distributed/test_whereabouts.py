@@ -7,9 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from supertuner.distributed.watchdog.stack_location import COMPILES, HANDED, MAKES, OURS, WAITS
+from supertuner.distributed.watchdog.stack_location import (
+    COMPILER_FILES,
+    PACKAGE_PREFIX,
+    PRODUCER_BY_CONSUMER,
+    PRODUCER_FUNCTION,
+    WAITING_FUNCTIONS,
+)
 from tests.cache.encoding import config_of, pictures, tiny
-from tests.distributed.ranks import launched_ranks, run_launched, said
+from tests.distributed.ranks import launched_ranks, rank_log, run_launched
 from tests.distributed.waiting import one_compiles, one_waits, one_wants_an_epoch
 
 SHORT_S = 4.0
@@ -18,10 +24,10 @@ SHORT_S = 4.0
 
 def test_what_is_told_by_its_name_has_that_name():
     """Stacks are read by file and function: one that got another name would be taken for a hang."""
-    for file, name in {*WAITS, MAKES, *HANDED, *HANDED.values()}:
-        tree = ast.parse(Path(OURS, file).read_text())
+    for file, name in {*WAITING_FUNCTIONS, PRODUCER_FUNCTION, *PRODUCER_BY_CONSUMER, *PRODUCER_BY_CONSUMER.values()}:
+        tree = ast.parse(Path(PACKAGE_PREFIX, file).read_text())
         assert any(isinstance(node, ast.FunctionDef) and node.name == name for node in ast.walk(tree)), (file, name)
-    assert all(Path(file).is_file() for file in COMPILES)
+    assert all(Path(file).is_file() for file in COMPILER_FILES)
 
 
 @pytest.mark.parametrize("how", ["in a sum", "for weights", "for gradients"])
@@ -54,4 +60,4 @@ def test_a_compiler_in_the_middle_of_a_run_does_not_hang(tmp_path):
 
 def _verdict(logs: Path, rank: int) -> str:
     """What was said at the end of a rank that could not end by itself."""
-    return next(line for line in said(logs, rank).splitlines() if "ends with it" in line)
+    return next(line for line in rank_log(logs, rank).splitlines() if "ends with it" in line)

@@ -17,24 +17,40 @@ from torch import nn
 
 from supertuner.config.settings.model import AdapterSettings
 from supertuner.config.settings.optim import OptimizerSettings
-from supertuner.data.ordering.windows import micro_batches, share
-from supertuner.distributed.process_group import Parallel
+from supertuner.data.ordering.windows import micro_batches, shard_window
+from supertuner.distributed.process_group import ProcessGroup
 from supertuner.models.adapters.attach import attach
 from supertuner.models.families.wan22 import family as wan22
-from supertuner.models.objective.diffusion import Objective, sample_noise
-from supertuner.models.spec import Source
-from supertuner.optim.schedule import Ramp, windows
-from supertuner.optim.table import Optimizer, build
+from supertuner.models.objective.diffusion import TrainingObjective, sample_noise
+from supertuner.models.spec import ModelSource
+from supertuner.optim.schedule import BatchRamp, windows
+from supertuner.optim.table import ExpertOptimizer, build_optimizer
 from supertuner.step.batch import StepBatch
-from supertuner.step.precision import Name, Precision
-from supertuner.step.window import Reduction, Rules, Trainee, WindowResult, prepare, train_window
-from tests.step.making import CPU, EXPERT, Little, an_order, batch_of, little_denoise, wan_batch, wan_rules
+from supertuner.step.precision import ComputePrecision, PrecisionName
+from supertuner.step.window import (
+    ExpertState,
+    GradientReduction,
+    StepOptions,
+    WindowResult,
+    prepare_for_training,
+    train_window,
+)
+from tests.step.making import (
+    CPU,
+    EXPERT,
+    TinyDenoiser,
+    build_batch,
+    build_order,
+    build_wan_batch,
+    tiny_denoise,
+    wan_step_options,
+)
 
 Array = NDArray[Any]
 
 
 @dataclass(frozen=True)
-class Made:
+class WindowRecord:
     """What a rank found: each window's figures and gradients as the optimizer saw them, and the weights at the end."""
 
     losses: list[float]
@@ -47,43 +63,43 @@ class Made:
     """fp16's, after each window; 1 where there is none."""
 
 
-class Watched:
+class RecordingReduction:
     """A reduction that keeps copies of the gradients as they are when all processes have added theirs."""
 
-    def __init__(self, inner: Reduction | None) -> None:
+    def __init__(self, inner: GradientReduction | None) -> None:
         self.inner = inner
         self.gradients: list[list[torch.Tensor | None]] = []
 
-    def begin(self, last: bool) -> None:
+    def begin_backward(self, is_last: bool) -> None:
         if self.inner is not None:
-            self.inner.begin(last)
+            self.inner.begin_backward(is_last)
 
-    def add(self, parameters: Iterable[nn.Parameter], loss: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, parameters: Iterable[nn.Parameter], loss: torch.Tensor) -> torch.Tensor:
         trained = list(parameters)
-        total = loss if self.inner is None else self.inner.add(trained, loss)
+        total = loss if self.inner is None else self.inner.all_reduce(trained, loss)
         self.gradients.append([None if p.grad is None else p.grad.clone() for p in trained])
         return total
 
-    def norm(self, norm: torch.Tensor) -> torch.Tensor:
-        return norm if self.inner is None else self.inner.norm(norm)
+    def global_norm(self, local_norm: torch.Tensor) -> torch.Tensor:
+        return local_norm if self.inner is None else self.inner.global_norm(local_norm)
 
 
-def wan(source: Source, kind: str, seed: int) -> Trainee:
+def wan(source: ModelSource, kind: str, seed: int) -> ExpertState:
     """The low-noise expert of a tiny Wan2.2, with an adapter that is not zero anywhere, or all of its weights."""
-    model = wan22.read(source)
-    module = wan22.FAMILY.denoiser(model, model.experts[-1], torch.float32)
+    model = wan22.read_model(source)
+    module = wan22.FAMILY.load_denoiser(model, model.experts[-1], torch.float32)
     targets = ("to_q", "to_k", "to_v", "to_out.0")
     trained = attach(module, AdapterSettings(type=kind, rank=4), targets, seed=seed, name="low_noise")  # type: ignore[arg-type]
     for place, parameter in enumerate(trained.parameters.values()):
         parameter.data += 0.02 * sample_noise(seed, place, parameter.shape)
-    prepare(module, False)
+    prepare_for_training(module, False)
     parameters = dict(trained.parameters)
-    return Trainee(EXPERT, module, parameters, build(OptimizerSettings(), parameters, "model"))
+    return ExpertState(EXPERT, module, parameters, build_optimizer(OptimizerSettings(), parameters, "model"))
 
 
 def wan_windows(
-    parallel: Parallel,
-    source: Source,
+    parallel: ProcessGroup,
+    source: ModelSource,
     kind: str,
     *,
     seed: int = 0,
@@ -91,7 +107,7 @@ def wan_windows(
     batch_size: int = 1,
     rate: float = 0.0,
     clip: float | None = None,
-) -> Made:
+) -> WindowRecord:
     """Windows of so many samples on a tiny Wan2.2. With a rate of 0 no weight changes: each gradient is for itself."""
     trainee = wan(source, kind, seed)
     edges = np.cumsum([0, *samples]).tolist()
@@ -99,16 +115,20 @@ def wan_windows(
 
     def cut(mine: range) -> list[StepBatch]:
         positions = list(mine)
-        return [wan_batch(positions[n : n + batch_size], 4) for n in range(0, len(positions), batch_size)]
+        return [build_wan_batch(positions[n : n + batch_size], 4) for n in range(0, len(positions), batch_size)]
 
-    rules = wan_rules(source, "fp32", clip)
+    rules = wan_step_options(source, "fp32", clip)
     return trained(
-        parallel, trainee, [(span, cut(share(span, parallel.rank, parallel.ranks))) for span in spans], rules, rate
+        parallel,
+        trainee,
+        [(span, cut(shard_window(span, parallel.rank, parallel.world_size))) for span in spans],
+        rules,
+        rate,
     )
 
 
 def little_windows(
-    parallel: Parallel,
+    parallel: ProcessGroup,
     *,
     ramp: tuple[int, int, int] = (8, 8, 0),
     total: int = 64,
@@ -117,22 +137,24 @@ def little_windows(
     seed: int = 0,
     optimizer: str = "adamw",
     double: bool = False,
-    precision: Name = "fp32",
+    precision: PrecisionName = "fp32",
     rate: float = 0.0,
     loud: int | None = None,
-) -> Made:
+) -> WindowRecord:
     """A run through a ramp over buckets of several sizes, on a small module; `loud` is a sample whose gradient is too
     large for fp16."""
-    order = an_order(sizes, batch_size, seed)
+    order = build_order(sizes, batch_size, seed)
     trainee = little64(seed, optimizer) if double else little32(seed, optimizer, precision)
-    denoise = _doubled if double else little_denoise
-    rules = Rules(denoise, Objective(weighting="cosmap"), Precision(precision, CPU), None)
+    denoise = _doubled if double else tiny_denoise
+    rules = StepOptions(denoise, TrainingObjective(weighting="cosmap"), ComputePrecision(precision, CPU), None)
 
     def cut(mine: range) -> list[StepBatch]:
         pieces = micro_batches(order, mine, batch_size)
-        return [batch_of(piece.draws.position.tolist(), piece.bucket.shape[1]) for piece in pieces]
+        return [build_batch(piece.draws.position.tolist(), piece.bucket.shape[1]) for piece in pieces]
 
-    spans = [(span, cut(share(span, parallel.rank, parallel.ranks))) for span in windows(total, Ramp(*ramp))]
+    spans = [
+        (span, cut(shard_window(span, parallel.rank, parallel.world_size))) for span in windows(total, BatchRamp(*ramp))
+    ]
     for _, batches in spans:
         for batch in batches:
             if loud is not None and loud in batch.positions:
@@ -141,9 +163,13 @@ def little_windows(
 
 
 def trained(
-    parallel: Parallel, trainee: Trainee, spans: Iterable[tuple[range, list[StepBatch]]], rules: Rules, rate: float
-) -> Made:
-    watched = Watched(parallel.reduction)
+    parallel: ProcessGroup,
+    trainee: ExpertState,
+    spans: Iterable[tuple[range, list[StepBatch]]],
+    rules: StepOptions,
+    rate: float,
+) -> WindowRecord:
+    watched = RecordingReduction(parallel.reduction)
     results: list[WindowResult] = []
     scales: list[float] = []
     for span, batches in spans:
@@ -152,15 +178,15 @@ def trained(
                 trainee,
                 batches,
                 samples=len(span),
-                rate=rate,
-                rules=rules,
+                learning_rate=rate,
+                options=rules,
                 reduction=watched,
                 micro_batches=len(batches),
             )
         )
-        scales.append(1.0 if trainee.scaler is None else trainee.scaler.scale)
+        scales.append(1.0 if trainee.loss_scaler is None else trainee.loss_scaler.scale)
     names = list(trainee.parameters)
-    return Made(
+    return WindowRecord(
         [result.loss for result in results],
         [result.grad_norm for result in results],
         [
@@ -173,34 +199,34 @@ def trained(
     )
 
 
-def _little(seed: int) -> Little:
+def _little(seed: int) -> TinyDenoiser:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return Little()
+        return TinyDenoiser()
 
 
-def little32(seed: int, optimizer: str, precision: Name = "fp32") -> Trainee:
+def little32(seed: int, optimizer: str, precision: PrecisionName = "fp32") -> ExpertState:
     module = _little(seed)
     parameters = dict(module.named_parameters())
-    made = build(OptimizerSettings.model_validate({"name": optimizer}), parameters, "model", seed=seed)
-    return Trainee(EXPERT, module, parameters, made, None, Precision(precision, CPU).scaler())
+    made = build_optimizer(OptimizerSettings.model_validate({"name": optimizer}), parameters, "model", seed=seed)
+    return ExpertState(EXPERT, module, parameters, made, None, ComputePrecision(precision, CPU).scaler())
 
 
-def little64(seed: int, optimizer: str) -> Trainee:
+def little64(seed: int, optimizer: str) -> ExpertState:
     """The same, computed in fp64: what depends on the order of sums is 10⁹ times smaller than fp32 can tell."""
     module = _little(seed)
     masters = {name: nn.Parameter(p.detach().clone()) for name, p in module.named_parameters()}
     module.double()
     parameters = dict(module.named_parameters())
-    inner = build(OptimizerSettings.model_validate({"name": optimizer}), masters, "model", seed=seed)
-    return Trainee(EXPERT, module, parameters, Rounded(inner, parameters))
+    inner = build_optimizer(OptimizerSettings.model_validate({"name": optimizer}), masters, "model", seed=seed)
+    return ExpertState(EXPERT, module, parameters, RoundingOptimizer(inner, parameters))
 
 
-class Rounded(Optimizer):
+class RoundingOptimizer(ExpertOptimizer):
     """Steps fp32 weights by gradients that were computed and added up in fp64, and are rounded here."""
 
-    def __init__(self, inner: Optimizer, exact: Mapping[str, nn.Parameter]) -> None:
-        super().__init__(inner.name, inner.inner, exact, inner.base_rate)
+    def __init__(self, inner: ExpertOptimizer, exact: Mapping[str, nn.Parameter]) -> None:
+        super().__init__(inner.name, inner.torch_optimizer, exact, inner.base_learning_rate)
         self._rounded = inner.parameters
 
     @torch.no_grad()
@@ -219,4 +245,4 @@ class Rounded(Optimizer):
 
 def _doubled(module: nn.Module, noisy: torch.Tensor, levels: torch.Tensor, text: Any, told: Any) -> torch.Tensor:
     text = {name: tensor.double() for name, tensor in text.items()}
-    return little_denoise(module, noisy.double(), levels.double(), text, told)
+    return tiny_denoise(module, noisy.double(), levels.double(), text, told)

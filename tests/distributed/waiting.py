@@ -15,13 +15,13 @@ from torch.distributed.fsdp import fully_shard
 
 from supertuner.config.settings.parallel import ParallelSettings
 from supertuner.config.settings.tree import RunConfig
-from supertuner.config.sources.launcher import Launched
-from supertuner.core.events import Event, Measured, Silence
-from supertuner.distributed.gradient_sum import add_up
-from supertuner.distributed.setup import open_parallel
-from supertuner.distributed.watchdog.heartbeat import Pulse
-from tests.cache.encoding import batches, encoding_of, opened, tiny
-from tests.cache.together import met, until_all
+from supertuner.config.sources.launcher import LauncherEnvironment
+from supertuner.core.events import Event, MeasurementEvent, NullSink
+from supertuner.distributed.gradient_sum import all_reduce_tensors
+from supertuner.distributed.setup import open_process_group
+from supertuner.distributed.watchdog.heartbeat import Heartbeat
+from tests.cache.encoding import batches, encoding_spec, open_run, tiny
+from tests.cache.together import meet_peers, until_all
 from tests.distributed.watched import VERY_LONG_S, log_to
 
 CPU = torch.device("cpu")
@@ -41,89 +41,91 @@ def work(seconds: float = 5.0) -> None:
 DEEDS: dict[str, Callable[[], None]] = {"hangs": _hang, "works": work}
 
 
-def one_waits(place: Launched, logs: Path, how: str, timeout_s: float) -> None:
+def one_waits(place: LauncherEnvironment, logs: Path, how: str, timeout_s: float) -> None:
     """Rank 1 hangs in Python, and rank 0 waits for it."""
     log_to(logs, place)
-    pulse = Pulse()
-    with open_parallel(ParallelSettings(timeout_s=timeout_s, strategy="fsdp"), place, CPU, pulse) as parallel:
+    pulse = Heartbeat()
+    with open_process_group(ParallelSettings(timeout_s=timeout_s, strategy="fsdp"), place, CPU, pulse) as parallel:
         module = nn.Linear(8, 8)
         fully_shard(module)
         loss = module(torch.ones(2, 8)).sum()
-        parallel.agree([1])
+        parallel.all_reduce_max([1])
         if place.rank == 1:
             time.sleep(timeout_s / 4)
             pulse.mark()  # later than the other one's last: who gave no sign for longest is not the one
             _hang()
         if how == "in a sum":
-            add_up([torch.ones(3)])
+            all_reduce_tensors([torch.ones(3)])
         elif how == "for weights":
             module(torch.ones(2, 8))
         else:
             torch.autograd.backward(loss)
 
 
-class _FirstEpoch(Silence):
+class _FirstEpoch(NullSink):
     """Notices when the first epoch's entries are made."""
 
     def __init__(self) -> None:
         self.made = threading.Event()
 
     def emit(self, event: Event, /) -> None:
-        if isinstance(event, Measured) and event.what == "cache.epoch":
+        if isinstance(event, MeasurementEvent) and event.what == "cache.epoch":
             self.made.set()
 
 
-def one_wants_an_epoch(place: Launched, tmp: Path, config: RunConfig, model: Path, then: str, timeout_s: float) -> str:
+def one_wants_an_epoch(
+    place: LauncherEnvironment, tmp: Path, config: RunConfig, model: Path, then: str, timeout_s: float
+) -> str:
     """Rank 0 comes to an epoch of which rank 1 makes a part, beside a window that it is done with; with an entry of it
     rank 1 does `then`."""
     log_to(tmp, place)
     family, read = tiny("wan2.2", model)
-    first, pulse = _FirstEpoch(), Pulse()
+    first, pulse = _FirstEpoch(), Heartbeat()
 
     class Media:
         def __init__(self, *of: Any) -> None:
-            self.inner = family.media_encoder(*of)
+            self.inner = family.build_media_encoder(*of)
             self.begun = False
 
         def encode(self, media: Any) -> Any:
             if first.made.is_set() and not self.begun:
                 self.begun = True
-                until_all(tmp / "barrier", "encoding", place.rank, place.ranks)
+                until_all(tmp / "barrier", "encoding", place.rank, place.world_size)
                 if place.rank == 1:
                     DEEDS[then]()
             return self.inner.encode(media)
 
-    encoding = encoding_of(dataclasses.replace(family, media_encoder=Media), read)
+    encoding = encoding_spec(dataclasses.replace(family, media_encoder=Media), read)
     with (
-        open_parallel(ParallelSettings(timeout_s=timeout_s), place, CPU, pulse) as parallel,
-        met(tmp, place) as peers,
-        opened(config, encoding, first, peers=peers) as (corpus, encoded),
+        open_process_group(ParallelSettings(timeout_s=timeout_s), place, CPU, pulse) as parallel,
+        meet_peers(tmp, place) as peers,
+        open_run(config, encoding, first, peers=peers) as (corpus, encoded),
     ):
-        parallel.agree([1])
+        parallel.all_reduce_max([1])
         pulse.step = 1
-        pulse.mark(in_pass=True)
+        pulse.mark(in_window=True)
         if place.rank == 0:
             encoded.latents(batches(corpus, 2)[-1])
-        parallel.agree([1])
+        parallel.all_reduce_max([1])
     return "trained"
 
 
-def one_compiles(place: Launched, logs: Path, timeout_s: float) -> str:
+def one_compiles(place: LauncherEnvironment, logs: Path, timeout_s: float) -> str:
     """In a pass of a later window, as for a shape that comes for the first time."""
     log_to(logs, place)
-    pulse = Pulse()
+    pulse = Heartbeat()
 
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
         work()
         return graph.forward
 
-    with open_parallel(ParallelSettings(timeout_s=timeout_s), place, CPU, pulse) as parallel:
-        parallel.agree([1])
+    with open_process_group(ParallelSettings(timeout_s=timeout_s), place, CPU, pulse) as parallel:
+        parallel.all_reduce_max([1])
         pulse.step = 1
-        pulse.mark(in_pass=True)
+        pulse.mark(in_window=True)
         if place.rank == 1:
             torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
-        parallel.agree([1])
+        parallel.all_reduce_max([1])
         if place.rank == 0:  # who waited for so long may take a moment before it gives a sign
             time.sleep(timeout_s / 4)
     return "trained"

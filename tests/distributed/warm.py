@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import importlib
 
-from supertuner.models.table import MODELS, family
+from supertuner.models.table import FAMILY_MODULES, load_family
 from tests.train.runs import LATE
 
 RUNS = (
@@ -28,7 +28,7 @@ RUNS = (
 
 for name in (*RUNS, *LATE):
     importlib.import_module(name)
-for name in MODELS:
-    family(name)
+for name in FAMILY_MODULES:
+    load_family(name)
 gc.collect()
 gc.freeze()

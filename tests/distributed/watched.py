@@ -14,104 +14,104 @@ from typing import Literal
 import torch
 
 from supertuner.config.settings.parallel import ParallelSettings
-from supertuner.config.sources.launcher import Launched
+from supertuner.config.sources.launcher import LauncherEnvironment
 from supertuner.core.errors import PeerError, StageError
-from supertuner.distributed.process_group import Parallel
-from supertuner.distributed.setup import open_parallel
-from supertuner.distributed.watchdog.heartbeat import Pulse
-from supertuner.distributed.watchdog.watch import BEAT_S
-from supertuner.train.signals import Signals
+from supertuner.distributed.process_group import ProcessGroup
+from supertuner.distributed.setup import open_process_group
+from supertuner.distributed.watchdog.heartbeat import Heartbeat
+from supertuner.distributed.watchdog.watch import HEARTBEAT_S
+from supertuner.train.signals import TrainingSignals
 
 VERY_LONG_S = 3600.0
 
 
-def together(place: Launched, logs: Path, fault: str, timeout_s: float) -> int:
+def together(place: LauncherEnvironment, logs: Path, fault: str, timeout_s: float) -> int:
     """Meet, work together, and let rank 1 do `fault`; the others wait for it in a collective."""
     log_to(logs, place)
-    pulse = Pulse()
-    with open_parallel(ParallelSettings(timeout_s=timeout_s), place, torch.device("cpu"), pulse) as parallel:
-        parallel.agree([1])
+    pulse = Heartbeat()
+    with open_process_group(ParallelSettings(timeout_s=timeout_s), place, torch.device("cpu"), pulse) as parallel:
+        parallel.all_reduce_max([1])
         if place.rank == 1 or fault == "failing together":
-            pulse.doing = "painting"
+            pulse.activity = "painting"
             FAULTS[fault](parallel)
-        return parallel.agree([place.rank])[0]
+        return parallel.all_reduce_max([place.rank])[0]
 
 
 Lost = Literal["goes on", "prepares", "hangs", "fails", "is done"]
 
 
-def until_asked(place: Launched, logs: Path, then: Lost, timeout_s: float) -> str:
+def until_asked(place: LauncherEnvironment, logs: Path, then: Lost, timeout_s: float) -> str:
     """Step by step with the others, until a signal asks to stop, or until the file `lost` is there and rank 1 does
     `then`."""
     log_to(logs, place)
-    pulse, lost = Pulse(), logs / "lost"
+    pulse, lost = Heartbeat(), logs / "lost"
     with (
-        open_parallel(ParallelSettings(timeout_s=timeout_s), place, torch.device("cpu"), pulse) as parallel,
-        nullcontext() if then == "prepares" else Signals() as signals,
+        open_process_group(ParallelSettings(timeout_s=timeout_s), place, torch.device("cpu"), pulse) as parallel,
+        nullcontext() if then == "prepares" else TrainingSignals() as signals,
     ):
         (logs / f"works-{place.rank}").touch()
         while True:
-            asked, seen = parallel.agree([0 if signals is None else signals.number, lost.exists()])
+            asked, seen = parallel.all_reduce_max([0 if signals is None else signals.stop_number, lost.exists()])
             pulse.mark()
             if asked:
-                time.sleep(2 * BEAT_S)  # as a save takes its time: meanwhile each has noticed for itself
-                return f"saved after {Signals.name_of(asked)}"
+                time.sleep(2 * HEARTBEAT_S)  # as a save takes its time: meanwhile each has noticed for itself
+                return f"saved after {TrainingSignals.signal_name(asked)}"
             if seen and then == "is done":
                 return "done"
             if seen and then == "hangs" and place.rank == 1:
                 _hang(parallel)
             if seen and then == "fails" and place.rank == 1:
-                time.sleep(2 * BEAT_S)  # so that the watch asks the launcher before
+                time.sleep(2 * HEARTBEAT_S)  # so that the watch asks the launcher before
                 _fail(parallel)
             time.sleep(0.01)
 
 
-def log_to(logs: Path, place: Launched) -> None:
+def log_to(logs: Path, place: LauncherEnvironment) -> None:
     log = os.open(logs / f"rank-{place.rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 2)
 
 
-def _kill(parallel: Parallel) -> None:
+def _kill(parallel: ProcessGroup) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _stop(parallel: Parallel) -> None:
+def _stop(parallel: ProcessGroup) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def _hang(parallel: Parallel) -> None:
+def _hang(parallel: ProcessGroup) -> None:
     time.sleep(VERY_LONG_S)
 
 
-def _fail(parallel: Parallel) -> None:
+def _fail(parallel: ProcessGroup) -> None:
     raise StageError("the disk is full; free some")
 
 
-def _leave_early(parallel: Parallel) -> None:
+def _leave_early(parallel: ProcessGroup) -> None:
     os._exit(3)
 
 
-def _out_of_step(parallel: Parallel) -> None:
+def _out_of_step(parallel: ProcessGroup) -> None:
     """A call that the others do not make: nobody comes on from there."""
-    parallel.gather(b"more than a number")
+    parallel.all_gather(b"more than a number")
 
 
-def _terminate(parallel: Parallel) -> None:
+def _terminate(parallel: ProcessGroup) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(VERY_LONG_S)
 
 
-def _terminate_late(parallel: Parallel) -> None:
+def _terminate_late(parallel: ProcessGroup) -> None:
     """The launcher's signal comes while this process asks the others why it has to end."""
     threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
     raise PeerError("process 0 of this node is gone")
 
 
-def _nothing(parallel: Parallel) -> None:
+def _nothing(parallel: ProcessGroup) -> None:
     pass
 
 
-FAULTS: dict[str, Callable[[Parallel], None]] = {
+FAULTS: dict[str, Callable[[ProcessGroup], None]] = {
     "killed": _kill,
     "stopped": _stop,
     "hanging": _hang,

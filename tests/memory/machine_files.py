@@ -6,7 +6,7 @@ import struct
 from collections.abc import Mapping
 from pathlib import Path
 
-from supertuner.core.host import Host
+from supertuner.core.host import HostFacts
 from supertuner.core.types import GIB, KIB
 from supertuner.memory.driver import Device
 
@@ -33,13 +33,13 @@ class Said:
         return self._free
 
 
-def folder_host(root: Path, files: Mapping[str, str | bytes]) -> Host:
+def folder_host(root: Path, files: Mapping[str, str | bytes]) -> HostFacts:
     """A host whose kernel files are these, and no others."""
     for name, content in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    return Host(root)
+    return HostFacts(root)
 
 
 def auxv(page_bytes: int) -> bytes:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from supertuner import gh200
 from supertuner.gh200 import GH200GradientRamp
-from supertuner.optim.schedule import Ramp, windows
+from supertuner.optim.schedule import BatchRamp, windows
 from tests.fakes.building import ROOT, environment
 
 SEEDS = (
@@ -50,7 +50,7 @@ def sizes(ramp: GH200GradientRamp, micro_batches: int) -> list[int]:
 
 def test_the_example_of_the_seeds_grows_as_the_trainer_grows() -> None:
     ramp = GH200GradientRamp(4, 32, 400, train_batch_size=1, world_size=1)
-    ours = [len(window) for window in windows(2000, Ramp(4, 32, 400))][:80]
+    ours = [len(window) for window in windows(2000, BatchRamp(4, 32, 400))][:80]
     assert sizes(ramp, 2000)[:80] == ours
     assert [ramp.gradient_accumulation_steps(micro) for micro in (0, 15, 16, 424, 425, 10**9)] == [4, 4, 5, 31, 32, 32]
 

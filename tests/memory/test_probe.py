@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from supertuner.core.host import Host
+from supertuner.core.host import HostFacts
 from supertuner.core.types import GIB, KIB
 from supertuner.memory.driver import Missing
 from supertuner.memory.probe import free_gpu_bytes, host_available_bytes, probe
@@ -162,7 +162,7 @@ def test_a_container_without_sys_knows_its_limit_and_leaves_the_rest_unknown(tmp
 
 
 def test_a_folder_with_nothing_in_it_is_all_unknown_and_nothing_is_zero(tmp_path: Path) -> None:
-    facts = probe(Host(tmp_path), NO_GPU, NO_NVML)
+    facts = probe(HostFacts(tmp_path), NO_GPU, NO_NVML)
     zeros = [name for name, value in dataclasses.asdict(facts).items() if value == 0 and value is not False]
     assert zeros == []
     assert facts.memory_total is None and facts.memory_available is None
@@ -203,7 +203,7 @@ def test_through_the_real_bindings_a_machine_is_what_its_drivers_say(
 
 @pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="no /proc")
 def test_this_machine_answers_sensibly() -> None:
-    facts = probe(Host(), NO_GPU, NO_NVML)
+    facts = probe(HostFacts(), NO_GPU, NO_NVML)
     assert facts.arch == os.uname().machine and facts.kernel == os.uname().release
     assert facts.page_bytes == os.sysconf("SC_PAGE_SIZE")
     assert facts.memory_total and facts.memory_available and facts.cpus >= 1

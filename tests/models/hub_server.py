@@ -22,10 +22,10 @@ REFUSALS = {
 GATED = "somebody/gated"
 
 
-class Hub:
+class FakeHub:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.asked: list[str] = []
+        self.requests: list[str] = []
         self.address = ""
 
     def files(self) -> dict[str, Path]:
@@ -33,9 +33,9 @@ class Hub:
 
 
 @contextmanager
-def serving(folder: Path) -> Iterator[Hub]:
+def serve_hub(folder: Path) -> Iterator[FakeHub]:
     """`somebody/model` is the pipeline in `folder`; `somebody/gated` is the same behind a gate."""
-    hub = Hub(folder)
+    hub = FakeHub(folder)
     server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(hub))
     hub.address = f"http://127.0.0.1:{server.server_address[1]}"
     thread = Thread(target=server.serve_forever, args=(0.02,), daemon=True)
@@ -48,7 +48,7 @@ def serving(folder: Path) -> Iterator[Hub]:
         thread.join()
 
 
-def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
+def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
@@ -63,7 +63,7 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
 
         def _answer(self, body: bool) -> None:
             path = urlparse(self.path).path
-            hub.asked.append(f"{self.command} {path}")
+            hub.requests.append(f"{self.command} {path}")
             status, headers, content = _reply(hub, path)
             self.send_response(status)
             for name, value in headers.items():
@@ -76,7 +76,7 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
     return Handler
 
 
-def _reply(hub: Hub, path: str) -> tuple[int, dict[str, str], bytes]:
+def _reply(hub: FakeHub, path: str) -> tuple[int, dict[str, str], bytes]:
     parts = path.strip("/").split("/")
     api = parts[:2] == ["api", "models"]
     repository = "/".join(parts[2:4] if api else parts[:2])

@@ -11,10 +11,10 @@ import torch
 
 from supertuner.config.settings.model import ObjectiveSettings
 from supertuner.core.errors import ModelError
-from supertuner.models.families.sdxl.tiny import TinySdxl, write
-from supertuner.models.objective.loss_weighting import counted, weight
-from supertuner.models.spec import Source
-from supertuner.models.table import family
+from supertuner.models.families.sdxl.tiny import TinySdxl, write_pipeline
+from supertuner.models.objective.loss_weighting import loss_weight, objective_from_settings
+from supertuner.models.spec import ModelSource
+from supertuner.models.table import load_family
 
 SCHEDULERS = sorted(name for name in dir(diffusers) if name.endswith("Scheduler") and not name.startswith("Flax"))
 TRAINED = {"DDPMScheduler", "DDIMScheduler", "EulerDiscreteScheduler", "UniPCMultistepScheduler", "LCMScheduler"}
@@ -23,16 +23,16 @@ TRAINED = {"DDPMScheduler", "DDIMScheduler", "EulerDiscreteScheduler", "UniPCMul
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("sdxl") / "any"
-    write(made, TinySdxl(), 0)
+    write_pipeline(made, TinySdxl(), 0)
     return made
 
 
-def with_scheduler(folder: Path, name: str) -> Source:
+def with_scheduler(folder: Path, name: str) -> ModelSource:
     index = json.loads((folder / "model_index.json").read_text())
     index["scheduler"] = ["diffusers", name]
     (folder / "model_index.json").write_text(json.dumps(index))
     (folder / "scheduler" / "scheduler_config.json").write_text(json.dumps({"_class_name": name}))
-    return Source(str(folder))
+    return ModelSource(str(folder))
 
 
 def test_there_are_schedulers_to_go_through() -> None:
@@ -44,13 +44,13 @@ def test_there_are_schedulers_to_go_through() -> None:
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_a_folder_with_any_scheduler_is_weighted_or_refused_in_words(folder: Path, name: str, weighting: str) -> None:
     try:
-        model = family("sdxl").read(with_scheduler(folder, name))
+        model = load_family("sdxl").read_model(with_scheduler(folder, name))
     except ModelError as error:
         assert name in str(error) and name not in TRAINED
         return
     assert model.alphas_cumprod is not None and model.prediction is not None
     settings = ObjectiveSettings.model_validate({"weighting": weighting})
-    objective = counted(settings, model.prediction, torch.tensor(model.alphas_cumprod))
-    found = weight(torch.linspace(0, 1, 33), objective)
+    objective = objective_from_settings(settings, model.prediction, torch.tensor(model.alphas_cumprod))
+    found = loss_weight(torch.linspace(0, 1, 33), objective)
     assert found.isfinite().all() and (found > 0).all()
     assert (found.diff() >= 0).all(), "errors in noise count more where there is more noise"

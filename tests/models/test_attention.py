@@ -8,8 +8,8 @@ from diffusers.models import attention_dispatch
 
 from supertuner.core.errors import ModelError
 from supertuner.models.attention import ALIASES, require_backend, use_backend
-from supertuner.models.spec import Source
-from supertuner.models.table import family
+from supertuner.models.spec import ModelSource
+from supertuner.models.table import load_family
 
 CPU = torch.device("cpu")
 
@@ -76,11 +76,11 @@ def test_every_alias_leads_to_a_backend_of_diffusers() -> None:
 
 @pytest.mark.parametrize("which", ["wan2.2", "flux"])
 def test_a_module_computes_with_the_backend_it_was_given_and_others_keep_theirs(
-    which: str, tiny_wan: Source, tiny_flux: Source
+    which: str, tiny_wan: ModelSource, tiny_flux: ModelSource
 ) -> None:
-    one = family(which)
-    model = one.read(tiny_wan if which == "wan2.2" else tiny_flux)
-    chosen, other = (one.denoiser(model, model.experts[0], torch.float32) for _ in range(2))
+    one = load_family(which)
+    model = one.read_model(tiny_wan if which == "wan2.2" else tiny_flux)
+    chosen, other = (one.load_denoiser(model, model.experts[0], torch.float32) for _ in range(2))
     active = attention_dispatch._AttentionBackendRegistry._active_backend
     use_backend(chosen, "math")
 

@@ -15,11 +15,17 @@ from torch import nn
 
 from supertuner.config.settings.model import AdapterSettings
 from supertuner.core.errors import ModelError
-from supertuner.core.events import Decided
-from supertuner.models.adapters.attach import Trained, applied, attach, load_state, state
+from supertuner.core.events import DecisionEvent
+from supertuner.models.adapters.attach import (
+    TrainableExpert,
+    attach,
+    load_trainable_state,
+    temporary_weights,
+    trainable_state,
+)
 from supertuner.models.compiled import compile_blocks, repeated_blocks
-from supertuner.models.quantise import quantise
-from tests.models.adapters.modules import drawn, flux, stable_audio, wan, wan_output
+from supertuner.models.quantise import quantize_blocks
+from tests.models.adapters.modules import flux, random_tensor, stable_audio, wan, wan_output
 
 pytestmark = [  # torch's compiler does what torch warns of
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -29,13 +35,16 @@ CPU = torch.device("cpu")
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler here")
 
 
-def learnt(module: nn.Module, targets: tuple[str, ...]) -> Trained:
+def learnt(module: nn.Module, targets: tuple[str, ...]) -> TrainableExpert:
     trained = attach(module, AdapterSettings(rank=4), targets, seed=1, name="model")
-    load_state(trained, {name: tensor + 0.05 * drawn(*tensor.shape) for name, tensor in state(trained).items()})
+    load_trainable_state(
+        trained,
+        {name: tensor + 0.05 * random_tensor(*tensor.shape) for name, tensor in trainable_state(trained).items()},
+    )
     return trained
 
 
-def compile_and_compare(trained: Trained, forward: Callable[[nn.Module], torch.Tensor]) -> Decided:
+def compile_and_compare(trained: TrainableExpert, forward: Callable[[nn.Module], torch.Tensor]) -> DecisionEvent:
     def computed() -> tuple[torch.Tensor, ...]:
         output = forward(trained.module)
         return output.detach(), *torch.autograd.grad(output.square().mean(), list(trained.parameters.values()))
@@ -47,7 +56,7 @@ def compile_and_compare(trained: Trained, forward: Callable[[nn.Module], torch.T
     return decided
 
 
-class Small(nn.Module):
+class SmallBlockModel(nn.Module):
     """Two blocks in a list, as denoisers have them, that compile in seconds."""
 
     def __init__(self) -> None:
@@ -62,26 +71,31 @@ class Small(nn.Module):
 
 @needs_compiler
 def test_compiled_blocks_give_the_output_and_the_gradients_of_plain_ones() -> None:
-    trained = learnt(Small(), ("0.0", "1.0"))
+    trained = learnt(SmallBlockModel(), ("0.0", "1.0"))
     names = [name for name, _ in trained.module.named_parameters()]
-    decided = compile_and_compare(trained, lambda module: module(drawn(4, 16)))
+    decided = compile_and_compare(trained, lambda module: module(random_tensor(4, 16)))
     assert [name for name, _ in trained.module.named_parameters()] == names
     assert decided.value is True and "Sequential × 2" in decided.reason
     with torch.no_grad():
-        now = trained.module(drawn(4, 16))
-        with applied(trained, {name: torch.zeros_like(tensor) for name, tensor in state(trained).items()}):
-            bare = trained.module(drawn(4, 16))
+        now = trained.module(random_tensor(4, 16))
+        with temporary_weights(
+            trained, {name: torch.zeros_like(tensor) for name, tensor in trainable_state(trained).items()}
+        ):
+            bare = trained.module(random_tensor(4, 16))
         assert not torch.allclose(bare, now), "compiled code sees the values that are applied"
-        assert torch.equal(trained.module(drawn(4, 16)), now)
+        assert torch.equal(trained.module(random_tensor(4, 16)), now)
 
 
 @needs_compiler
 @pytest.mark.parametrize("kind", ["loha", "lokr"])
 def test_compiled_blocks_take_the_adapters_of_lycoris_along(kind: str) -> None:
     settings = AdapterSettings(type=kind, rank=1)  # type: ignore[arg-type]
-    trained = attach(Small(), settings, ("0.0", "1.0"), seed=1, name="model")
-    load_state(trained, {name: tensor + 0.05 * drawn(*tensor.shape) for name, tensor in state(trained).items()})
-    compile_and_compare(trained, lambda module: module(drawn(4, 16)))
+    trained = attach(SmallBlockModel(), settings, ("0.0", "1.0"), seed=1, name="model")
+    load_trainable_state(
+        trained,
+        {name: tensor + 0.05 * random_tensor(*tensor.shape) for name, tensor in trainable_state(trained).items()},
+    )
+    compile_and_compare(trained, lambda module: module(random_tensor(4, 16)))
 
 
 @needs_compiler
@@ -90,7 +104,7 @@ def test_compiled_blocks_take_the_adapters_of_lycoris_along(kind: str) -> None:
 def test_compiled_blocks_of_wan_give_the_output_and_the_gradients_of_plain_ones(eight_bits: bool) -> None:
     module = wan()
     if eight_bits:
-        quantise(module, "int8", CPU)
+        quantize_blocks(module, "int8", CPU)
     decided = compile_and_compare(learnt(module, ("to_q", "to_v")), wan_output)
     assert "WanTransformerBlock × 2" in decided.reason
 

@@ -11,15 +11,15 @@ import pytest
 
 from supertuner.core.errors import ModelError
 from supertuner.models.fingerprint import fingerprint
-from supertuner.models.spec import Source
-from supertuner.models.table import family
+from supertuner.models.spec import ModelSource
+from supertuner.models.table import load_family
 
 
 @pytest.fixture
-def files(tiny_wan: Source, tmp_path: Path) -> list[Path]:
-    wan = family("wan2.2")
+def files(tiny_wan: ModelSource, tmp_path: Path) -> list[Path]:
+    wan = load_family("wan2.2")
     copy = shutil.copytree(tiny_wan.path, tmp_path / "pipeline")
-    model = wan.read(Source(str(copy)))
+    model = wan.read_model(ModelSource(str(copy)))
     return [*wan.media_files(model), *wan.text_files(model)]
 
 

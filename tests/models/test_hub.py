@@ -13,24 +13,24 @@ import pytest
 import torch
 
 from supertuner.core.errors import ModelError
-from supertuner.models.spec import Expert, Source
-from supertuner.models.table import family
-from tests.models.hub_server import COMMIT, GATED, Hub, serving
-from tests.models.families.pipelines import CASES, Written
+from supertuner.models.spec import Expert, ModelSource
+from supertuner.models.table import load_family
+from tests.models.families.pipelines import CASES, WrittenPipeline
+from tests.models.hub_server import COMMIT, GATED, FakeHub, serve_hub
 
 WAN = "wan2.2"
 SECRET = "hf_thisIsASecretThatNobodyMaySee"
 
 
 @pytest.fixture
-def hub(tiny_wan: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+def hub(tiny_wan: ModelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     with hub_of(Path(tiny_wan.path), tmp_path, monkeypatch) as hub:
         yield hub
 
 
 @contextmanager
-def hub_of(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    with serving(folder) as hub:
+def hub_of(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    with serve_hub(folder) as hub:
         files = "/{repo_id}/resolve/{revision}/{filename}"
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.address)
         monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.address + files)
@@ -39,17 +39,17 @@ def hub_of(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
         yield hub
 
 
-def refusal(source: Source) -> str:
+def refusal(source: ModelSource) -> str:
     with pytest.raises(ModelError) as caught:
-        family(WAN).read(source)
+        load_family(WAN).read_model(source)
     assert SECRET not in str(caught.value)
     return str(caught.value)
 
 
-def test_reading_a_model_fetches_its_configs_and_no_weights(hub: Hub) -> None:
-    model = family(WAN).read(Source("somebody/model"))
+def test_reading_a_model_fetches_its_configs_and_no_weights(hub: FakeHub) -> None:
+    model = load_family(WAN).read_model(ModelSource("somebody/model"))
     assert [expert.name for expert in model.experts] == ["high_noise", "low_noise"]
-    assert not [asked for asked in hub.asked if asked.endswith(".safetensors")]
+    assert not [asked for asked in hub.requests if asked.endswith(".safetensors")]
 
 
 @pytest.mark.parametrize(
@@ -59,125 +59,129 @@ def test_reading_a_model_fetches_its_configs_and_no_weights(hub: Hub) -> None:
     indirect=True,
 )
 def test_parts_of_other_families_come_from_the_hub_to_the_bit(
-    written: Written, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    written: WrittenPipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cpu = torch.device("cpu")
     with hub_of(written.folder, tmp_path, monkeypatch) as hub:
-        model = written.family.read(Source("somebody/model"))
-        assert not [asked for asked in hub.asked if asked.endswith(".safetensors")]
-        there = written.family.text_encoder(model, cpu, torch.float32).encode(["a star"])[0]
-        module = written.family.denoiser(model, model.experts[0], torch.float32)
-    here = written.family.text_encoder(written.model, cpu, torch.float32).encode(["a star"])[0]
-    other = written.family.denoiser(written.model, model.experts[0], torch.float32)
+        model = written.family.read_model(ModelSource("somebody/model"))
+        assert not [asked for asked in hub.requests if asked.endswith(".safetensors")]
+        there = written.family.build_text_encoder(model, cpu, torch.float32).encode(["a star"])[0]
+        module = written.family.load_denoiser(model, model.experts[0], torch.float32)
+    here = written.family.build_text_encoder(written.model, cpu, torch.float32).encode(["a star"])[0]
+    other = written.family.load_denoiser(written.model, model.experts[0], torch.float32)
     assert all(torch.equal(there[name], here[name]) for name in here)
     assert all(torch.equal(one, other.get_parameter(name)) for name, one in module.named_parameters())
 
 
-def test_a_model_is_pinned_to_the_commit_that_was_read(hub: Hub) -> None:
-    model = family(WAN).read(Source("somebody/model", revision="v1"))
+def test_a_model_is_pinned_to_the_commit_that_was_read(hub: FakeHub) -> None:
+    model = load_family(WAN).read_model(ModelSource("somebody/model", revision="v1"))
     assert model.source.revision == COMMIT
 
 
-def test_a_part_is_fetched_when_it_is_needed_and_only_once(hub: Hub) -> None:
-    wan = family(WAN)
-    model = wan.read(Source("somebody/model"))
-    wan.media_encoder(model, torch.device("cpu"))
-    fetched = [asked for asked in hub.asked if asked.startswith("GET") and asked.endswith(".safetensors")]
+def test_a_part_is_fetched_when_it_is_needed_and_only_once(hub: FakeHub) -> None:
+    wan = load_family(WAN)
+    model = wan.read_model(ModelSource("somebody/model"))
+    wan.build_media_encoder(model, torch.device("cpu"))
+    fetched = [asked for asked in hub.requests if asked.startswith("GET") and asked.endswith(".safetensors")]
     assert fetched == [f"GET /somebody/model/resolve/{COMMIT}/vae/diffusion_pytorch_model.safetensors"]
-    hub.asked.clear()
-    wan.media_encoder(model, torch.device("cpu"))
-    assert not hub.asked
+    hub.requests.clear()
+    wan.build_media_encoder(model, torch.device("cpu"))
+    assert not hub.requests
 
 
-def test_weights_in_several_files_are_fetched_by_their_index(hub: Hub, tmp_path: Path) -> None:
-    wan = family(WAN)
-    whole = wan.denoiser(wan.read(Source(str(hub.folder))), Expert("high_noise", "transformer"), torch.float32)
+def test_weights_in_several_files_are_fetched_by_their_index(hub: FakeHub, tmp_path: Path) -> None:
+    wan = load_family(WAN)
+    whole = wan.load_denoiser(
+        wan.read_model(ModelSource(str(hub.folder))), Expert("high_noise", "transformer"), torch.float32
+    )
     hub.folder = Path(shutil.copytree(hub.folder, tmp_path / "sharded"))
     shutil.rmtree(hub.folder / "transformer")
     whole.save_pretrained(hub.folder / "transformer", max_shard_size="40KB")  # type: ignore[operator]
     (hub.folder / "transformer" / "diffusion_pytorch_model.fp16.safetensors").write_bytes(b"not asked for")
-    model = wan.read(Source("somebody/model"))
-    fetched = wan.denoiser(model, model.experts[0], torch.float32)
-    names = [asked for asked in hub.asked if asked.startswith("GET") and asked.endswith(".safetensors")]
+    model = wan.read_model(ModelSource("somebody/model"))
+    fetched = wan.load_denoiser(model, model.experts[0], torch.float32)
+    names = [asked for asked in hub.requests if asked.startswith("GET") and asked.endswith(".safetensors")]
     assert len(names) > 1 and all("-of-" in name for name in names)
     assert all(torch.equal(one, fetched.state_dict()[name]) for name, one in whole.state_dict().items())
 
 
-def test_what_was_fetched_gives_the_same_bits_as_the_folder(hub: Hub, tiny_wan: Source) -> None:
-    wan = family(WAN)
+def test_what_was_fetched_gives_the_same_bits_as_the_folder(hub: FakeHub, tiny_wan: ModelSource) -> None:
+    wan = load_family(WAN)
     pixels = torch.arange(3 * 32 * 32, dtype=torch.uint8).reshape(1, 3, 32, 32)
     here, there = (
-        wan.media_encoder(wan.read(source), torch.device("cpu")).encode(pixels)["latents"]
-        for source in (tiny_wan, Source("somebody/model"))
+        wan.build_media_encoder(wan.read_model(source), torch.device("cpu")).encode(pixels)["latents"]
+        for source in (tiny_wan, ModelSource("somebody/model"))
     )
     assert torch.equal(here, there)
 
 
-def test_offline_a_fetched_model_is_read_and_loaded_without_asking_anybody(hub: Hub) -> None:
-    wan = family(WAN)
-    wan.text_encoder(wan.read(Source("somebody/model")), torch.device("cpu"), torch.float32)
-    hub.asked.clear()
-    wan.text_encoder(wan.read(Source("somebody/model", offline=True)), torch.device("cpu"), torch.float32)
-    assert not hub.asked
+def test_offline_a_fetched_model_is_read_and_loaded_without_asking_anybody(hub: FakeHub) -> None:
+    wan = load_family(WAN)
+    wan.build_text_encoder(wan.read_model(ModelSource("somebody/model")), torch.device("cpu"), torch.float32)
+    hub.requests.clear()
+    wan.build_text_encoder(
+        wan.read_model(ModelSource("somebody/model", offline=True)), torch.device("cpu"), torch.float32
+    )
+    assert not hub.requests
 
 
-def test_offline_a_part_that_was_not_fetched_is_missed_by_name(hub: Hub) -> None:
-    wan = family(WAN)
-    wan.read(Source("somebody/model"))
-    model = wan.read(Source("somebody/model", offline=True))
+def test_offline_a_part_that_was_not_fetched_is_missed_by_name(hub: FakeHub) -> None:
+    wan = load_family(WAN)
+    wan.read_model(ModelSource("somebody/model"))
+    model = wan.read_model(ModelSource("somebody/model", offline=True))
     with pytest.raises(ModelError, match=r"somebody/model .*not whole in the hub's cache, and model.offline is true"):
-        wan.media_encoder(model, torch.device("cpu"))
+        wan.build_media_encoder(model, torch.device("cpu"))
 
 
-def test_offline_a_model_that_was_never_fetched_is_refused(hub: Hub) -> None:
-    assert "model.offline is true" in refusal(Source("somebody/model", offline=True))
-    assert not hub.asked
+def test_offline_a_model_that_was_never_fetched_is_refused(hub: FakeHub) -> None:
+    assert "model.offline is true" in refusal(ModelSource("somebody/model", offline=True))
+    assert not hub.requests
 
 
-def test_a_gated_model_says_to_accept_the_licence_and_set_a_token(hub: Hub) -> None:
-    message = refusal(Source(GATED))
+def test_a_gated_model_says_to_accept_the_licence_and_set_a_token(hub: FakeHub) -> None:
+    message = refusal(ModelSource(GATED))
     assert GATED in message and "licence" in message and "HF_TOKEN" in message
 
 
 @pytest.mark.parametrize("name", ["nobody/nothing", "somebody/private"])
-def test_an_unknown_model_may_be_a_folder_or_a_private_one(hub: Hub, name: str) -> None:
-    message = refusal(Source(name))
+def test_an_unknown_model_may_be_a_folder_or_a_private_one(hub: FakeHub, name: str) -> None:
+    message = refusal(ModelSource(name))
     assert name in message and "no such folder" in message and "private" in message
 
 
-def test_an_unknown_revision_is_named(hub: Hub) -> None:
-    assert "model.revision is 'v9'" in refusal(Source("somebody/model", revision="v9"))
+def test_an_unknown_revision_is_named(hub: FakeHub) -> None:
+    assert "model.revision is 'v9'" in refusal(ModelSource("somebody/model", revision="v9"))
 
 
-def test_a_token_that_the_hub_refuses_is_to_be_corrected(hub: Hub) -> None:
-    assert "correct HF_TOKEN" in refusal(Source("somebody/token"))
+def test_a_token_that_the_hub_refuses_is_to_be_corrected(hub: FakeHub) -> None:
+    assert "correct HF_TOKEN" in refusal(ModelSource("somebody/token"))
 
 
-def test_a_server_in_trouble_is_told_with_its_status(hub: Hub) -> None:
-    assert "the hub answered 500" in refusal(Source("somebody/broken"))
+def test_a_server_in_trouble_is_told_with_its_status(hub: FakeHub) -> None:
+    assert "the hub answered 500" in refusal(ModelSource("somebody/broken"))
 
 
 def test_without_a_network_it_is_said_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     begin = time.monotonic()
-    message = refusal(Source("somebody/model"))
+    message = refusal(ModelSource("somebody/model"))
     assert "cannot be reached" in message and "somebody/model" in message
     assert time.monotonic() - begin < 10
 
 
 def test_a_cache_that_cannot_be_written_is_told_as_such(
-    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "file" / "cache"))
     assert "somebody/model could not be fetched into the hub's cache: Not a directory" in refusal(
-        Source("somebody/model")
+        ModelSource("somebody/model")
     )
 
 
 @pytest.mark.parametrize("name", ["not a name", "-x/y", "x/y-"])
-def test_what_is_neither_a_folder_nor_a_name_is_refused_without_asking(hub: Hub, name: str) -> None:
-    message = refusal(Source(name))
+def test_what_is_neither_a_folder_nor_a_name_is_refused_without_asking(hub: FakeHub, name: str) -> None:
+    message = refusal(ModelSource(name))
     assert name in message and "no such folder" in message
-    assert not hub.asked
+    assert not hub.requests

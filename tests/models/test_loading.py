@@ -14,16 +14,16 @@ from safetensors.torch import load_file, save_file
 
 from supertuner.core.errors import ModelError
 from supertuner.models import loading
-from supertuner.models.spec import Model, Source
-from supertuner.models.table import family
+from supertuner.models.spec import ModelDescription, ModelSource
+from supertuner.models.table import load_family
 
 CPU = torch.device("cpu")
-WAN = family("wan2.2")
+WAN = load_family("wan2.2")
 HIGH = "transformer/diffusion_pytorch_model.safetensors"
 
 
 @pytest.fixture
-def folder(tiny_wan: Source, tmp_path: Path) -> Path:
+def folder(tiny_wan: ModelSource, tmp_path: Path) -> Path:
     """A pipeline that a test may damage."""
     return Path(shutil.copytree(tiny_wan.path, tmp_path / "pipeline"))
 
@@ -34,12 +34,12 @@ def refusal(act: Callable[[], object]) -> str:
     return str(caught.value)
 
 
-def read(path: Path | str) -> Model:
-    return WAN.read(Source(str(path)))
+def read(path: Path | str) -> ModelDescription:
+    return WAN.read_model(ModelSource(str(path)))
 
 
-def high(model: Model, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
-    return WAN.denoiser(model, model.experts[0], dtype)
+def high(model: ModelDescription, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    return WAN.load_denoiser(model, model.experts[0], dtype)
 
 
 def edit(file: Path, **changed: object) -> None:
@@ -62,10 +62,10 @@ def test_a_folder_without_an_index_says_what_it_is(folder: Path, tmp_path: Path)
     assert "-Diffusers" in refusal(lambda: read(tmp_path))
 
 
-def test_a_pipeline_of_another_family_says_which_family_it_is(folder: Path, tiny_flux: Source) -> None:
-    message = refusal(lambda: WAN.read(tiny_flux))
+def test_a_pipeline_of_another_family_says_which_family_it_is(folder: Path, tiny_flux: ModelSource) -> None:
+    message = refusal(lambda: WAN.read_model(tiny_flux))
     assert "is a FluxPipeline" in message and 'set model.family to "flux"' in message
-    assert 'set model.family to "wan2.2"' in refusal(lambda: family("flux").read(Source(str(folder))))
+    assert 'set model.family to "wan2.2"' in refusal(lambda: load_family("flux").read_model(ModelSource(str(folder))))
 
 
 def test_a_pipeline_that_no_family_trains_says_which_are(folder: Path) -> None:
@@ -122,7 +122,7 @@ def test_a_text_encoder_that_lacks_a_tensor_is_refused(folder: Path) -> None:
     tensors = load_file(file)
     del tensors["encoder.block.0.layer.0.SelfAttention.q.weight"]
     save_file(tensors, file, {"format": "pt"})
-    assert "lacks 1 tensors" in refusal(lambda: WAN.text_encoder(read(folder), CPU, torch.float32))
+    assert "lacks 1 tensors" in refusal(lambda: WAN.build_text_encoder(read(folder), CPU, torch.float32))
 
 
 def test_weights_that_can_run_code_are_not_opened(folder: Path) -> None:
@@ -138,7 +138,7 @@ def test_missing_weights_are_named(folder: Path) -> None:
 
 def test_a_broken_tokenizer_is_told_without_a_traceback(folder: Path) -> None:
     (folder / "tokenizer" / "tokenizer.json").write_text("{}")
-    assert str(folder / "tokenizer") in refusal(lambda: WAN.text_encoder(read(folder), CPU, torch.float32))
+    assert str(folder / "tokenizer") in refusal(lambda: WAN.build_text_encoder(read(folder), CPU, torch.float32))
 
 
 def sharded(folder: Path) -> None:
@@ -175,11 +175,11 @@ def test_an_index_of_weights_cannot_point_outside_its_folder(folder: Path) -> No
 
 def test_a_variant_is_read_from_its_own_files_and_missed_by_name(folder: Path) -> None:
     high(read(folder)).save_pretrained(folder / "transformer", variant="fp16")  # type: ignore[operator]
-    model = WAN.read(Source(str(folder), variant="fp16"))
+    model = WAN.read_model(ModelSource(str(folder), variant="fp16"))
     tensors = load_file(folder / HIGH)
     save_file({name: one * 0 for name, one in tensors.items()}, folder / HIGH, {"format": "pt"})
     assert high(model).get_parameter("proj_out.weight").any()
-    message = refusal(lambda: WAN.media_encoder(model, CPU))
+    message = refusal(lambda: WAN.build_media_encoder(model, CPU))
     assert "model.variant is 'fp16'" in message and "diffusion_pytorch_model.safetensors" in message
 
 
@@ -230,7 +230,7 @@ def test_a_single_file_gives_the_module_that_the_folder_gives(
     save_file(named, file)
     expected = high(read(folder), dtype)
     (folder / HIGH).unlink()
-    model = replace(read(folder), source=Source(str(folder), single_files={"transformer": file}))
+    model = replace(read(folder), source=ModelSource(str(folder), single_files={"transformer": file}))
     found = high(model, dtype)
     assert not found.training and not any(one.requires_grad for one in found.parameters())
     wanted = expected.state_dict()
@@ -242,17 +242,17 @@ def test_a_single_file_gives_the_module_that_the_folder_gives(
 def test_a_single_file_that_lacks_tensors_or_is_of_another_model_is_refused(folder: Path, tmp_path: Path) -> None:
     tensors = load_file(folder / HIGH)
     file = tmp_path / "high.safetensors"
-    source = Source(str(folder), single_files={"transformer": file})
+    source = ModelSource(str(folder), single_files={"transformer": file})
     save_file({name: one for name, one in tensors.items() if "blocks.1." not in name}, file)
-    assert f"{file} lacks tensors" in refusal(lambda: high(WAN.read(source)))
+    assert f"{file} lacks tensors" in refusal(lambda: high(WAN.read_model(source)))
     save_file({"something.else": torch.zeros(3)}, file)
-    assert str(file) in refusal(lambda: high(WAN.read(source)))
+    assert str(file) in refusal(lambda: high(WAN.read_model(source)))
     save_file({name: torch.zeros(*one.shape, 2) for name, one in tensors.items()}, file)
-    assert f"{file} cannot be loaded" in refusal(lambda: high(WAN.read(source)))
+    assert f"{file} cannot be loaded" in refusal(lambda: high(WAN.read_model(source)))
     file.write_bytes(b"rubbish")
-    assert f"{file} is damaged" in refusal(lambda: high(WAN.read(source)))
+    assert f"{file} is damaged" in refusal(lambda: high(WAN.read_model(source)))
     file.unlink()
-    assert f"{file}, the weights of transformer, is not a .safetensors file" in refusal(lambda: WAN.read(source))
+    assert f"{file}, the weights of transformer, is not a .safetensors file" in refusal(lambda: WAN.read_model(source))
 
 
 def test_a_single_file_with_scaled_weights_is_refused_instead_of_loaded_without_its_scales(
@@ -261,7 +261,7 @@ def test_a_single_file_with_scaled_weights_is_refused_instead_of_loaded_without_
     file = tmp_path / "scaled.safetensors"
     tensors = {name: one.to(torch.float8_e4m3fn) for name, one in load_file(folder / HIGH).items()}
     save_file(tensors | {"blocks.0.ffn.net.2.scale_weight": torch.ones(1)}, file)
-    message = refusal(lambda: high(WAN.read(Source(str(folder), single_files={"transformer": file}))))
+    message = refusal(lambda: high(WAN.read_model(ModelSource(str(folder), single_files={"transformer": file}))))
     assert "8 bits with scales" in message and "scale_weight" in message and "bf16" in message
 
 
@@ -271,8 +271,8 @@ def test_a_quantised_part_whose_library_is_missing_is_told_without_a_traceback(f
     assert str(folder / "transformer") in refusal(lambda: high(read(folder)))
 
 
-def test_aligning_keeps_tied_weights_tied(tiny_wan: Source) -> None:
-    encoder = loading.module(WAN.read(tiny_wan), "text_encoder", torch.float32)
+def test_aligning_keeps_tied_weights_tied(tiny_wan: ModelSource) -> None:
+    encoder = loading.load_module(WAN.read_model(tiny_wan), "text_encoder", torch.float32)
     shared = encoder.get_parameter("shared.weight")
     assert encoder.get_submodule("encoder.embed_tokens").weight is shared
     assert shared.data_ptr() % 64 == 0

@@ -10,13 +10,13 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from supertuner.core.errors import CheckpointError
-from supertuner.optim.ema import Ema
-from tests.optim.training import optimizer, same_bits, train, weights
+from supertuner.optim.ema import EmaWeights
+from tests.optim.training import build_named_optimizer, build_weights, same_bits, train_steps
 
 
 def test_the_average_follows_its_formula() -> None:
     parameter = nn.Parameter(torch.tensor([1.0, -2.0], dtype=torch.float64))
-    ema = Ema({"w": parameter}, decay=0.5)
+    ema = EmaWeights({"w": parameter}, decay=0.5)
     average = parameter.detach().clone()
     for n in range(12):
         parameter.data += 1.0
@@ -25,35 +25,35 @@ def test_the_average_follows_its_formula() -> None:
         average = decay * average + (1 - decay) * parameter.detach()
         assert torch.allclose(ema.averages["w"].double(), average, atol=1e-5)
     assert ema.averages["w"].dtype == torch.float32
-    assert ema.rate() == 0.5
+    assert ema.current_decay() == 0.5
 
 
 def test_the_first_updates_stay_near_the_weights() -> None:
-    assert Ema(weights(), decay=0.9999).rate() == pytest.approx(0.1)
+    assert EmaWeights(build_weights(), decay=0.9999).current_decay() == pytest.approx(0.1)
 
 
 def test_averages_of_low_precision_weights_are_kept_in_fp32() -> None:
     parameter = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
-    ema = Ema({"w": parameter}, decay=0.9)
+    ema = EmaWeights({"w": parameter}, decay=0.9)
     parameter.data.fill_(2)
     ema.update()
     assert ema.averages["w"].tolist() == pytest.approx([1.9] * 3)
 
 
 def test_an_average_saved_and_loaded_goes_on_to_the_bit(tmp_path: Path) -> None:
-    def advance(ema: Ema, made: object, begin: int, end: int) -> None:
+    def advance(ema: EmaWeights, made: object, begin: int, end: int) -> None:
         for step in range(begin, end):
-            train(made, step, step + 1)  # type: ignore[arg-type]
+            train_steps(made, step, step + 1)  # type: ignore[arg-type]
             ema.update()
 
-    parameters = weights()
-    trained, whole = optimizer("adamw", parameters), Ema(parameters, 0.99)
+    parameters = build_weights()
+    trained, whole = build_named_optimizer("adamw", parameters), EmaWeights(parameters, 0.99)
     advance(whole, trained, 0, 5)
     averages, updates = whole.state()
     save_file(averages, tmp_path / "ema.safetensors")
-    second = Ema(parameters, 0.99)
+    second = EmaWeights(parameters, 0.99)
     second.load(load_file(tmp_path / "ema.safetensors"), updates)
-    train(trained, 5, 6)
+    train_steps(trained, 5, 6)
     whole.update()
     second.update()
     assert same_bits(whole.averages, second.averages)
@@ -63,8 +63,8 @@ def test_an_average_saved_and_loaded_goes_on_to_the_bit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("change", ["missing", "extra", "shape"])
 def test_averages_that_do_not_fit_are_refused_by_name(change: str) -> None:
-    ema = Ema(weights(), 0.99)
-    averages, updates = Ema(weights(), 0.99).state()
+    ema = EmaWeights(build_weights(), 0.99)
+    averages, updates = EmaWeights(build_weights(), 0.99).state()
     if change == "missing":
         del averages["scale"]
     else:

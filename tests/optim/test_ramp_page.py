@@ -8,11 +8,11 @@ from pathlib import Path
 
 from supertuner.config.settings.tree import RunConfig
 from supertuner.optim.schedule import (
-    Course,
-    Ramp,
-    accumulation,
-    change_text,
-    course_of,
+    BatchRamp,
+    TrainingSchedule,
+    accumulation_steps,
+    build_training_schedule,
+    ramp_change_text,
     ramp_text,
     window_samples,
     windows,
@@ -43,21 +43,21 @@ def second_example() -> RunConfig:
     return RunConfig.model_validate({"train": {"batch_size": 32}, "gh200_optimizations": ramp})
 
 
-def check_rows(rows: list[list[int]], course: Course, batch_size: int) -> None:
+def check_rows(rows: list[list[int]], course: TrainingSchedule, batch_size: int) -> None:
     for step, consumed, size, micro_batches in rows:
-        assert course.window_of(step).start == consumed
+        assert course.window_at(step).start == consumed
         assert window_samples(consumed, course.ramp) == size
-        assert accumulation(size, batch_size, processes=1) == micro_batches
+        assert accumulation_steps(size, batch_size, world_size=1) == micro_batches
 
 
 def test_the_tables_of_windows_are_true() -> None:
     first, second, _ = tables()
-    course = course_of(example(), lambda epochs: 100_000 * epochs, processes=1)
+    course = build_training_schedule(example(), lambda epochs: 100_000 * epochs, world_size=1)
     check_rows(first, course, batch_size=1)
-    last = course.stretches[-1]
-    assert (last.step, last.begin) == (first[-1][0], first[-1][1])
-    assert f"The ramp is over after {last.step} steps and {last.begin} samples" in PAGE
-    wide = course_of(second_example(), lambda epochs: 100_000 * epochs, processes=1)
+    last = course.spans[-1]
+    assert (last.first_step, last.first_position) == (first[-1][0], first[-1][1])
+    assert f"The ramp is over after {last.first_step} steps and {last.first_position} samples" in PAGE
+    wide = build_training_schedule(second_example(), lambda epochs: 100_000 * epochs, world_size=1)
     check_rows(second, wide, batch_size=32)
     assert f"{wide.ramp.samples:,} samples long" in PAGE
 
@@ -66,11 +66,11 @@ def test_the_table_of_steps_is_true() -> None:
     *_, steps = tables()
     assert len(steps) == 4
     for samples, with_ramp, without in steps:
-        assert sum(1 for _ in windows(samples, Ramp(4, 32, 400))) == with_ramp
-        assert sum(1 for _ in windows(samples, Ramp(32, 32))) == without
+        assert sum(1 for _ in windows(samples, BatchRamp(4, 32, 400))) == with_ramp
+        assert sum(1 for _ in windows(samples, BatchRamp(32, 32))) == without
 
 
 def test_the_lines_of_the_log_are_true() -> None:
-    course = course_of(example(), lambda epochs: 100_000 * epochs, processes=1)
-    assert ramp_text(course.ramp, batch_size=1, processes=1) in PAGE
-    assert change_text(course.stretches[1].size, batch_size=1, processes=1) in PAGE
+    course = build_training_schedule(example(), lambda epochs: 100_000 * epochs, world_size=1)
+    assert ramp_text(course.ramp, batch_size=1, world_size=1) in PAGE
+    assert ramp_change_text(course.spans[1].window_size, batch_size=1, world_size=1) in PAGE

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from supertuner.optim.stochastic_bits import Chance, name_keys, rounded_to_bf16
+from supertuner.optim.stochastic_bits import StochasticBits, name_keys, stochastic_round_to_bf16
 
 CPU = torch.device("cpu")
 COUNT = 4096
 
 
 def drawn(names: list[str], seed: int = 0, step: int = 0, purpose: int = 1, count: int = COUNT) -> torch.Tensor:
-    return Chance(seed, step).draw(name_keys(names, CPU), count, purpose)
+    return StochasticBits(seed, step).draw(name_keys(names, CPU), count, purpose)
 
 
 def test_numbers_depend_on_seed_step_name_purpose_and_on_nothing_else() -> None:
@@ -42,7 +42,7 @@ def test_numbers_of_neighbouring_steps_and_names_have_nothing_to_do_with_each_ot
 
 def test_a_bf16_is_one_of_the_two_neighbours_and_right_on_average() -> None:
     values = torch.tensor([1.0, 1.001, -3.14159, 1e-8, 0.0]).repeat_interleave(COUNT).view(5, COUNT)
-    rounded = rounded_to_bf16(values.contiguous(), drawn([str(number) for number in range(5)])).float()
+    rounded = stochastic_round_to_bf16(values.contiguous(), drawn([str(number) for number in range(5)])).float()
     nearest = values.bfloat16().float()
     assert bool(((rounded - values).abs() <= 2 ** (torch.floor(torch.log2(values.abs() + 1e-30)) - 7)).all())
     assert torch.equal(rounded[0], nearest[0]) and torch.equal(rounded[4], nearest[4]), "what is exact stays"

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from supertuner.config.settings.optim import OptimizerSettings
-from supertuner.optim.table import OPTIMIZERS, Optimizer, build
+from supertuner.optim.table import OPTIMIZERS, ExpertOptimizer, build_optimizer
 
 NAMES = tuple(OPTIMIZERS)
 
 
-def weights(seed: int = 0) -> dict[str, nn.Parameter]:
+def build_weights(seed: int = 0) -> dict[str, nn.Parameter]:
     """A large matrix (kept in 8 bits where that is asked), a matrix of zeros, a vector, a kernel, a scalar, strides
     that are not those of its shape, and one that never has a gradient."""
     made = torch.Generator().manual_seed(seed)
@@ -28,20 +28,20 @@ def weights(seed: int = 0) -> dict[str, nn.Parameter]:
     }
 
 
-def optimizer(name: str, parameters: dict[str, nn.Parameter], **settings: object) -> Optimizer:
-    return build(OptimizerSettings.model_validate({"name": name, **settings}), parameters, "model")
+def build_named_optimizer(name: str, parameters: dict[str, nn.Parameter], **settings: object) -> ExpertOptimizer:
+    return build_optimizer(OptimizerSettings.model_validate({"name": name, **settings}), parameters, "model")
 
 
-def train(made: Optimizer, begin: int, end: int) -> None:
+def train_steps(built: ExpertOptimizer, begin: int, end: int) -> None:
     """Steps `begin` to `end`; the gradient is a function of the step, the parameter's place and its value."""
     for step in range(begin, end):
-        for place, (name, parameter) in enumerate(made.parameters.items()):
+        for place, (name, parameter) in enumerate(built.parameters.items()):
             if name != "unused":
                 noise = torch.Generator().manual_seed(1000 * step + place)
                 parameter.grad = parameter.detach() * 0.1 + torch.randn(parameter.shape, generator=noise)
-        made.set_rate(made.base_rate * (1 - step / 100))
-        made.step()
-        made.zero_grad()
+        built.set_learning_rate(built.base_learning_rate * (1 - step / 100))
+        built.step()
+        built.zero_grad()
 
 
 def same_bits(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor]) -> bool:

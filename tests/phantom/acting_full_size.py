@@ -17,26 +17,26 @@ from torch import nn
 
 from supertuner.config.settings.model import AdapterSettings
 from supertuner.config.settings.optim import OptimizerSettings
-from supertuner.core.events import Silence
+from supertuner.core.events import NullSink
 from supertuner.models.adapters import attach as adapters
-from supertuner.models.blocks import blocks_of
-from supertuner.models.objective.diffusion import Objective
+from supertuner.models.blocks import named_blocks
+from supertuner.models.objective.diffusion import TrainingObjective
 from supertuner.models.spec import Expert, Tensors
-from supertuner.optim.table import build
-from supertuner.plan.placement.plan import BlockPlan, Fate, Plan, Residence, Stepping
-from supertuner.plan.placement.planner import Planned
-from supertuner.plan.placement.replan import Basis
+from supertuner.optim.table import build_optimizer
+from supertuner.plan.placement.plan import ActivationPolicy, BlockPlan, MemoryPlan, OptimizerPlacement, WeightPlacement
+from supertuner.plan.placement.planner import ExpertPlan
+from supertuner.plan.placement.replan import PlanAssumptions
 from supertuner.step.batch import StepBatch
-from supertuner.step.precision import Precision
-from supertuner.step.window import Rules, Trainee, prepare, train_window
-from supertuner.train.offload.manager import Acts
-from supertuner.train.offload.transfer import SideStreams
+from supertuner.step.precision import ComputePrecision
+from supertuner.step.window import ExpertState, StepOptions, prepare_for_training, train_window
+from supertuner.train.offload.manager import OffloadManager
+from supertuner.train.offload.transfer import CudaStreamTransfer
 
 GPU = torch.device("cuda", 0)
 TARGETS = ("to_q", "to_k", "to_v", "to_out.0")
 
 
-def expert(name: str, layers: int) -> Trainee:
+def expert(name: str, layers: int) -> ExpertState:
     """A LoRA on an expert whose weights are zeros of no real memory."""
     from diffusers import WanTransformer3DModel
 
@@ -51,10 +51,10 @@ def expert(name: str, layers: int) -> Trainee:
             parameter.data = parameter.data.float()
     module = module.to_empty(device=GPU).requires_grad_(False)
     trained = adapters.attach(module, AdapterSettings(rank=16), TARGETS, seed=1, name=name)
-    prepare(module, False)
+    prepare_for_training(module, False)
     parameters = dict(trained.parameters)
-    optimizer = build(OptimizerSettings.model_validate({"name": "adamw"}), parameters, name)
-    return Trainee(Expert(name, "transformer"), module, parameters, optimizer)
+    optimizer = build_optimizer(OptimizerSettings.model_validate({"name": "adamw"}), parameters, name)
+    return ExpertState(Expert(name, "transformer"), module, parameters, optimizer)
 
 
 def denoise(module: nn.Module, noisy: torch.Tensor, levels: torch.Tensor, text: Tensors, _: Tensors) -> torch.Tensor:
@@ -62,22 +62,28 @@ def denoise(module: nn.Module, noisy: torch.Tensor, levels: torch.Tensor, text: 
     return found
 
 
-def plan(module: nn.Module, ahead: int) -> Plan:
+def plan(module: nn.Module, ahead: int) -> MemoryPlan:
     """Weights of all blocks but the first two are streamed; activations are sent, recomputed and kept."""
-    names = list(blocks_of(module))
+    names = list(named_blocks(module))
     rows = []
     for number, name in enumerate(names):
-        fate = Fate.SEND if number < len(names) // 4 else Fate.KEEP if number == len(names) - 1 else Fate.RECOMPUTE
-        rows.append(BlockPlan(name, Residence.GPU if number < 2 else Residence.STREAMED, fate, "a test"))
-    return Plan("train", "gh200-96", True, tuple(rows), ahead, Stepping.GPU, True, None)
+        fate = (
+            ActivationPolicy.SEND
+            if number < len(names) // 4
+            else ActivationPolicy.KEEP
+            if number == len(names) - 1
+            else ActivationPolicy.RECOMPUTE
+        )
+        rows.append(BlockPlan(name, WeightPlacement.GPU if number < 2 else WeightPlacement.STREAMED, fate, "a test"))
+    return MemoryPlan("train", "gh200-96", True, tuple(rows), ahead, OptimizerPlacement.GPU, True, None)
 
 
 class Marks:
     """Writes into the driver's record when a block begins to compute, and where its weights are."""
 
-    def __init__(self, acts: Acts) -> None:
+    def __init__(self, acts: OffloadManager) -> None:
         self._file = os.open(os.environ["FAKECUDA_LOG"], os.O_WRONLY | os.O_APPEND)
-        for acting in acts.actings.values():
+        for acting in acts.offloaded_experts.values():
             assert acting.blocks is not None
             for number, module in enumerate(acting.blocks.modules):
                 module.register_forward_pre_hook(partial(self._begins, acting.ring, number))
@@ -100,30 +106,30 @@ class Marks:
 
 def main(layers: int, ahead: int, frames: int, height: int, width: int) -> None:
     trainees = [expert(name, layers) for name in ("high_noise", "low_noise")]
-    planned = {one.expert.name: Planned(plan(one.module, ahead), Basis(), ahead) for one in trainees}
-    acts = Acts(trainees, planned, SideStreams(GPU), Silence())
+    planned = {one.expert.name: ExpertPlan(plan(one.module, ahead), PlanAssumptions(), ahead) for one in trainees}
+    acts = OffloadManager(trainees, planned, CudaStreamTransfer(GPU), NullSink())
     Marks(acts)
-    rules = Rules(denoise, Objective(), Precision("bf16", GPU), max_grad_norm=1.0)
+    rules = StepOptions(denoise, TrainingObjective(), ComputePrecision("bf16", GPU), max_grad_norm=1.0)
     latents = torch.empty(1, 16, frames, height, width, device=GPU, dtype=torch.bfloat16)
     batch = StepBatch(
         latents=latents,
         noise=torch.empty(latents.shape, device=GPU),
-        levels=torch.zeros(1, device=GPU),
+        sigmas=torch.zeros(1, device=GPU),
         text={"embeds": torch.empty(1, 512, 4096, device=GPU, dtype=torch.bfloat16)},
         conditions={},
     )
     torch.cuda.reset_peak_memory_stats()
     for trainee in trainees:
         for _ in range(2):
-            result = train_window(trainee, [batch], samples=1, rate=1e-4, rules=rules)
+            result = train_window(trainee, [batch], samples=1, learning_rate=1e-4, options=rules)
             assert result.finite, result
     homes = {
-        acting.trainee.expert.name: {
-            number: [leaf.get().data_ptr() for leaf in block.leaves] for number, block in acting.ring.streamed.items()
+        acting.expert_state.expert.name: {
+            number: [leaf.get().data_ptr() for leaf in block.stored] for number, block in acting.ring.streamed.items()
         }
-        for acting in acts.actings.values()
+        for acting in acts.offloaded_experts.values()
     }
-    told = {"homes": homes, "peak": torch.cuda.max_memory_allocated(), "changes": acts.turns.changes}
+    told = {"homes": homes, "peak": torch.cuda.max_memory_allocated(), "changes": acts.expert_swap.swap_count}
     sys.stdout.write(json.dumps(told) + "\n")
     sys.stdout.flush()
     os._exit(0)  # at times the end of the process itself aborts on the phantom: a C++ thread that nobody joined

@@ -18,11 +18,11 @@ from torch import nn
 from supertuner.config.settings.model import ModelSettings
 from supertuner.config.settings.tree import RunConfig
 from supertuner.models import hollow
-from supertuner.models.published import described
-from supertuner.plan.trace.caching_allocator import reserved
-from supertuner.plan.trace.cuda_kernels import Cuda
-from supertuner.plan.trace.phases import trace_media, trace_text
-from supertuner.plan.trace.shapes import hollowed
+from supertuner.models.published import describe_model
+from supertuner.plan.trace.caching_allocator import simulate_allocator
+from supertuner.plan.trace.cuda_kernels import CudaDevice
+from supertuner.plan.trace.phases import trace_media_encoding, trace_text_encoding
+from supertuner.plan.trace.shapes import without_weights
 from tests.phantom.full_size import FLUX, GIB, QWEN, SD35, SDXL, WAN, WAN_5B, Bytes, placed
 
 CUDA = torch.device("cuda")
@@ -52,26 +52,29 @@ ENCODINGS = (
 
 
 def forecast(one: Encoding) -> Bytes:
-    family, model, _ = described(ModelSettings(family=one.family, path=one.path))
+    family, model, _ = describe_model(ModelSettings(family=one.family, path=one.path))
     config = RunConfig.model_validate({"model": {"family": one.family, "path": one.path}})
     if one.media is not None:
-        trace = trace_media(family, model, one.media, device=Cuda())
+        trace = trace_media_encoding(family, model, one.media, device=CudaDevice())
     else:
-        trace = trace_text(config, family, model, device=Cuda())
-    found = reserved(trace)
+        trace = trace_text_encoding(config, family, model, device=CudaDevice())
+    found = simulate_allocator(trace)
     return Bytes(found.allocated_bytes, found.reserved_bytes)
 
 
 def on_the_phantom(one: Encoding) -> Bytes:
     """The second of two samples or captions."""
-    family, model, _ = described(ModelSettings(family=one.family, path=one.path))
+    family, model, _ = describe_model(ModelSettings(family=one.family, path=one.path))
     with torch.no_grad(), _on_the_gpu():
         encode: Callable[[], object]
         if one.media is not None:
-            vae, media = family.media_encoder(hollowed(model), CUDA), torch.zeros(1, *one.media, dtype=torch.uint8)
+            vae, media = (
+                family.build_media_encoder(without_weights(model), CUDA),
+                torch.zeros(1, *one.media, dtype=torch.uint8),
+            )
             encode = lambda: vae.encode(media)  # noqa: E731
         else:
-            encoder = family.text_encoder(hollowed(model), CUDA, torch.bfloat16)
+            encoder = family.build_text_encoder(without_weights(model), CUDA, torch.bfloat16)
             encode = lambda: encoder.encode(["a"])  # noqa: E731
         for _ in range(2):
             torch.cuda.reset_peak_memory_stats()
@@ -88,16 +91,16 @@ def on_the_phantom(one: Encoding) -> Bytes:
 @contextmanager
 def _on_the_gpu() -> Iterator[None]:
     """Modules without weights are made of CUDA tensors of no value."""
-    before = hollow.stand_in
+    before = hollow.build_without_weights
 
     def there(skeleton: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
         return placed(CUDA, before(skeleton, dtype))
 
-    hollow.stand_in = there
+    hollow.build_without_weights = there
     try:
         yield
     finally:
-        hollow.stand_in = before
+        hollow.build_without_weights = before
 
 
 def main() -> None:

@@ -21,16 +21,22 @@ from torch import nn
 
 from supertuner.config.settings.model import ModelSettings
 from supertuner.config.settings.tree import RunConfig
-from supertuner.models.published import described
-from supertuner.models.spec import Expert, Family, Model
-from supertuner.plan.trace.caching_allocator import reserved
-from supertuner.plan.trace.cuda_kernels import Cuda
-from supertuner.plan.trace.reductions import Chip
-from supertuner.plan.trace.shapes import BatchShape, Shaper
-from supertuner.plan.trace.training import trace_training
+from supertuner.models.published import describe_model
+from supertuner.models.spec import Expert, Family, ModelDescription
+from supertuner.plan.trace.caching_allocator import simulate_allocator
+from supertuner.plan.trace.cuda_kernels import CudaDevice
+from supertuner.plan.trace.reductions import GpuChip
+from supertuner.plan.trace.shapes import BatchShape, EncoderShapeProbe
+from supertuner.plan.trace.training import trace_training_step
 from supertuner.step.batch import StepBatch
-from supertuner.step.precision import Precision
-from supertuner.step.trainee import rules_of, store_base, trained_of, trainee_of, weight_format
+from supertuner.step.precision import ComputePrecision
+from supertuner.step.trainee import (
+    build_expert_state,
+    build_step_options,
+    build_trainable_expert,
+    quantize_base_weights,
+    weight_dtype,
+)
 from supertuner.step.window import train_window
 
 GIB = 1 << 30
@@ -103,27 +109,27 @@ class Bytes:
 
 def forecast(case: Case) -> Bytes:
     """What the trace and the allocator's model say."""
-    trace = trace_training(*_known(case), micro_batches=case.micro_batches, device=Cuda(chip()))
-    found = reserved(trace)
+    trace = trace_training_step(*_known(case), micro_batches=case.micro_batches, device=CudaDevice(chip()))
+    found = simulate_allocator(trace)
     return Bytes(found.allocated_bytes, found.reserved_bytes)
 
 
-def chip() -> Chip:
+def chip() -> GpuChip:
     """What the phantom says that it is (FAKECUDA_PROFILE)."""
     said = torch.cuda.get_device_properties(0)
-    return Chip((said.major, said.minor), said.multi_processor_count, said.max_threads_per_multi_processor)
+    return GpuChip((said.major, said.minor), said.multi_processor_count, said.max_threads_per_multi_processor)
 
 
 def on_the_phantom(case: Case) -> Bytes:
     """What torch's own allocator says of the second window."""
     config, family, model, expert, shape = _known(case)
     device = torch.device("cuda")
-    precision = Precision(config.train.mixed_precision, device)
-    module = placed(device, family.denoiser(model, expert, weight_format(config, precision)))
-    store_base(config, module, precision, _Unheard())
-    trained = trained_of(config, family, expert, module, precision, _Unheard())
-    trainee = trainee_of(config, expert, trained, precision)
-    rules = rules_of(config, family, model, precision, _Unheard())
+    precision = ComputePrecision(config.train.mixed_precision, device)
+    module = placed(device, family.load_denoiser(model, expert, weight_dtype(config, precision)))
+    quantize_base_weights(config, module, precision, _Unheard())
+    trained = build_trainable_expert(config, family, expert, module, precision, _Unheard())
+    trainee = build_expert_state(config, expert, trained, precision)
+    rules = build_step_options(config, family, model, precision, _Unheard())
     for _ in range(2):
         torch.cuda.reset_peak_memory_stats()
         with torch.compiler.set_stance("force_eager"):  # LyCORIS compiles a part of itself, and here is no compiler
@@ -131,8 +137,8 @@ def on_the_phantom(case: Case) -> Bytes:
                 trainee,
                 _batches(shape, case.micro_batches, device),
                 samples=case.samples * case.micro_batches,
-                rate=1e-4,
-                rules=rules,
+                learning_rate=1e-4,
+                options=rules,
                 seed=0,
             )
     most = Bytes(torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
@@ -145,7 +151,7 @@ def on_the_phantom(case: Case) -> Bytes:
     return most
 
 
-def _known(case: Case) -> tuple[RunConfig, Family, Model, Expert, BatchShape]:
+def _known(case: Case) -> tuple[RunConfig, Family, ModelDescription, Expert, BatchShape]:
     settings = {"family": case.family, "path": case.path, **case.model}
     config = RunConfig.model_validate(
         {
@@ -155,13 +161,13 @@ def _known(case: Case) -> tuple[RunConfig, Family, Model, Expert, BatchShape]:
             "optimizer": dict(case.optimizer),
         }
     )
-    family, model, _ = described(ModelSettings.model_validate(settings))
+    family, model, _ = describe_model(ModelSettings.model_validate(settings))
     expert = model.experts[0]
     if case.denoiser:
-        changed = {**model.configs[expert.part], **case.denoiser}
-        model = replace(model, configs={**model.configs, expert.part: changed})
-    picture = case.media if model.edits else None
-    shape = case.shape or Shaper(config, family, model).batch(case.samples, case.media, picture)
+        changed = {**model.configs[expert.component], **case.denoiser}
+        model = replace(model, configs={**model.configs, expert.component: changed})
+    picture = case.media if model.edits_images else None
+    shape = case.shape or EncoderShapeProbe(config, family, model).batch_shape(case.samples, case.media, picture)
     return config, family, model, expert, shape
 
 
@@ -203,10 +209,10 @@ def _batches(shape: BatchShape, count: int, device: torch.device) -> Iterator[St
         yield StepBatch(
             latents=latents,
             noise=torch.zeros(latents.shape),
-            levels=torch.full((shape.samples,), 0.5),
+            sigmas=torch.full((shape.samples,), 0.5),
             text=made(shape.text),
             conditions=made(shape.conditions),
-            counts=made(shape.counts),
+            loss_inputs=made(shape.loss_inputs),
         ).to(device)
 
 

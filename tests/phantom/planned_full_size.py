@@ -14,18 +14,18 @@ from dataclasses import dataclass, replace
 import torch
 
 from supertuner.memory.machines import MACHINES
-from supertuner.plan.placement.plan import Plan
-from supertuner.plan.placement.plan_step import place
-from supertuner.plan.placement.throughput import Limits, Rates
-from supertuner.plan.trace.cuda_kernels import Cuda
-from supertuner.plan.trace.summary import table_of
-from supertuner.plan.trace.training import trace_training
-from supertuner.step.precision import Precision
-from supertuner.step.trainee import rules_of, trained_of, trainee_of, weight_format
+from supertuner.plan.placement.plan import MemoryPlan
+from supertuner.plan.placement.plan_step import plan_step
+from supertuner.plan.placement.throughput import MachineRates, MemoryLimits
+from supertuner.plan.trace.cuda_kernels import CudaDevice
+from supertuner.plan.trace.summary import build_step_table
+from supertuner.plan.trace.training import trace_training_step
+from supertuner.step.precision import ComputePrecision
+from supertuner.step.trainee import build_expert_state, build_step_options, build_trainable_expert, weight_dtype
 from supertuner.step.window import train_window
-from supertuner.train.offload.apply import act
-from supertuner.train.offload.manager import told
-from supertuner.train.offload.transfer import SideStreams
+from supertuner.train.offload.apply import apply_plan
+from supertuner.train.offload.manager import plan_summary
+from supertuner.train.offload.transfer import CudaStreamTransfer
 from tests.phantom.full_size import GIB, KEEP, WAN, Case, _batches, _known, _Unheard, placed
 
 CASES = (
@@ -38,32 +38,34 @@ MARGIN = 0.94
 
 @dataclass(frozen=True)
 class Found:
-    plan: Plan
+    plan: MemoryPlan
     peak: int
     reserved: int
 
 
 def run(case: Case, machine: str = "gh200-96", compute_share: float = 0.4) -> Found:
     config, family, model, expert, shape = _known(case)
-    trace = trace_training(config, family, model, expert, shape, device=Cuda())
+    trace = trace_training_step(config, family, model, expert, shape, device=CudaDevice())
     known = MACHINES[machine]
     total = torch.cuda.get_device_properties(0).total_memory
-    limits = replace(Limits.of(known), gpu_bytes=int(MARGIN * total))
-    rates = Rates.of(known, config.train.mixed_precision, compute_share=compute_share)
-    plan = place(table_of(trace, micro_batches=case.micro_batches), known, limits, rates=rates)
+    limits = replace(MemoryLimits.from_machine(known), gpu_bytes=int(MARGIN * total))
+    rates = MachineRates.from_machine(known, config.train.mixed_precision, compute_share=compute_share)
+    plan = plan_step(build_step_table(trace, micro_batches=case.micro_batches), known, limits, rates=rates)
     assert plan.fits, plan.reasons
     device = torch.device("cuda", 0)
-    precision = Precision(config.train.mixed_precision, device)
-    module = family.denoiser(model, expert, weight_format(config, precision))
+    precision = ComputePrecision(config.train.mixed_precision, device)
+    module = family.load_denoiser(model, expert, weight_dtype(config, precision))
     # On the device a while, which is as large as the model here: host memory that torch gives is real memory.
-    trained = trained_of(config, family, expert, placed(device, module), precision, _Unheard())
-    trainee = trainee_of(config, expert, trained, precision)
-    act(trainee, plan, SideStreams(device))
-    rules = rules_of(config, family, model, precision, _Unheard())
+    trained = build_trainable_expert(config, family, expert, placed(device, module), precision, _Unheard())
+    trainee = build_expert_state(config, expert, trained, precision)
+    apply_plan(trainee, plan, CudaStreamTransfer(device))
+    rules = build_step_options(config, family, model, precision, _Unheard())
     for _ in range(2):
         torch.cuda.reset_peak_memory_stats()
         batches = _batches(shape, case.micro_batches, device)
-        train_window(trainee, batches, samples=case.samples * case.micro_batches, rate=1e-4, rules=rules, seed=0)
+        train_window(
+            trainee, batches, samples=case.samples * case.micro_batches, learning_rate=1e-4, options=rules, seed=0
+        )
     return Found(plan, torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
 
 
@@ -73,9 +75,7 @@ def main(words: Sequence[str]) -> None:
             found = run(case)
             modelled = found.plan.modelled
             planned = "?" if modelled is None else f"{modelled.gpu_peak_bytes / GIB:.2f}"
-            line = (
-                f"{case.title} | {planned} | {found.peak / GIB:.2f} | {found.reserved / GIB:.2f} | {told(found.plan)}"
-            )
+            line = f"{case.title} | {planned} | {found.peak / GIB:.2f} | {found.reserved / GIB:.2f} | {plan_summary(found.plan)}"
             sys.stdout.write(line + "\n")
             sys.stdout.flush()
 

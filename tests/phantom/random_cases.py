@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from supertuner.plan.trace.shapes import BatchShape, Field
+from supertuner.plan.trace.shapes import BatchShape, BatchTensorSpec
 from tests.phantom.full_size import EDIT, FLUX, QWEN, SD35, SD35_MEDIUM, WAN, WAN_5B, WAN_I2V, Case
 
 HALF = torch.bfloat16
-Drawn = tuple[dict[str, Any], dict[str, Field], dict[str, Field], tuple[int, ...]]
+Drawn = tuple[dict[str, Any], dict[str, BatchTensorSpec], dict[str, BatchTensorSpec], tuple[int, ...]]
 """Config of the denoiser, text, conditions, latents."""
 
 
@@ -24,7 +24,9 @@ def random_case(seed: int) -> Case:
     samples, precision = draw.choice((1, 1, 2, 3, 4)), draw.choice(("bf16", "bf16", "bf16", "fp16", "fp32"))
     if precision != "bf16":
         dtype = torch.float16 if precision == "fp16" else torch.float32
-        text = {name: Field(one.shape, dtype if one.dtype == HALF else one.dtype) for name, one in text.items()}
+        text = {
+            name: BatchTensorSpec(one.shape, dtype if one.dtype == HALF else one.dtype) for name, one in text.items()
+        }
     if samples == 1:
         text.pop("mask", None)
     adapter: Mapping[str, Any] = draw.choice(
@@ -69,8 +71,8 @@ def _wan(draw: random.Random, channels: int = 16, condition: int = 0) -> Drawn:
         "num_layers": draw.randint(2, 8),
     }
     latents = (channels, draw.choice((1, 3, 7, 13)), 2 * draw.randint(8, 40), 2 * draw.randint(8, 40))
-    conditions = {"condition": Field((condition, *latents[1:]), HALF)} if condition else {}
-    return config, {"embeds": Field((512, 4096), HALF)}, conditions, latents
+    conditions = {"condition": BatchTensorSpec((condition, *latents[1:]), HALF)} if condition else {}
+    return config, {"embeds": BatchTensorSpec((512, 4096), HALF)}, conditions, latents
 
 
 def _wan_i2v(draw: random.Random) -> Drawn:
@@ -99,7 +101,10 @@ def _flux(draw: random.Random) -> Drawn:
         "num_layers": draw.randint(1, 5),
         "num_single_layers": draw.randint(1, 8),
     }
-    text = {"embeds": Field((draw.choice((77, 256, 512)), 4096), HALF), "pooled": Field((768,), HALF)}
+    text = {
+        "embeds": BatchTensorSpec((draw.choice((77, 256, 512)), 4096), HALF),
+        "pooled": BatchTensorSpec((768,), HALF),
+    }
     return config, text, {}, _picture(draw)
 
 
@@ -112,13 +117,13 @@ def _qwen(draw: random.Random) -> Drawn:
         "num_layers": draw.randint(2, 8),
     }
     length = draw.randint(20, 900)
-    text = {"embeds": Field((length, 3584), HALF), "mask": Field((length,), torch.int64)}
+    text = {"embeds": BatchTensorSpec((length, 3584), HALF), "mask": BatchTensorSpec((length,), torch.int64)}
     return config, text, {}, _picture(draw)
 
 
 def _edit(draw: random.Random) -> Drawn:
     config, text, _, latents = _qwen(draw)
-    return config, text, {"condition": Field(latents, HALF)}, latents
+    return config, text, {"condition": BatchTensorSpec(latents, HALF)}, latents
 
 
 def _sd35(draw: random.Random) -> Drawn:
@@ -132,7 +137,7 @@ def _sd35(draw: random.Random) -> Drawn:
         "pos_embed_max_size": draw.choice((96, 192)),
         "dual_attention_layers": list(range(draw.randint(0, layers - 1))),
     }
-    text = {"embeds": Field((draw.choice((154, 333)), 4096), HALF), "pooled": Field((2048,), HALF)}
+    text = {"embeds": BatchTensorSpec((draw.choice((154, 333)), 4096), HALF), "pooled": BatchTensorSpec((2048,), HALF)}
     return config, text, {}, _picture(draw)
 
 

@@ -106,15 +106,15 @@ def test_a_step_batch_is_counted_by_the_policy(driver: CudaDriver) -> None:
     batch = StepBatch(
         latents=torch.zeros(1, 16, 64, 64),
         noise=torch.zeros(1, 16, 64, 64),
-        levels=torch.zeros(1),
+        sigmas=torch.zeros(1),
         text={"prompt_embeds": torch.zeros(1, 512, 4096)},
         conditions={},
     ).to(DEVICE)
     hints = Hints(driver)
-    counts = hints.place_batch(batch.named())
+    counts = hints.place_batch(batch.named_tensors())
     assert sum(counts.values()) == 4
     assert {status for status, _ in counts} == {Status.NO_EFFECT}
-    assert hints.place_batch(batch.named()) == counts
+    assert hints.place_batch(batch.named_tensors()) == counts
 
 
 @pytest.fixture

@@ -15,14 +15,19 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from supertuner.plan.trace.attention import Heads, Kernel, backward_bytes, kernel
-from supertuner.plan.trace.cuda_kernels import Cuda
-from supertuner.plan.trace.reductions import GH200, reduction_bytes
+from supertuner.plan.trace.attention import (
+    AttentionKernel,
+    AttentionShape,
+    attention_backward_workspaces,
+    select_attention_kernel,
+)
+from supertuner.plan.trace.cuda_kernels import CudaDevice
+from supertuner.plan.trace.reductions import GH200_CHIP, reduction_workspaces
 
 BACKENDS = {
-    Kernel.CUDNN: SDPBackend.CUDNN_ATTENTION,
-    Kernel.FLASH: SDPBackend.FLASH_ATTENTION,
-    Kernel.EFFICIENT: SDPBackend.EFFICIENT_ATTENTION,
+    AttentionKernel.CUDNN: SDPBackend.CUDNN_ATTENTION,
+    AttentionKernel.FLASH: SDPBackend.FLASH_ATTENTION,
+    AttentionKernel.EFFICIENT: SDPBackend.EFFICIENT_ATTENTION,
 }
 
 
@@ -37,7 +42,7 @@ class Taken(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        said = sum(Cuda().workspace(func, args, kwargs or {}))
+        said = sum(CudaDevice().operator_workspaces(func, args, kwargs or {}))
         torch.cuda.reset_peak_memory_stats()
         before = requested("current")
         result = func(*args, **(kwargs or {}))
@@ -53,10 +58,12 @@ def requested(which: str) -> int:
     return int(torch.cuda.memory_stats()[f"requested_bytes.all.{which}"])
 
 
-def attended(heads: Heads, dtype: torch.dtype, mask: torch.Tensor | None = None, dropout: float = 0.0) -> Taken:
+def attended(
+    heads: AttentionShape, dtype: torch.dtype, mask: torch.Tensor | None = None, dropout: float = 0.0
+) -> Taken:
     def made(length: int) -> torch.Tensor:
         """As models have it: rows of all heads, seen head by head."""
-        rows = torch.empty(heads.batch, length, heads.heads, heads.width, device="cuda", dtype=dtype)
+        rows = torch.empty(heads.batch, length, heads.heads, heads.head_dim, device="cuda", dtype=dtype)
         return rows.requires_grad_().transpose(1, 2)
 
     query, key, value = made(heads.queries), made(heads.keys), made(heads.keys)
@@ -70,15 +77,20 @@ def attended(heads: Heads, dtype: torch.dtype, mask: torch.Tensor | None = None,
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32), ids=str)
 @pytest.mark.parametrize("masked", ("no mask", "mask", "mask that learns"))
 def test_torch_chooses_the_kernel_that_the_rule_names(width: int, dtype: torch.dtype, masked: str) -> None:
-    heads = Heads(2, 4, 256, 96, width, dtype.itemsize)
+    heads = AttentionShape(2, 4, 256, 96, width, dtype.itemsize)
     mask = None
     if masked != "no mask":
         mask = torch.zeros(2, 1, 256, 96, device="cuda", dtype=dtype, requires_grad=masked == "mask that learns")
-    said = kernel(
-        heads, capability=(9, 0), masked=mask is not None, mask_learns=bool(mask is not None and mask.requires_grad)
+    said = select_attention_kernel(
+        heads,
+        capability=(9, 0),
+        masked=mask is not None,
+        mask_requires_grad=bool(mask is not None and mask.requires_grad),
     )
     ran = [str(operator) for operator, _, _ in attended(heads, dtype, mask).found]
-    found = next((name for name in Kernel if any(f"_{name}_attention." in one for one in ran)), Kernel.MATH)
+    found = next(
+        (name for name in AttentionKernel if any(f"_{name}_attention." in one for one in ran)), AttentionKernel.MATH
+    )
     assert said is found
 
 
@@ -86,17 +98,17 @@ def test_torch_chooses_the_kernel_that_the_rule_names(width: int, dtype: torch.d
 @pytest.mark.parametrize("width", (64, 72, 96, 128))
 @pytest.mark.parametrize("lengths", ((4096, 4096), (8100, 512), (1024, 77), (333, 333)), ids=str)
 def test_the_backward_pass_of_attention_takes_what_the_rule_says(
-    which: Kernel, width: int, lengths: tuple[int, int]
+    which: AttentionKernel, width: int, lengths: tuple[int, int]
 ) -> None:
-    heads = Heads(2, 12, *lengths, width, 2)
+    heads = AttentionShape(2, 12, *lengths, width, 2)
     with sdpa_kernel(BACKENDS[which]):
         _, took, said = attended(heads, torch.bfloat16).of("attention_backward")
-    assert said == sum(backward_bytes(which, heads))
-    assert took == pytest.approx(said, rel=0.15 if which is Kernel.EFFICIENT and max(lengths) < 1024 else 0.01)
+    assert said == sum(attention_backward_workspaces(which, heads))
+    assert took == pytest.approx(said, rel=0.15 if which is AttentionKernel.EFFICIENT and max(lengths) < 1024 else 0.01)
 
 
 def test_attention_in_fp32_is_the_efficient_one() -> None:
-    heads = Heads(1, 24, 4096, 4096, 128, 4)
+    heads = AttentionShape(1, 24, 4096, 4096, 128, 4)
     _, took, said = attended(heads, torch.float32).of("efficient_attention_backward")
     assert took == pytest.approx(said, rel=0.02)
 
@@ -130,7 +142,7 @@ def test_a_sum_takes_what_the_rule_says(shape: tuple[int, ...], reduced: tuple[i
     values = torch.empty(shape, device="cuda", dtype=dtype)
     with Taken() as taken:
         values.sum(reduced)
-    said = reduction_bytes(shape, values.stride(), reduced, dtype.itemsize, GH200)
+    said = reduction_workspaces(shape, values.stride(), reduced, dtype.itemsize, GH200_CHIP)
     assert taken.of("aten.sum")[1] == sum(said)
 
 
@@ -166,4 +178,4 @@ def test_each_thread_that_multiplies_keeps_a_workspace() -> None:
     before = torch.cuda.memory_allocated()
     layer(torch.empty(8, 64, device="cuda")).sum().backward()
     layer.zero_grad(set_to_none=True)
-    assert torch.cuda.memory_allocated() - before == sum(Cuda().standing())
+    assert torch.cuda.memory_allocated() - before == sum(CudaDevice().library_workspaces())

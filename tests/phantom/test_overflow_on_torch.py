@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from supertuner import memory
-from supertuner.config.settings.memory import Overflow as Settings
+from supertuner.config.settings.memory import OverflowSettings as Settings
 from supertuner.core.errors import MemoryEngineError
-from supertuner.core.events import Decided, Event, Measured, Noted, Warned
-from supertuner.core.host import Host
+from supertuner.core.events import DecisionEvent, Event, MeasurementEvent, NoteEvent, WarningEvent
+from supertuner.core.host import HostFacts
 from supertuner.memory.cuda import CudaDriver, open_cuda
 from supertuner.memory.driver import HOST, Gpu, Kind, Missing, Span
 from supertuner.memory.overflow import routing
@@ -60,7 +60,9 @@ class Bench:
 
     def __init__(self, folder: Path) -> None:
         self.sink = Kept()
-        self.host: Host = folder_host(folder, {"proc/meminfo": meminfo(MemTotal=480 << 20, MemAvailable=450 << 20)})
+        self.host: HostFacts = folder_host(
+            folder, {"proc/meminfo": meminfo(MemTotal=480 << 20, MemAvailable=450 << 20)}
+        )
         self.total = torch.cuda.mem_get_info()[1]
         self.opened: list[Pools] = []
 
@@ -115,7 +117,7 @@ def beyond_the_gpu(bench: Bench) -> list[torch.Tensor]:
 
 def test_tensors_beyond_gpu_memory_are_managed_and_torchs_statistics_go_on(bench: Bench) -> None:
     pools = bench.open()
-    assert isinstance(pools, Pools) and isinstance(bench.sink.of(Decided)[0], Decided)
+    assert isinstance(pools, Pools) and isinstance(bench.sink.of(DecisionEvent)[0], DecisionEvent)
     tensors = beyond_the_gpu(bench)
     assert kind_of(tensors[0]) is Kind.DEVICE and kind_of(tensors[-1]) is Kind.MANAGED
     assert torch.cuda.memory_allocated() >= len(tensors) * 4 * GIB > bench.total
@@ -235,7 +237,9 @@ def test_free_managed_memory_is_discarded_between_steps_and_only_once(bench: Ben
     assert account().light_reclamations == light + 1
     assert pools.between_steps().light_bytes == 0, "nothing was used in between"
     assert kind_of(kept) is Kind.DEVICE
-    assert [event.figures["how"] for event in bench.sink.of(Measured) if isinstance(event, Measured)] == ["light"]
+    assert [
+        event.figures["how"] for event in bench.sink.of(MeasurementEvent) if isinstance(event, MeasurementEvent)
+    ] == ["light"]
 
 
 def test_memory_that_is_in_use_is_never_discarded(bench: Bench) -> None:
@@ -289,7 +293,7 @@ def test_a_bloated_pool_is_rebuilt_and_what_lives_in_it_stays(bench: Bench) -> N
     assert given_back > 50 * GIB
     after = account()
     assert after.device_bytes + after.managed_bytes == before.device_bytes + before.managed_bytes - given_back
-    assert after.hard_reclamations == hard + 1 and bench.sink.of(Noted)
+    assert after.hard_reclamations == hard + 1 and bench.sink.of(NoteEvent)
     assert kind_of(kept[0]) is Kind.DEVICE
     kept.clear()
     pools.between_steps()
@@ -324,7 +328,7 @@ def test_where_the_private_call_is_not_as_expected_this_thread_and_backward_are_
 ) -> None:
     monkeypatch.setattr(routing, "begin_call", lambda: None)
     pools = bench.open()
-    assert "_cuda_beginAllocateToPool" in str(bench.sink.of(Warned)[0])
+    assert "_cuda_beginAllocateToPool" in str(bench.sink.of(WarningEvent)[0])
     weight = torch.empty(64 * MIB, device="cuda", requires_grad=True)
     (weight * 2).sum().backward()
     assert weight.grad is not None

@@ -9,17 +9,23 @@ from torch._guards import detect_fake_mode
 from torch.overrides import _get_current_function_mode_stack
 
 from supertuner.config.settings.tree import RunConfig
-from supertuner.core.events import Silence
+from supertuner.core.events import NullSink
 from supertuner.models import loading
-from supertuner.models.published import described
-from supertuner.models.spec import Family, Model
-from supertuner.plan.trace.caching_allocator import reserved
-from supertuner.plan.trace.cuda_kernels import Cuda
-from supertuner.plan.trace.phases import trace_media, trace_sampling, trace_text
-from supertuner.plan.trace.record import Trace
-from supertuner.plan.trace.shapes import Shaper, hollowed
-from supertuner.step.precision import Precision
-from supertuner.step.trainee import experts_of, rules_of, trained_of, trainee_of, weight_format
+from supertuner.models.published import describe_model
+from supertuner.models.spec import Family, ModelDescription
+from supertuner.plan.trace.caching_allocator import simulate_allocator
+from supertuner.plan.trace.cuda_kernels import CudaDevice
+from supertuner.plan.trace.phases import trace_media_encoding, trace_sampling, trace_text_encoding
+from supertuner.plan.trace.record import ExecutionTrace
+from supertuner.plan.trace.shapes import EncoderShapeProbe, without_weights
+from supertuner.step.precision import ComputePrecision
+from supertuner.step.trainee import (
+    build_expert_state,
+    build_step_options,
+    build_trainable_expert,
+    selected_experts,
+    weight_dtype,
+)
 
 NAMES = {
     "wan2.2": "wan-ai/wan2.2-t2v-a14b-diffusers",
@@ -52,9 +58,9 @@ def on_the_gpu(module: nn.Module) -> nn.Module:
 @pytest.fixture(autouse=True)
 def parts_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Outside of traces, hollow parts are on the GPU."""
-    hollow = loading.module
+    hollow = loading.load_module
 
-    def module(model: Model, part: str, dtype: torch.dtype) -> nn.Module:
+    def module(model: ModelDescription, part: str, dtype: torch.dtype) -> nn.Module:
         made = hollow(model, part, dtype)
         return made if _tracing() else on_the_gpu(made)
 
@@ -65,21 +71,21 @@ def _tracing() -> bool:
     return detect_fake_mode() is not None or bool(_get_current_function_mode_stack())
 
 
-def known(family: str) -> tuple[RunConfig, Family, Model]:
+def known(family: str) -> tuple[RunConfig, Family, ModelDescription]:
     config = RunConfig.model_validate({"model": {"family": family, "path": NAMES[family]}})
-    found, model, _ = described(config.model)
-    return config, found, hollowed(model)
+    found, model, _ = describe_model(config.model)
+    return config, found, without_weights(model)
 
 
-def close(trace: Trace, allowed: float = 0.03) -> None:
-    assert reserved(trace).allocated_bytes == pytest.approx(torch.cuda.max_memory_allocated(), rel=allowed)
+def close(trace: ExecutionTrace, allowed: float = 0.03) -> None:
+    assert simulate_allocator(trace).allocated_bytes == pytest.approx(torch.cuda.max_memory_allocated(), rel=allowed)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_encoding_a_caption_takes_what_was_forecast(name: str) -> None:
     config, family, model = known(name)
-    trace = trace_text(config, family, model, device=Cuda())
-    family.text_encoder(model, GPU, torch.bfloat16).encode(["a"])
+    trace = trace_text_encoding(config, family, model, device=CudaDevice())
+    family.build_text_encoder(model, GPU, torch.bfloat16).encode(["a"])
     close(trace)
 
 
@@ -87,25 +93,28 @@ def test_encoding_a_caption_takes_what_was_forecast(name: str) -> None:
 def test_encoding_media_takes_what_was_forecast(name: str, media: tuple[int, ...]) -> None:
     """As far as the phantom knows: its cuDNN has no workspaces."""
     _, family, model = known(name)
-    trace = trace_media(family, model, media, device=Cuda())
-    family.media_encoder(model, GPU).encode(torch.zeros(1, *media, dtype=torch.uint8))
+    trace = trace_media_encoding(family, model, media, device=CudaDevice())
+    family.build_media_encoder(model, GPU).encode(torch.zeros(1, *media, dtype=torch.uint8))
     close(trace)
 
 
 def test_a_sample_in_the_middle_of_training_takes_what_was_forecast() -> None:
     config, family, model = known("sd3.5")
-    shape = Shaper(config, family, model).batch(1, (3, 1024, 1024))
-    trace = trace_sampling(config, family, model, shape, device=Cuda()).trace
-    precision, expert = Precision("bf16", GPU), experts_of(config, model)[0]
-    module = family.denoiser(model, expert, weight_format(config, precision))
-    trained = trained_of(config, family, expert, module, precision, Silence())
-    trainee = trainee_of(config, expert, trained, precision)
+    shape = EncoderShapeProbe(config, family, model).batch_shape(1, (3, 1024, 1024))
+    trace = trace_sampling(config, family, model, shape, device=CudaDevice()).trace
+    precision, expert = ComputePrecision("bf16", GPU), selected_experts(config, model)[0]
+    module = family.load_denoiser(model, expert, weight_dtype(config, precision))
+    trained = build_trainable_expert(config, family, expert, module, precision, NullSink())
+    trainee = build_expert_state(config, expert, trained, precision)
     for parameter in trainee.parameters.values():
         parameter.grad = torch.zeros_like(parameter)
     trainee.optimizer.step()
     trainee.optimizer.zero_grad(set_to_none=True)
-    vae, encoder = loading.module(model, "vae", torch.float32), family.text_encoder(model, GPU, torch.bfloat16)
-    rules = rules_of(config, family, model, precision, Silence())
+    vae, encoder = (
+        loading.load_module(model, "vae", torch.float32),
+        family.build_text_encoder(model, GPU, torch.bfloat16),
+    )
+    rules = build_step_options(config, family, model, precision, NullSink())
     torch.cuda.reset_peak_memory_stats()
     with torch.no_grad():
         module.eval()

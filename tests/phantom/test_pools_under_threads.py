@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from supertuner.core.events import Warned
+from supertuner.core.events import WarningEvent
 from supertuner.memory.cuda import CudaDriver
 from supertuner.memory.driver import Refused, Span
 from supertuner.memory.overflow import routing
@@ -92,7 +92,7 @@ def test_a_driver_that_discards_nothing_says_so_seldom_and_leaves_allocations_ro
         assert pools.between_steps().light_bytes == 0
         assert kind_of(gigabytes(1)) is not None
         pools._next_look_s = 0.0  # as if time had passed
-    assert len(bench.sink.of(Warned)) == 1
+    assert len(bench.sink.of(WarningEvent)) == 1
 
 
 def test_no_allocation_slips_past_the_plugin_while_the_class_changes(bench: Bench) -> None:  # noqa: F811

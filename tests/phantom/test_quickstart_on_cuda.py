@@ -12,8 +12,8 @@ import pytest
 from PIL import Image
 from safetensors import safe_open
 
-from supertuner.tools.quickstart import Quickstart, quickstart
-from supertuner.tools.training import summary
+from supertuner.tools.quickstart import QuickstartResult, run_quickstart
+from supertuner.tools.training import training_summary
 
 STEPS = 12
 ON_CUDA = ("train.device=cuda", "memory.overflow.enabled=true", "gh200_optimizations.enable_uvm_hints=true")
@@ -23,32 +23,32 @@ SHORT = (
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Quickstart:
+def made(tmp_path_factory: pytest.TempPathFactory) -> QuickstartResult:
     folder = tmp_path_factory.mktemp("quickstart")
-    return quickstart(folder / "quickstart", [f"arena.home={folder / 'arenas'}", *ON_CUDA, *SHORT])
+    return run_quickstart(folder / "quickstart", [f"arena.home={folder / 'arenas'}", *ON_CUDA, *SHORT])
 
 
-def test_it_trains_to_the_end(made: Quickstart) -> None:
-    losses = [json.loads(line) for line in (made.trained.run / "losses.jsonl").read_text().splitlines()]
-    assert made.trained.steps == STEPS == len(losses)
-    assert made.trained.stopped_by is None
+def test_it_trains_to_the_end(made: QuickstartResult) -> None:
+    losses = [json.loads(line) for line in (made.training.run_dir / "losses.jsonl").read_text().splitlines()]
+    assert made.training.steps == STEPS == len(losses)
+    assert made.training.stopped_by is None
 
 
-def test_both_experts_are_exported_whole(made: Quickstart) -> None:
-    assert [path.stem for path in made.trained.exports] == ["quickstart_high_noise", "quickstart_low_noise"]
-    for path in made.trained.exports:
+def test_both_experts_are_exported_whole(made: QuickstartResult) -> None:
+    assert [path.stem for path in made.training.exports] == ["quickstart_high_noise", "quickstart_low_noise"]
+    for path in made.training.exports:
         with safe_open(path, framework="pt") as file:
             assert any("lora_A" in name for name in file.keys())  # noqa: SIM118
 
 
-def test_there_are_checkpoints_and_samples(made: Quickstart) -> None:
-    assert (made.trained.run / "checkpoints" / f"step-{STEPS:08d}").is_dir()
-    with Image.open(made.both) as picture:
+def test_there_are_checkpoints_and_samples(made: QuickstartResult) -> None:
+    assert (made.training.run_dir / "checkpoints" / f"step-{STEPS:08d}").is_dir()
+    with Image.open(made.comparison) as picture:
         assert picture.width > 0 and picture.height > 0
 
 
-def test_the_summary_says_what_became_of_hints_and_overflow(made: Quickstart) -> None:
-    said = summary(made.trained)
+def test_the_summary_says_what_became_of_hints_and_overflow(made: QuickstartResult) -> None:
+    said = training_summary(made.training)
     assert "hint applied" in said
     assert "overflow" in said
 
@@ -56,7 +56,7 @@ def test_the_summary_says_what_became_of_hints_and_overflow(made: Quickstart) ->
 @pytest.mark.phantom_long
 @pytest.mark.timeout(900)
 def test_it_runs_at_its_full_length(tmp_path: Path) -> None:
-    made = quickstart(tmp_path / "quickstart", [f"arena.home={tmp_path / 'arenas'}", *ON_CUDA])
-    assert made.trained.steps == 500
-    assert len(list((made.trained.run / "samples").iterdir())) == 2
-    assert all(path.stat().st_size > 0 for path in made.trained.exports)
+    made = run_quickstart(tmp_path / "quickstart", [f"arena.home={tmp_path / 'arenas'}", *ON_CUDA])
+    assert made.training.steps == 500
+    assert len(list((made.training.run_dir / "samples").iterdir())) == 2
+    assert all(path.stat().st_size > 0 for path in made.training.exports)

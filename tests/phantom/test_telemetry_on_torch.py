@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from supertuner.core.host import Host
+from supertuner.core.host import HostFacts
 from supertuner.core.types import MIB
 from supertuner.memory.cuda import open_cuda
 from supertuner.memory.driver import Missing
@@ -15,7 +15,7 @@ NO_NVML = Missing("none on the phantom")
 
 
 def test_torchs_and_the_drivers_figures_follow_an_allocation() -> None:
-    device, host, driver = torch.device("cuda", 0), Host(), open_cuda()
+    device, host, driver = torch.device("cuda", 0), HostFacts(), open_cuda()
     with Sampler(probe(host, driver, NO_NVML), host, driver, NO_NVML, torch_device=device) as sampler:
         torch.cuda.init()
         before = sampler.sample()
@@ -32,6 +32,6 @@ def test_torchs_and_the_drivers_figures_follow_an_allocation() -> None:
 
 
 def test_the_phantom_is_recognised_as_the_machine_it_plays() -> None:
-    facts = probe(Host(), open_cuda(), NO_NVML)
+    facts = probe(HostFacts(), open_cuda(), NO_NVML)
     assert facts.machine is not None and facts.machine.key == "gh200-96"
     assert facts.ats is True and facts.one_pool is False

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from supertuner.config.sources.load import load
+from supertuner.config.sources.load import load_config
 from supertuner.core.types import MIB
-from supertuner.tools.training import summary, train
+from supertuner.tools.training import train, training_summary
 from tests.fakes.building import Fake
 from tests.train.runs import config
 
@@ -60,14 +60,14 @@ def test_the_ramp_hints_attention_and_an_asked_validation_live_together(
     run = tmp_path / "together" / "run"
     asking = threading.Thread(target=ask_for_a_validation, args=(run,), daemon=True)
     asking.start()
-    trained = train(load(file))
+    trained = train(load_config(file))
     asking.join()
     losses = [json.loads(line) for line in (run / "losses.jsonl").read_text().splitlines()]
     windows = [row["window"] for row in losses]
     assert windows[0] == 1 and windows[-1] > 1 and windows == sorted(windows), "the ramp went up"
     assert list((run / "samples").glob("asked/*/grid.png")), "asked for while it ran, and made"
     assert len(trained.exports) == 2
-    said = summary(trained)
+    said = training_summary(trained)
     wanted = {
         "on": "hint applied: read back as asked",
         "off": "residency hints off: gh200_optimizations.enable_uvm_hints is false",
@@ -126,9 +126,9 @@ def ask_for_a_validation(run: Path) -> None:
 def test_sound_that_is_staged_in_memory_is_hinted_like_everything_else(tmp_path: Path) -> None:
     import torch
 
-    from supertuner.core.events import Silence
-    from supertuner.core.host import Host
-    from supertuner.data.batching.batches import Decoders
+    from supertuner.core.events import NullSink
+    from supertuner.core.host import HostFacts
+    from supertuner.data.batching.batches import DecoderPool
     from supertuner.data.opened import open_corpus
     from supertuner.data.ordering.windows import micro_batches
     from supertuner.memory.cuda import open_cuda
@@ -150,9 +150,12 @@ def test_sound_that_is_staged_in_memory_is_hinted_like_everything_else(tmp_path:
     driver = open_cuda()
     assert not isinstance(driver, Missing)
     buffers = UnifiedBuffers(driver, torch.device("cuda", 0))
-    quiet = Silence()
-    with open_corpus(load(file).config, host=Host(), sink=quiet, progress=quiet) as corpus, Decoders(corpus, 1) as made:
-        batch = made.make(next(iter(micro_batches(corpus.order, range(2), 2))))
+    quiet = NullSink()
+    with (
+        open_corpus(load_config(file).config, host=HostFacts(), sink=quiet, progress=quiet) as corpus,
+        DecoderPool(corpus, 1) as made,
+    ):
+        batch = made.decode(next(iter(micro_batches(corpus.order, range(2), 2))))
         placed, outcome = buffers.place([batch.media])
         assert placed is not None and outcome.told
         assert torch.equal(placed[0].cpu(), batch.media)

@@ -7,35 +7,37 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from supertuner.plan.placement.choice import Choice
-from supertuner.plan.placement.plan import Fate, Stepping
-from supertuner.plan.placement.step_table import Block, StepTable, Work
-from supertuner.plan.placement.throughput import Limits, Rates
+from supertuner.plan.placement.choice import PlacementChoice
+from supertuner.plan.placement.plan import ActivationPolicy, OptimizerPlacement
+from supertuner.plan.placement.step_table import BlockCosts, OperatorWork, StepTable
+from supertuner.plan.placement.throughput import MachineRates, MemoryLimits
 
-ROUND = Rates(
+ROUND = MachineRates(
     matmul_flops=1.0, other_flops=None, gpu_bytes_s=1e9, host_bytes_s=1000.0, to_device_bytes_s=100.0,
     to_host_bytes_s=50.0, one_pool=False,
 )  # fmt: skip
 """One operation a second, 100 bytes a second to the GPU, 50 back: times can be told by looking."""
-AMPLE = Limits(10**9, 10**9)
-PLAIN = Block(
+AMPLE = MemoryLimits(10**9, 10**9)
+PLAIN = BlockCosts(
     name="block", frozen_bytes=100, trained_bytes=0, gradient_bytes=0, state_bytes=0, saved_bytes=100, input_bytes=10,
-    forward=Work(2.0), backward=Work(4.0), forward_peak_bytes=0, backward_peak_bytes=0,
+    forward=OperatorWork(2.0), backward=OperatorWork(4.0), forward_peak_bytes=0, backward_peak_bytes=0,
 )  # fmt: skip
 """Two seconds forward, four backward."""
 
 
-def a_step(*blocks: Block, update_s: float = 1.0, **more: Any) -> StepTable:
+def a_step(*blocks: BlockCosts, update_s: float = 1.0, **more: Any) -> StepTable:
     named = tuple(replace(block, name=f"blocks.{number}") for number, block in enumerate(blocks))
     fields = {"batch_bytes": 0, "micro_batches": 1, "update_peak_bytes": 0, **more}
-    return StepTable("train model", named, update=Work(update_s), **fields)
+    return StepTable("train model", named, update=OperatorWork(update_s), **fields)
 
 
-def chosen(fates: str, streamed: str = "", ahead: int = 1, stepping: Stepping = Stepping.GPU) -> Choice:
+def a_choice(
+    fates: str, streamed: str = "", ahead: int = 1, stepping: OptimizerPlacement = OptimizerPlacement.GPU
+) -> PlacementChoice:
     """`KSR`: kept, sent, recomputed; `.x`: the second block's weights at home."""
-    letters = {"K": Fate.KEEP, "S": Fate.SEND, "R": Fate.RECOMPUTE}
-    away = tuple(letter == "x" for letter in (streamed or "." * len(fates)))
-    return Choice(away, tuple(letters[letter] for letter in fates), ahead, stepping, True)
+    letters = {"K": ActivationPolicy.KEEP, "S": ActivationPolicy.SEND, "R": ActivationPolicy.RECOMPUTE}
+    is_streamed = tuple(letter == "x" for letter in (streamed or "." * len(fates)))
+    return PlacementChoice(is_streamed, tuple(letters[letter] for letter in fates), ahead, stepping, True)
 
 
 sizes = st.integers(0, 60)
@@ -43,19 +45,19 @@ seconds = st.floats(0.0, 5.0)
 
 
 @st.composite
-def blocks(draw: st.DrawFn, trained: bool) -> Block:
+def blocks(draw: st.DrawFn, trained: bool) -> BlockCosts:
     saved = draw(sizes)
-    own = draw(st.integers(1, 40)) if trained else 0
-    return Block(
+    trained_bytes = draw(st.integers(1, 40)) if trained else 0
+    return BlockCosts(
         name="block",
         frozen_bytes=draw(sizes),
-        trained_bytes=own,
-        gradient_bytes=own,
-        state_bytes=draw(st.integers(0, 2)) * own,
+        trained_bytes=trained_bytes,
+        gradient_bytes=trained_bytes,
+        state_bytes=draw(st.integers(0, 2)) * trained_bytes,
         saved_bytes=saved,
         input_bytes=draw(st.integers(0, saved)),
-        forward=Work(draw(seconds)),
-        backward=Work(draw(seconds)),
+        forward=OperatorWork(draw(seconds)),
+        backward=OperatorWork(draw(seconds)),
         forward_peak_bytes=draw(st.integers(0, 20)),
         backward_peak_bytes=draw(st.integers(0, 20)),
         recomputable=draw(st.booleans()),
@@ -65,9 +67,9 @@ def blocks(draw: st.DrawFn, trained: bool) -> Block:
 @st.composite
 def tables(draw: st.DrawFn, trained: bool | None = None, most: int = 6) -> StepTable:
     learns = draw(st.booleans()) if trained is None else trained
-    found = draw(st.lists(blocks(learns), min_size=1, max_size=most))
+    drawn_blocks = draw(st.lists(blocks(learns), min_size=1, max_size=most))
     return a_step(
-        *found,
+        *drawn_blocks,
         update_s=draw(st.floats(0.0, 3.0)),
         batch_bytes=draw(st.integers(0, 5)),
         micro_batches=draw(st.integers(1, 5)),
@@ -77,9 +79,9 @@ def tables(draw: st.DrawFn, trained: bool | None = None, most: int = 6) -> StepT
 
 
 @st.composite
-def rates(draw: st.DrawFn) -> Rates:
+def rates(draw: st.DrawFn) -> MachineRates:
     speed = st.floats(5.0, 500.0)
-    return Rates(
+    return MachineRates(
         matmul_flops=1.0,
         other_flops=None,
         gpu_bytes_s=1e9,
@@ -92,10 +94,19 @@ def rates(draw: st.DrawFn) -> Rates:
 
 
 @st.composite
-def choices(draw: st.DrawFn, table: StepTable) -> Choice:
+def choices(draw: st.DrawFn, table: StepTable) -> PlacementChoice:
     fates = tuple(
-        draw(st.sampled_from(list(Fate) if block.recomputable else [Fate.KEEP, Fate.SEND])) for block in table.blocks
+        draw(
+            st.sampled_from(
+                list(ActivationPolicy) if block.recomputable else [ActivationPolicy.KEEP, ActivationPolicy.SEND]
+            )
+        )
+        for block in table.blocks
     )
     streamed = tuple(draw(st.booleans()) for _ in table.blocks)
-    stepping = draw(st.sampled_from(list(Stepping))) if any(b.trained_bytes for b in table.blocks) else Stepping.GPU
-    return Choice(streamed, fates, draw(st.integers(0, 3)), stepping, draw(st.booleans()))
+    stepping = (
+        draw(st.sampled_from(list(OptimizerPlacement)))
+        if any(b.trained_bytes for b in table.blocks)
+        else OptimizerPlacement.GPU
+    )
+    return PlacementChoice(streamed, fates, draw(st.integers(0, 3)), stepping, draw(st.booleans()))

@@ -9,25 +9,37 @@ import pytest
 
 from supertuner.config.settings.validation import ValidationSettings
 from supertuner.core.errors import TrainError
-from supertuner.core.events import Decided
+from supertuner.core.events import DecisionEvent
 from supertuner.core.types import MediaKind
 from supertuner.data.ordering.buckets import Bucket
-from supertuner.plan.sample_requests import Captioned, SamplePlan, Size, largest, plan_samples
-from tests.train.validation.making import Kept
+from supertuner.plan.sample_requests import (
+    CaptionedSample,
+    SampleSize,
+    ValidationSamplePlan,
+    largest_sample_size,
+    plan_validation_samples,
+)
+from tests.train.validation.making import RecordingSink
 
-DEFAULT = Size(64, 48, 9)
+DEFAULT = SampleSize(64, 48, 9)
 
 
-def plan(held_out: list[Captioned], data: list[Captioned], **settings: Any) -> tuple[SamplePlan, list[Decided]]:
-    sink = Kept()
-    made = plan_samples(
-        ValidationSettings.model_validate(settings), default=DEFAULT, held_out=held_out, data=data, sink=sink
+def plan(
+    held_out: list[CaptionedSample], data: list[CaptionedSample], **settings: Any
+) -> tuple[ValidationSamplePlan, list[DecisionEvent]]:
+    sink = RecordingSink()
+    made = plan_validation_samples(
+        ValidationSettings.model_validate(settings),
+        default_size=DEFAULT,
+        held_out=held_out,
+        training_data=data,
+        sink=sink,
     )
-    return made, [event for event in sink.events if isinstance(event, Decided)]
+    return made, [event for event in sink.events if isinstance(event, DecisionEvent)]
 
 
-def captioned(*captions: str) -> list[Captioned]:
-    return [Captioned(caption, np.full((2, 2, 3), number, np.uint8)) for number, caption in enumerate(captions)]
+def captioned(*captions: str) -> list[CaptionedSample]:
+    return [CaptionedSample(caption, np.full((2, 2, 3), number, np.uint8)) for number, caption in enumerate(captions)]
 
 
 def test_prompts_that_are_given_are_used_with_every_seed() -> None:
@@ -41,7 +53,7 @@ def test_prompts_that_are_given_are_used_with_every_seed() -> None:
 def test_without_prompts_captions_of_held_out_data_are_used_and_said() -> None:
     made, decided = plan(captioned("a", "b", "a", " ", "c", "d", "e"), captioned("z"))
     assert made.prompts == ("a", "b", "c", "d")
-    assert decided[0] == Decided(
+    assert decided[0] == DecisionEvent(
         "validation.prompts", ["a", "b", "c", "d"], "none are given: the first captions of held-out data"
     )
 
@@ -64,7 +76,7 @@ def test_captions_come_with_their_own_first_frames_and_given_prompts_with_those_
     assert [int(image.max()) for image in made.images if image is not None] == [0, 1]
     made, _ = plan(captioned("a", "b"), [], prompts=["x", "y", "z"])
     assert [int(image.max()) for image in made.images if image is not None] == [0, 1, 0]
-    made, _ = plan([], [Captioned("a")], prompts=["x"])
+    made, _ = plan([], [CaptionedSample("a")], prompts=["x"])
     assert made.images == (None,)
 
 
@@ -72,10 +84,12 @@ def test_no_more_of_the_data_is_read_than_is_needed() -> None:
     def endless() -> Any:
         for number in range(10**9):
             assert number < 1000, "nobody needs so many"
-            yield Captioned("always the same" if number > 2 else str(number))
+            yield CaptionedSample("always the same" if number > 2 else str(number))
 
-    sink = Kept()
-    made = plan_samples(ValidationSettings(), default=DEFAULT, held_out=endless(), data=[], sink=sink)
+    sink = RecordingSink()
+    made = plan_validation_samples(
+        ValidationSettings(), default_size=DEFAULT, held_out=endless(), training_data=[], sink=sink
+    )
     assert made.prompts == ("0", "1", "2", "always the same")
 
 
@@ -84,18 +98,18 @@ def test_what_is_not_set_is_the_size_of_the_largest_bucket_and_is_said() -> None
     assert made.size == DEFAULT
     assert decided[-1].what == "validation.size" and decided[-1].value == "64×48, 9 frames"
     made, _ = plan([], captioned("a"), width=32, height=16)
-    assert made.size == Size(32, 16, 9)
+    assert made.size == SampleSize(32, 16, 9)
     made, _ = plan([], captioned("a"), frames=1)
-    assert made.size == Size(64, 48, 1)
+    assert made.size == SampleSize(64, 48, 1)
 
 
 def test_the_largest_bucket_is_the_one_with_the_most_pixels() -> None:
     picture = Bucket(MediaKind.IMAGE, 100, 100, channels=3)
     clip = Bucket(MediaKind.VIDEO, 64, 48, 9, channels=3)
     sound = Bucket(MediaKind.AUDIO, samples=10**9, sample_rate=48000, channels=2)
-    assert largest([picture, clip, sound]) == Size(64, 48, 9)
-    assert largest([picture]) == Size(100, 100, 1)
+    assert largest_sample_size([picture, clip, sound]) == SampleSize(64, 48, 9)
+    assert largest_sample_size([picture]) == SampleSize(100, 100, 1)
     tall, wide = Bucket(MediaKind.IMAGE, 48, 64), Bucket(MediaKind.IMAGE, 64, 48)
-    assert largest([tall, wide]) == largest([wide, tall])
+    assert largest_sample_size([tall, wide]) == largest_sample_size([wide, tall])
     with pytest.raises(TrainError, match=r"validation\.width"):
-        largest([sound])
+        largest_sample_size([sound])

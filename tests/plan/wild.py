@@ -12,38 +12,38 @@ import random
 
 from supertuner.memory.emulator.clock import Clock
 from supertuner.memory.emulator.figures import Parameters
-from supertuner.plan.placement.choice import Step
-from supertuner.plan.placement.throughput import Limits, figures_of
+from supertuner.plan.placement.choice import TimedStep
+from supertuner.plan.placement.throughput import MemoryLimits, emulator_figures
 
 
-class Stuck(Exception):
+class ScheduleStuck(Exception):
     """Chance led to where nothing can be moved out of the way."""
 
 
-class WildStep:
-    def __init__(self, step: Step, limits: Limits, seed: int) -> None:
-        self._step, self._room, self._host_room = step, limits.gpu_bytes, limits.host_bytes or 0
-        self._chance = random.Random(seed)
-        self._clock = Clock(figures_of("wild", step.rates, limits), Parameters(duplex=step.rates.duplex))
+class RandomSchedule:
+    def __init__(self, step: TimedStep, limits: MemoryLimits, seed: int) -> None:
+        self._step, self._gpu_limit, self._host_limit = step, limits.gpu_bytes, limits.host_bytes or 0
+        self._random = random.Random(seed)
+        self._clock = Clock(emulator_figures("wild", step.rates, limits), Parameters(duplex=step.rates.duplex))
         self._gpu: dict[tuple[str, int], int] = {("batch", 0): step.table.batch_bytes}
-        self._there: dict[tuple[str, int], float] = {}
+        self._arrival_s: dict[tuple[str, int], float] = {}
         """When what is on the GPU will have arrived."""
-        self._host: dict[tuple[str, int], int] = {("w", b): w for b, w in enumerate(step.weights)}
-        self._again: set[int] = set()
+        self._host: dict[tuple[str, int], int] = {("w", b): w for b, w in enumerate(step.weight_bytes)}
+        self._to_recompute: set[int] = set()
         """Blocks that kept their input only."""
         if step.table.idle_bytes:
             self._host["idle", 0] = step.table.idle_bytes
-        if sum(self._host.values()) > self._host_room:
-            raise Stuck
-        for block, weights in enumerate(step.weights):  # it may begin with anything in place
-            if self._chance.random() < 0.7 and self._used() + weights <= self._room:
+        if sum(self._host.values()) > self._host_limit:
+            raise ScheduleStuck
+        for block, weights in enumerate(step.weight_bytes):  # it may begin with anything in place
+            if self._random.random() < 0.7 and self._used() + weights <= self._gpu_limit:
                 self._gpu["w", block] = weights
 
     def seconds(self) -> float:
         for _ in range(self._step.table.micro_batches):
-            for block in range(len(self._step.weights)):
+            for block in range(len(self._step.weight_bytes)):
                 self._forward(block)
-            for block in reversed(range(len(self._step.weights))):
+            for block in reversed(range(len(self._step.weight_bytes))):
                 self._backward(block)
         self._clock.spend(self._step.update_s)
         return self._clock.now
@@ -51,38 +51,38 @@ class WildStep:
     def _forward(self, block: int) -> None:
         step, key = self._step, ("w", block)
         self._bring(key, {key})
-        own = step.saved[block] + step.table.blocks[block].forward_peak_bytes
-        self._free(own, {key})
-        self._clock.wait(self._there.get(key, 0.0))
+        pass_bytes = step.saved_bytes[block] + step.table.blocks[block].forward_peak_bytes
+        self._free(pass_bytes, {key})
+        self._clock.wait(self._arrival_s.get(key, 0.0))
         self._clock.spend(step.forward_s[block])
-        self._gpu["a", block] = step.saved[block]
-        if step.table.blocks[block].recomputable and self._chance.random() < 0.3:
-            self._gpu["a", block] = step.inputs[block]
-            self._again.add(block)
-        self._whim(block)
+        self._gpu["a", block] = step.saved_bytes[block]
+        if step.table.blocks[block].recomputable and self._random.random() < 0.3:
+            self._gpu["a", block] = step.input_bytes[block]
+            self._to_recompute.add(block)
+        self._move_at_random(block)
 
     def _backward(self, block: int) -> None:
         step, keys = self._step, {("w", block), ("a", block)}
         for key in sorted(keys):
             self._bring(key, keys)
         peak = step.table.blocks[block].backward_peak_bytes
-        missing = step.saved[block] - step.inputs[block] if block in self._again else 0
+        missing = step.saved_bytes[block] - step.input_bytes[block] if block in self._to_recompute else 0
         self._free(peak + missing, keys)
-        self._clock.wait(max(self._there.get(key, 0.0) for key in keys))
-        self._clock.spend((step.forward_s[block] if block in self._again else 0.0) + step.backward_s[block])
-        self._again.discard(block)
+        self._clock.wait(max(self._arrival_s.get(key, 0.0) for key in keys))
+        self._clock.spend((step.forward_s[block] if block in self._to_recompute else 0.0) + step.backward_s[block])
+        self._to_recompute.discard(block)
         del self._gpu["a", block]
-        self._there.pop(("a", block), None)
-        self._whim(block)
+        self._arrival_s.pop(("a", block), None)
+        self._move_at_random(block)
 
-    def _whim(self, block: int) -> None:
+    def _move_at_random(self, block: int) -> None:
         """Send, drop or fetch something for no reason."""
-        if self._chance.random() < 0.5:
-            self._leave(self._chance.choice(sorted(self._gpu)))
-        away = sorted(key for key in self._host if key not in self._gpu and key[0] != "idle")
-        if away and self._chance.random() < 0.7:
-            key = self._chance.choice(away)
-            if self._used() + self._host[key] <= self._room:
+        if self._random.random() < 0.5:
+            self._leave(self._random.choice(sorted(self._gpu)))
+        fetchable = sorted(key for key in self._host if key not in self._gpu and key[0] != "idle")
+        if fetchable and self._random.random() < 0.7:
+            key = self._random.choice(fetchable)
+            if self._used() + self._host[key] <= self._gpu_limit:
                 self._bring(key, set())
 
     def _used(self) -> int:
@@ -90,29 +90,29 @@ class WildStep:
 
     def _free(self, nbytes: int, spared: set[tuple[str, int]]) -> None:
         candidates = sorted(key for key in self._gpu if key not in spared)
-        self._chance.shuffle(candidates)
-        while self._used() + nbytes > self._room:
+        self._random.shuffle(candidates)
+        while self._used() + nbytes > self._gpu_limit:
             if not candidates:
-                raise Stuck
+                raise ScheduleStuck
             self._leave(candidates.pop())
 
     def _leave(self, key: tuple[str, int]) -> None:
         if key[0] == "batch":
             return
         if key[0] == "a":
-            if sum(self._host.values()) + self._gpu[key] > self._host_room:
+            if sum(self._host.values()) + self._gpu[key] > self._host_limit:
                 return
-            self._clock.wait(self._there.get(key, 0.0))
+            self._clock.wait(self._arrival_s.get(key, 0.0))
             self._clock.wait(self._clock.cross(0, self._gpu[key]))  # its place is free when it has left
             self._host[key] = self._gpu[key]
         del self._gpu[key]
-        self._there.pop(key, None)
+        self._arrival_s.pop(key, None)
 
     def _bring(self, key: tuple[str, int], spared: set[tuple[str, int]]) -> None:
         if key in self._gpu:
             return
         self._free(self._host[key], spared)
-        self._there[key] = self._clock.cross(self._host[key], 0)
+        self._arrival_s[key] = self._clock.cross(self._host[key], 0)
         self._gpu[key] = self._host[key]
         if key[0] == "a":
             del self._host[key]

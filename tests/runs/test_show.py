@@ -12,31 +12,31 @@ import pytest
 from rich.console import Console
 
 from supertuner.core.errors import RunFolderError
-from supertuner.core.events import Decided, Measured, SetAside, Warned
+from supertuner.core.events import DecisionEvent, MeasurementEvent, SetAsideEvent, WarningEvent
 from supertuner.core.types import JSON
 from supertuner.runs import show as run_show
-from supertuner.sinks.kept_config import KeptConfig
+from supertuner.sinks.kept_config import SavedConfig
 from supertuner.sinks.run_folder import RunFolder
-from supertuner.sinks.training import HeldOut, measured_held_out, sampled
+from supertuner.sinks.training import HeldOutLoss, train_held_out_event, train_samples_event
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     origins = {"run.name": "cats.yaml", "datasets[0].resolution": "--set", "run.seed": "default"}
     resolved: dict[str, JSON] = {"run": {"name": "cats", "seed": 0}, "datasets": [{"resolution": [512]}]}
-    with RunFolder(tmp_path / "runs/cats", "cats", KeptConfig(b"x", ".yaml", resolved, origins)) as folder:
-        folder.emit(Decided("datasets[cats].in_memory.num_workers", 2, "CPUs this process may use"))
-        folder.emit(Decided("datasets[cats].in_memory.num_workers", 4, "CPUs this process may use"))
-        folder.emit(Warned("cache_config.cache_dir", "accepted; nothing reads it yet"))
-        folder.emit(Warned("cache_config.cache_dir", "accepted; nothing reads it yet"))
-        folder.emit_all(SetAside("cats", f"{n:02}.jpg", "truncated") for n in range(12))
-        folder.emit(Measured("staged cats", {"files": 1200, "stored_bytes": 3 << 30, "seconds": 1.5}))
+    with RunFolder(tmp_path / "runs/cats", "cats", SavedConfig(b"x", ".yaml", resolved, origins)) as folder:
+        folder.emit(DecisionEvent("datasets[cats].in_memory.num_workers", 2, "CPUs this process may use"))
+        folder.emit(DecisionEvent("datasets[cats].in_memory.num_workers", 4, "CPUs this process may use"))
+        folder.emit(WarningEvent("cache_config.cache_dir", "accepted; nothing reads it yet"))
+        folder.emit(WarningEvent("cache_config.cache_dir", "accepted; nothing reads it yet"))
+        folder.emit_all(SetAsideEvent("cats", f"{n:02}.jpg", "truncated") for n in range(12))
+        folder.emit(MeasurementEvent("staged cats", {"files": 1200, "stored_bytes": 3 << 30, "seconds": 1.5}))
     return tmp_path / "runs/cats"
 
 
 def shown(run: Path) -> str:
     out = io.StringIO()
-    run_show.show(run_show.read_run(run), Console(file=out, width=100))
+    run_show.print_run(run_show.read_run(run), Console(file=out, width=100))
     return out.getvalue()
 
 
@@ -65,7 +65,7 @@ def test_it_names_the_first_files_set_aside_and_counts_the_rest(run: Path) -> No
 
 
 def test_a_run_without_anything_said_is_short(tmp_path: Path) -> None:
-    with RunFolder(tmp_path / "run", "empty", KeptConfig(b"", ".json", {}, {})):
+    with RunFolder(tmp_path / "run", "empty", SavedConfig(b"", ".json", {}, {})):
         pass
     assert len(shown(tmp_path / "run").splitlines()) == 2
 
@@ -107,12 +107,14 @@ def test_a_damaged_file_of_a_run_is_named_not_shown_as_empty(run: Path, file: st
 
 
 def test_results_of_training_have_words_of_their_own(tmp_path: Path) -> None:
-    rows = [HeldOut("model", 0.5, 0.25), HeldOut("model", None, 0.25), HeldOut(None, None, 0.25)]
-    with RunFolder(tmp_path / "run", "run", KeptConfig(b"{}", ".json", {}, {})) as folder:
-        folder.emit(measured_held_out(40, rows))
-        folder.emit(sampled(step=40, folder=tmp_path, grid=tmp_path / "grid.png", film=None, weights="as trained"))
+    rows = [HeldOutLoss("model", 0.5, 0.25), HeldOutLoss("model", None, 0.25), HeldOutLoss(None, None, 0.25)]
+    with RunFolder(tmp_path / "run", "run", SavedConfig(b"{}", ".json", {}, {})) as folder:
+        folder.emit(train_held_out_event(40, rows))
+        folder.emit(
+            train_samples_event(step=40, folder=tmp_path, grid=tmp_path / "grid.png", video=None, weights="as trained")
+        )
     out = io.StringIO()
-    run_show.show(run_show.read_run(tmp_path / "run"), Console(file=out, width=300))
+    run_show.print_run(run_show.read_run(tmp_path / "run"), Console(file=out, width=300))
     lines = [line.strip() for line in out.getvalue().splitlines()]
     assert "held-out loss at step 40: 0.2500 (model 0.2500)" in lines
     assert f"samples of step 40: {tmp_path / 'grid.png'}" in lines

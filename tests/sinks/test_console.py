@@ -8,9 +8,9 @@ import threading
 import pytest
 from rich.console import Console as RichConsole
 
-from supertuner.core.events import Decided, SetAside, Warned
-from supertuner.sinks.console import Console
-from supertuner.sinks.figures import Tally, duration_text, seconds_left
+from supertuner.core.events import DecisionEvent, SetAsideEvent, WarningEvent
+from supertuner.sinks.console import ConsoleSink
+from supertuner.sinks.figures import PhaseCounters, duration_text, seconds_left
 
 
 class Clock:
@@ -23,14 +23,14 @@ class Clock:
         return self.now
 
 
-def plain(clock: Clock | None = None) -> tuple[Console, io.StringIO]:
+def plain(clock: Clock | None = None) -> tuple[ConsoleSink, io.StringIO]:
     out = io.StringIO()
-    return Console(RichConsole(file=out, width=200), clock or Clock()), out
+    return ConsoleSink(RichConsole(file=out, width=200), clock or Clock()), out
 
 
 def test_a_warning_is_shown_at_once() -> None:
     console, out = plain()
-    console.emit(Warned("datasets[0].in_memory.memory_limit_gb", "360 is more than there is; lowered to 21.5"))
+    console.emit(WarningEvent("datasets[0].in_memory.memory_limit_gb", "360 is more than there is; lowered to 21.5"))
     assert out.getvalue() == (
         "warning datasets[0].in_memory.memory_limit_gb: 360 is more than there is; lowered to 21.5\n"
     )
@@ -38,14 +38,14 @@ def test_a_warning_is_shown_at_once() -> None:
 
 def test_square_brackets_in_a_message_are_text_not_markup() -> None:
     console, out = plain()
-    console.emit(Warned("datasets[red]", "[bold]x[/bold] [/]"))
+    console.emit(WarningEvent("datasets[red]", "[bold]x[/bold] [/]"))
     assert out.getvalue() == "warning datasets[red]: [bold]x[/bold] [/]\n"
 
 
 def test_decisions_are_shown_with_their_reasons_before_work_begins() -> None:
     console, out = plain()
-    console.emit(Decided("compression", "none", "saves nothing"))
-    console.emit(Decided("workers", 2, "CPUs"))
+    console.emit(DecisionEvent("compression", "none", "saves nothing"))
+    console.emit(DecisionEvent("workers", 2, "CPUs"))
     with console.phase("staging", items=1):
         shown = out.getvalue()
     assert shown == "decided compression = none: saves nothing\ndecided workers = 2: CPUs\n"
@@ -53,8 +53,8 @@ def test_decisions_are_shown_with_their_reasons_before_work_begins() -> None:
 
 def test_on_a_terminal_decisions_are_a_table() -> None:
     out = io.StringIO()
-    with Console(RichConsole(file=out, force_terminal=True, width=100, color_system=None)) as console:
-        console.emit(Decided("compression", "none", "saves nothing"))
+    with ConsoleSink(RichConsole(file=out, force_terminal=True, width=100, color_system=None)) as console:
+        console.emit(DecisionEvent("compression", "none", "saves nothing"))
     header, row = out.getvalue().splitlines()
     assert header.split() == ["decided", "value", "why"]
     assert row.index("none") == header.index("value")
@@ -65,7 +65,7 @@ def test_the_first_files_set_aside_are_named_and_the_rest_counted() -> None:
     console, out = plain()
     with console:
         for number in range(8):
-            console.emit(SetAside("cats", f"{number}.jpg", "truncated"))
+            console.emit(SetAsideEvent("cats", f"{number}.jpg", "truncated"))
     lines = out.getvalue().splitlines()
     assert lines[0] == "set aside 0.jpg: truncated"
     assert len(lines) == 6
@@ -97,11 +97,11 @@ def test_a_phase_that_fails_says_how_far_it_came() -> None:
 
 def test_a_terminal_shows_a_bar_with_rate_and_time_left() -> None:
     clock, out = Clock(), io.StringIO()
-    console = Console(RichConsole(file=out, force_terminal=True, width=140, color_system=None), clock)
+    console = ConsoleSink(RichConsole(file=out, force_terminal=True, width=140, color_system=None), clock)
     with console.phase("staging cats", items=10, nbytes=100 << 20) as phase:
         clock.now += 5
         phase.advance(5, 50 << 20)
-        console.emit(Warned("x", "while a bar is shown"))
+        console.emit(WarningEvent("x", "while a bar is shown"))
     assert "5 of 10 files, 50.0 MiB of 100 MiB, 10.0 MiB/s" in out.getvalue()
     assert "warning x: while a bar is shown" in out.getvalue()
     assert "━" in out.getvalue()
@@ -126,7 +126,7 @@ def test_threads_that_advance_together_lose_no_file() -> None:
 def test_time_left_is_unknown_until_something_is_done() -> None:
     assert seconds_left(0.0, 5.0) is None
     assert seconds_left(0.25, 5.0) == 15.0
-    assert "left" not in Tally("t", 10, 0, 0.0).text(5.0)
+    assert "left" not in PhaseCounters("t", 10, 0, 0.0).status_text(5.0)
 
 
 @pytest.mark.parametrize(
@@ -138,9 +138,9 @@ def test_durations_read_well(seconds: float, text: str) -> None:
 
 def test_a_name_cannot_steer_the_terminal_and_the_rest_is_where_the_command_says() -> None:
     out = io.StringIO()
-    with Console(RichConsole(file=out, width=200), Clock(), rest="ask elsewhere") as console:
+    with ConsoleSink(RichConsole(file=out, width=200), Clock(), set_aside_hint="ask elsewhere") as console:
         for number in range(6):
-            console.emit(SetAside("cats", f"{number}\x1b[31m\n.jpg", "broken"))
+            console.emit(SetAsideEvent("cats", f"{number}\x1b[31m\n.jpg", "broken"))
     assert "\x1b" not in out.getvalue() and "0\\x1b[31m\\n.jpg: broken\n" in out.getvalue()
     assert out.getvalue().endswith("and 1 more files set aside; ask elsewhere\n")
 

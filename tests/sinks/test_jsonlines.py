@@ -8,48 +8,48 @@ from pathlib import Path
 import pytest
 
 from supertuner.core.errors import RunFolderError
-from supertuner.sinks.jsonlines import JsonLines, read_lines
+from supertuner.sinks.jsonlines import JsonLinesFile, read_records
 
 
 @pytest.mark.parametrize("torn", [b'{"n": 2', b"{", b'{"n": 2}', '{"name": "caf\u00e9'.encode()[:-1], b"\x00" * 70_000])
 def test_a_torn_last_line_is_left_out_and_writing_goes_on(tmp_path: Path, torn: bytes) -> None:
     file = tmp_path / "events.jsonl"
     file.write_bytes(b'{"n": 1}\n' + torn)
-    assert list(read_lines(file)) == [{"n": 1}]
-    with JsonLines(file) as lines:
+    assert list(read_records(file)) == [{"n": 1}]
+    with JsonLinesFile(file) as lines:
         lines.append({"n": 3})
-    assert list(read_lines(file)) == [{"n": 1}, {"n": 3}]
+    assert list(read_records(file)) == [{"n": 1}, {"n": 3}]
 
 
 def test_a_file_that_is_only_a_torn_line_begins_anew(tmp_path: Path) -> None:
     file = tmp_path / "events.jsonl"
     file.write_bytes(b'{"n"')
-    with JsonLines(file) as lines:
+    with JsonLinesFile(file) as lines:
         lines.append({"n": 1})
-    assert list(read_lines(file)) == [{"n": 1}]
+    assert list(read_records(file)) == [{"n": 1}]
 
 
 def test_damage_in_the_middle_is_an_error_that_names_the_line(tmp_path: Path) -> None:
     file = tmp_path / "events.jsonl"
     file.write_bytes(b'{"n": 1}\n{"n"\n{"n": 3}\n')
     with pytest.raises(RunFolderError, match=r"events\.jsonl, line 2 is not JSON"):
-        list(read_lines(file))
+        list(read_records(file))
 
 
 def test_a_missing_file_has_no_lines(tmp_path: Path) -> None:
-    assert list(read_lines(tmp_path / "none.jsonl")) == []
+    assert list(read_records(tmp_path / "none.jsonl")) == []
 
 
 def test_a_line_break_inside_a_value_stays_inside_its_line(tmp_path: Path) -> None:
-    with JsonLines(tmp_path / "x.jsonl") as lines:
+    with JsonLinesFile(tmp_path / "x.jsonl") as lines:
         lines.append({"text": "two\nlines \u2028 and more"})
         lines.append({"n": 2})
-    assert list(read_lines(tmp_path / "x.jsonl")) == [{"text": "two\nlines \u2028 and more"}, {"n": 2}]
+    assert list(read_records(tmp_path / "x.jsonl")) == [{"text": "two\nlines \u2028 and more"}, {"n": 2}]
 
 
 def test_a_disk_that_takes_no_more_is_an_error_a_person_can_read(tmp_path: Path) -> None:
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with JsonLines(tmp_path / "x.jsonl") as lines:
+    with JsonLinesFile(tmp_path / "x.jsonl") as lines:
         lines.append({"n": 1})
         resource.setrlimit(resource.RLIMIT_FSIZE, (20, unlimited[1]))
         try:
@@ -57,4 +57,4 @@ def test_a_disk_that_takes_no_more_is_an_error_a_person_can_read(tmp_path: Path)
                 lines.append({"text": "long " * 20})
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
-    assert list(read_lines(tmp_path / "x.jsonl")) == [{"n": 1}]
+    assert list(read_records(tmp_path / "x.jsonl")) == [{"n": 1}]

@@ -15,19 +15,19 @@ from pathlib import Path
 import pytest
 
 from supertuner.core.errors import RunFolderError
-from supertuner.core.events import Decided, Event, Measured, SetAside, Warned
+from supertuner.core.events import DecisionEvent, Event, MeasurementEvent, SetAsideEvent, WarningEvent
 from supertuner.core.types import JSON
-from supertuner.sinks.jsonlines import read_lines
-from supertuner.sinks.kept_config import KeptConfig
-from supertuner.sinks.run_folder import RunFolder, holder_of
+from supertuner.sinks.jsonlines import read_records
+from supertuner.sinks.kept_config import SavedConfig
+from supertuner.sinks.run_folder import RunFolder, lock_holder
 from tests.distributed.shared_saves import small_files
 
 GIVEN = b"run: {name: cats}   # a comment that a parser would lose\n"
 
 
-def config(seed: int = 0, **settings: JSON) -> KeptConfig:
+def config(seed: int = 0, **settings: JSON) -> SavedConfig:
     resolved: dict[str, JSON] = {"run": {"name": "cats", "seed": seed}, **settings}
-    return KeptConfig(GIVEN, ".yaml", resolved, {"run.name": "cats.yaml"})
+    return SavedConfig(GIVEN, ".yaml", resolved, {"run.name": "cats.yaml"})
 
 
 def tree(folder: Path) -> dict[str, bytes]:
@@ -45,7 +45,7 @@ def test_the_configuration_is_kept_as_given_and_as_resolved(tmp_path: Path) -> N
 
 def test_files_that_the_configuration_named_are_kept_and_cannot_leave_the_folder(tmp_path: Path) -> None:
     named = {"../../escape.json": b"[]", "data.json": b"[1]"}
-    with RunFolder(tmp_path / "run", "cats", KeptConfig(b"{}", ".json", {}, {}, named)):
+    with RunFolder(tmp_path / "run", "cats", SavedConfig(b"{}", ".json", {}, {}, named)):
         pass
     contents = tree(tmp_path)
     assert contents["run/config.given.1.escape.json"] == b"[]"
@@ -55,7 +55,7 @@ def test_files_that_the_configuration_named_are_kept_and_cannot_leave_the_folder
 
 def test_a_decision_is_on_disk_before_the_next_thing_happens(tmp_path: Path) -> None:
     with RunFolder(tmp_path / "run", "cats", config()) as folder:
-        folder.emit(Decided("datasets[cats].in_memory.compression", "none", "saves 0.4 %, less than 5 %"))
+        folder.emit(DecisionEvent("datasets[cats].in_memory.compression", "none", "saves 0.4 %, less than 5 %"))
         [decision] = json.loads((tmp_path / "run/decisions.json").read_text())
     assert decision["what"] == "datasets[cats].in_memory.compression"
     assert decision["value"] == "none"
@@ -63,7 +63,7 @@ def test_a_decision_is_on_disk_before_the_next_thing_happens(tmp_path: Path) -> 
 
 
 def test_a_reopened_run_keeps_its_decisions_and_repeats_none(tmp_path: Path) -> None:
-    first, changed = Decided("workers", 2, "CPUs"), Decided("workers", 4, "CPUs")
+    first, changed = DecisionEvent("workers", 2, "CPUs"), DecisionEvent("workers", 4, "CPUs")
     for decision in (first, first, changed, changed):
         with RunFolder(tmp_path / "run", "cats", config()) as folder:
             folder.emit(decision)
@@ -72,38 +72,38 @@ def test_a_reopened_run_keeps_its_decisions_and_repeats_none(tmp_path: Path) -> 
 
 def test_everything_said_is_in_the_events_in_order(tmp_path: Path) -> None:
     said: list[Event] = [
-        Warned("a", "unwise"),
-        Decided("b", 1, "so"),
-        SetAside("cats", "x.jpg", "empty"),
-        Measured("c", {"n": 1}),
+        WarningEvent("a", "unwise"),
+        DecisionEvent("b", 1, "so"),
+        SetAsideEvent("cats", "x.jpg", "empty"),
+        MeasurementEvent("c", {"n": 1}),
     ]
     with RunFolder(tmp_path / "run", "cats", config()) as folder:
         folder.emit_all(said)
-    kinds = [line["event"] for line in read_lines(tmp_path / "run/events.jsonl")]
+    kinds = [line["event"] for line in read_records(tmp_path / "run/events.jsonl")]
     assert kinds == ["warned", "decided", "set_aside", "measured"]
 
 
 def test_a_file_set_aside_in_two_sessions_is_listed_once(tmp_path: Path) -> None:
     for _ in range(2):
         with RunFolder(tmp_path / "run", "cats", config()) as folder:
-            folder.emit(SetAside("cats", "a.jpg", "truncated"))
-    assert [line["file"] for line in read_lines(tmp_path / "run/set_aside.jsonl")] == ["a.jpg"]
+            folder.emit(SetAsideEvent("cats", "a.jpg", "truncated"))
+    assert [line["file"] for line in read_records(tmp_path / "run/set_aside.jsonl")] == ["a.jpg"]
 
 
 def test_a_dataset_looked_through_again_loses_its_old_list_and_no_other(tmp_path: Path) -> None:
     with RunFolder(tmp_path / "run", "cats", config()) as folder:
-        folder.emit_all([SetAside("cats", "a.jpg", "truncated"), SetAside("dogs", "b.jpg", "empty")])
+        folder.emit_all([SetAsideEvent("cats", "a.jpg", "truncated"), SetAsideEvent("dogs", "b.jpg", "empty")])
         folder.forget_set_aside("cats")
-        folder.emit(SetAside("cats", "c.jpg", "empty"))
-    assert [line["file"] for line in read_lines(tmp_path / "run/set_aside.jsonl")] == ["b.jpg", "c.jpg"]
+        folder.emit(SetAsideEvent("cats", "c.jpg", "empty"))
+    assert [line["file"] for line in read_records(tmp_path / "run/set_aside.jsonl")] == ["b.jpg", "c.jpg"]
 
 
 def test_a_file_name_that_is_not_utf8_survives(tmp_path: Path) -> None:
     name = os.fsdecode(b"caf\xe9.jpg")
     with RunFolder(tmp_path / "run", "cats", config()) as folder:
-        folder.emit(SetAside("cats", name, "empty"))
-        folder.emit(Decided("limit", name, "first file"))
-    assert [line["file"] for line in read_lines(tmp_path / "run/set_aside.jsonl")] == [name]
+        folder.emit(SetAsideEvent("cats", name, "empty"))
+        folder.emit(DecisionEvent("limit", name, "first file"))
+    assert [line["file"] for line in read_records(tmp_path / "run/set_aside.jsonl")] == [name]
 
 
 def test_other_settings_are_refused_with_what_differs_and_change_nothing(tmp_path: Path) -> None:
@@ -122,15 +122,15 @@ def test_other_settings_are_refused_with_what_differs_and_change_nothing(tmp_pat
 @pytest.mark.parametrize("result", ["checkpoints", "samples", "exports"])
 def test_a_run_of_which_nothing_came_takes_other_settings_and_says_which(tmp_path: Path, result: str) -> None:
     with RunFolder(tmp_path / "run", "cats", config(seed=0)) as folder:
-        folder.emit(Decided("limit", 1, "first file"))
-        assert folder.replaced == ()
+        folder.emit(DecisionEvent("limit", 1, "first file"))
+        assert folder.replaced_settings == ()
     with RunFolder(tmp_path / "run", "cats", config(seed=7)) as folder:
-        assert folder.replaced == ("run.seed: 0 there, 7 here",)
+        assert folder.replaced_settings == ("run.seed: 0 there, 7 here",)
         assert json.loads((tmp_path / "run" / "decisions.json").read_text()) == []
     kept = json.loads((tmp_path / "run" / "config.resolved.json").read_text())["config"]
     assert kept["run"]["seed"] == 7
     with RunFolder(tmp_path / "run", "cats", config(seed=7)) as folder:
-        assert folder.replaced == ()
+        assert folder.replaced_settings == ()
         (tmp_path / "run" / result / "step-1").mkdir(parents=True)
     with pytest.raises(RunFolderError, match="another run"):
         RunFolder(tmp_path / "run", "cats", config(seed=0))
@@ -191,8 +191,8 @@ def test_a_folder_in_use_is_refused_and_its_user_named(tmp_path: Path) -> None:
     with RunFolder(tmp_path / "run", "cats", config()):
         with pytest.raises(RunFolderError, match=f"in use by process {os.getpid()} since"):
             RunFolder(tmp_path / "run", "cats", config())
-        assert f"process {os.getpid()}" in (holder_of(tmp_path / "run") or "")
-    assert holder_of(tmp_path / "run") is None
+        assert f"process {os.getpid()}" in (lock_holder(tmp_path / "run") or "")
+    assert lock_holder(tmp_path / "run") is None
 
 
 HOLD = """
@@ -214,16 +214,16 @@ def test_a_run_killed_at_any_moment_can_be_opened_again_and_read(tmp_path: Path)
         child = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / "run")], stdout=subprocess.PIPE)
         assert child.stdout is not None
         assert child.stdout.readline() == b"open\n"
-        assert f"process {child.pid}" in (holder_of(tmp_path / "run") or "")
+        assert f"process {child.pid}" in (lock_holder(tmp_path / "run") or "")
         time.sleep(0.003 * turn)
         child.send_signal(signal.SIGKILL)
         child.wait()
         child.stdout.close()
-        with RunFolder(tmp_path / "run", "cats", KeptConfig(b"{}", ".json", {"a": 1}, {})):
+        with RunFolder(tmp_path / "run", "cats", SavedConfig(b"{}", ".json", {"a": 1}, {})):
             decisions = json.loads((tmp_path / "run/decisions.json").read_text())
             values = [d["value"] for d in decisions]
             assert all(b in (0, a + 1) for a, b in pairwise(values)), "no decision of a session is missing"
-            assert all(line["reason"] for line in read_lines(tmp_path / "run/set_aside.jsonl"))
+            assert all(line["reason"] for line in read_records(tmp_path / "run/set_aside.jsonl"))
         assert [p.name for p in (tmp_path / "run").iterdir() if p.name.endswith(".tmp")] == []
 
 
@@ -232,26 +232,26 @@ def test_threads_may_emit_at_once(tmp_path: Path) -> None:
 
         def work(thread: int) -> None:
             for number in range(100):
-                folder.emit(SetAside("cats", f"{thread}-{number}.jpg", "broken " * 20))
+                folder.emit(SetAsideEvent("cats", f"{thread}-{number}.jpg", "broken " * 20))
 
         threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-    assert len(list(read_lines(tmp_path / "run/set_aside.jsonl"))) == 400
+    assert len(list(read_records(tmp_path / "run/set_aside.jsonl"))) == 400
 
 
 def test_the_same_settings_in_another_order_are_the_same_run() -> None:
-    here = KeptConfig(b"", ".json", {"a": 1, "b": {"c": 2, "d": 3}}, {})
-    there = KeptConfig(b"other bytes", ".toml", {"b": {"d": 3, "c": 2}, "a": 1}, {})
+    here = SavedConfig(b"", ".json", {"a": 1, "b": {"c": 2, "d": 3}}, {})
+    there = SavedConfig(b"other bytes", ".toml", {"b": {"d": 3, "c": 2}, "a": 1}, {})
     assert here.digest == there.digest
 
 
 def test_differences_name_what_was_added_removed_and_changed() -> None:
     here: dict[str, JSON] = {"a": 1, "list": [1, 2], "new": None, "same": "x"}
     there: dict[str, JSON] = {"a": 2, "list": [1], "old": "y", "same": "x"}
-    assert KeptConfig(b"", ".json", here, {}).differences(there) == [
+    assert SavedConfig(b"", ".json", here, {}).identity_differences(there) == [
         "a: 2 there, 1 here",
         "list: [1] there, [1, 2] here",
         "new: not set there, null here",
@@ -263,24 +263,24 @@ def test_a_setting_that_came_later_is_no_difference_while_it_is_at_its_default()
     defaults: dict[str, JSON] = {"adapter.dora": False, "datasets[].weight": 1.0}
     here: dict[str, JSON] = {"adapter": {"rank": 4, "dora": False}, "datasets": [{"id": "a", "weight": 1.0}]}
     there: dict[str, JSON] = {"adapter": {"rank": 4}, "datasets": [{"id": "a"}]}
-    kept = KeptConfig(b"", ".json", here, {}, defaults=defaults)
-    assert kept.differences(there) == []
-    assert kept.digest == KeptConfig(b"", ".json", there, {}, defaults=defaults).digest
-    other = KeptConfig(b"", ".json", {**here, "adapter": {"rank": 4, "dora": True}}, {}, defaults=defaults)
-    assert other.differences(there) == ["adapter.dora: false there, true here"]
+    kept = SavedConfig(b"", ".json", here, {}, defaults=defaults)
+    assert kept.identity_differences(there) == []
+    assert kept.digest == SavedConfig(b"", ".json", there, {}, defaults=defaults).digest
+    other = SavedConfig(b"", ".json", {**here, "adapter": {"rank": 4, "dora": True}}, {}, defaults=defaults)
+    assert other.identity_differences(there) == ["adapter.dora: false there, true here"]
 
 
 def test_settings_that_may_change_are_kept_anew_and_told_and_others_still_make_another_run(tmp_path: Path) -> None:
-    def kept(**memory: JSON) -> KeptConfig:
-        return KeptConfig(b"{}", ".json", {"rank": 4, "memory": memory, "memoryless": 1}, {}, free=("memory",))
+    def kept(**memory: JSON) -> SavedConfig:
+        return SavedConfig(b"{}", ".json", {"rank": 4, "memory": memory, "memoryless": 1}, {}, changeable=("memory",))
 
     with RunFolder(tmp_path / "run", "cats", kept(overflow=False)):
         (tmp_path / "run/losses.jsonl").write_text("{}\n")
     with RunFolder(tmp_path / "run", "cats", kept(overflow=True)) as folder:
-        assert folder.changed == ("memory.overflow: false there, true here",)
+        assert folder.changed_settings == ("memory.overflow: false there, true here",)
     with RunFolder(tmp_path / "run", "cats", kept(overflow=True)) as folder:
-        assert folder.changed == (), "the folder has the newest"
-    other = KeptConfig(b"{}", ".json", {"rank": 4, "memory": {}, "memoryless": 2}, {}, free=("memory",))
+        assert folder.changed_settings == (), "the folder has the newest"
+    other = SavedConfig(b"{}", ".json", {"rank": 4, "memory": {}, "memoryless": 2}, {}, changeable=("memory",))
     with pytest.raises(RunFolderError, match="memoryless: 1 there, 2 here"):
         RunFolder(tmp_path / "run", "cats", other)
 
@@ -294,6 +294,6 @@ def test_a_full_disk_is_named_with_the_file_and_what_to_do(tmp_path: Path) -> No
 def test_what_ends_a_run_is_told_although_its_record_cannot_be_synced_either(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run", "run", config())
     with pytest.raises(ValueError, match="the real one"), folder:
-        os.close(folder._events._handle)  # as of a disk that is gone
+        os.close(folder._events_file._handle)  # as of a disk that is gone
         raise ValueError("the real one")
     RunFolder(tmp_path / "run", "run", config()).close()

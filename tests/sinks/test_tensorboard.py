@@ -11,10 +11,17 @@ import pytest
 from PIL import Image
 
 from supertuner.core.errors import RunFolderError, SuperTunerError
-from supertuner.core.events import MEMORY, Measured, Warned
-from supertuner.sinks.tensorboard import TensorBoard
-from supertuner.sinks.training import HeldOut, Thinned, measured_held_out, measured_rates, memory_values, sampled
-from supertuner.sinks.wandb import Wandb, held_out_values, require_wandb, run_id, step_values
+from supertuner.core.events import MEMORY_MEASUREMENT, MeasurementEvent, WarningEvent
+from supertuner.sinks.tensorboard import TensorBoardSink
+from supertuner.sinks.training import (
+    EveryNStepsSink,
+    HeldOutLoss,
+    memory_scalars,
+    train_held_out_event,
+    train_rates_event,
+    train_samples_event,
+)
+from supertuner.sinks.wandb import WandbSink, held_out_scalars, require_wandb, step_scalars, wandb_run_id
 from tests.sinks.test_training_display import step_event
 
 
@@ -31,8 +38,8 @@ def points(folder: Path, tag: str) -> list[tuple[int, float]]:
 
 
 def test_every_figure_of_a_step_is_a_scalar(tmp_path: Path) -> None:
-    with TensorBoard(tmp_path) as board:
-        board.emit(Warned("not", "a figure"))
+    with TensorBoardSink(tmp_path) as board:
+        board.emit(WarningEvent("not", "a figure"))
         board.emit(step_event(1, loss=0.5))
         board.emit(step_event(2, loss=0.25, expert="low_noise", window=8))
         board.emit(step_event(3, loss=float("nan")))
@@ -47,9 +54,9 @@ def test_every_figure_of_a_step_is_a_scalar(tmp_path: Path) -> None:
 
 def test_figures_of_memory_are_scalars_and_its_words_are_not(tmp_path: Path) -> None:
     figures = {"host.available_bytes": 1 << 33, "uvm.stage": "managed", "nvml.power_w": 412.5, "a.switch": True}
-    with TensorBoard(tmp_path) as board:
-        board.emit(Measured(MEMORY, {"step": 3, **figures}))
-        board.emit(Measured(MEMORY, {"step": 5, "host.available_bytes": 1 << 32}))
+    with TensorBoardSink(tmp_path) as board:
+        board.emit(MeasurementEvent(MEMORY_MEASUREMENT, {"step": 3, **figures}))
+        board.emit(MeasurementEvent(MEMORY_MEASUREMENT, {"step": 5, "host.available_bytes": 1 << 32}))
     memory = tmp_path / "memory"
     assert points(memory, "memory/host.available_bytes") == [(3, float(1 << 33)), (5, float(1 << 32))]
     assert points(memory, "memory/nvml.power_w") == [(3, 412.5)], "absent at step 5, and not zero"
@@ -57,9 +64,11 @@ def test_figures_of_memory_are_scalars_and_its_words_are_not(tmp_path: Path) -> 
 
 
 def test_rates_of_both_experts_stand_at_the_same_step(tmp_path: Path) -> None:
-    with TensorBoard(tmp_path) as board:
+    with TensorBoardSink(tmp_path) as board:
         for step in (10, 20):
-            board.emit(measured_rates(step, {"high_noise": {"mean": 0.5, "q50": 0.25}, "low_noise": {"mean": 0.125}}))
+            board.emit(
+                train_rates_event(step, {"high_noise": {"mean": 0.5, "q50": 0.25}, "low_noise": {"mean": 0.125}})
+            )
     rates = tmp_path / "rates"
     assert points(rates, "rates/high_noise/q50") == [(10, 0.25), (20, 0.25)]
     assert points(rates, "rates/low_noise/mean") == [(10, 0.125), (20, 0.125)]
@@ -67,7 +76,7 @@ def test_rates_of_both_experts_stand_at_the_same_step(tmp_path: Path) -> None:
 
 def test_a_resumed_run_shows_no_point_twice_and_loses_none(tmp_path: Path) -> None:
     for begin, end, loss in ((1, 10, 0.5), (6, 8, 0.25), (6, 12, 0.125)):
-        with TensorBoard(tmp_path) as board:
+        with TensorBoardSink(tmp_path) as board:
             for step in range(begin, end + 1):
                 board.emit(step_event(step, loss=loss))
     assert points(tmp_path / "train", "loss/high_noise") == [
@@ -78,23 +87,27 @@ def test_a_resumed_run_shows_no_point_twice_and_loses_none(tmp_path: Path) -> No
 
 def test_a_validation_at_the_step_where_the_run_went_on_takes_no_loss_away(tmp_path: Path) -> None:
     for _ in range(2):
-        with TensorBoard(tmp_path) as board:
+        with TensorBoardSink(tmp_path) as board:
             if not (tmp_path / "train").exists():
                 board.emit(step_event(5))
-            board.emit(measured_held_out(5, [HeldOut("high_noise", None, 0.75), HeldOut("high_noise", 0.9, 0.5)]))
-            board.emit(measured_held_out(5, [HeldOut("high_noise", None, 0.75), HeldOut("high_noise", 0.9, 0.5)]))
+            board.emit(
+                train_held_out_event(5, [HeldOutLoss("high_noise", None, 0.75), HeldOutLoss("high_noise", 0.9, 0.5)])
+            )
+            board.emit(
+                train_held_out_event(5, [HeldOutLoss("high_noise", None, 0.75), HeldOutLoss("high_noise", 0.9, 0.5)])
+            )
     assert points(tmp_path / "train", "loss/high_noise") == [(5, 0.5)]
     assert points(tmp_path / "held_out", "loss/high_noise") == [(5, 0.75)]
     assert points(tmp_path / "held_out", "level/high_noise/0.90") == [(5, 0.5)]
 
 
 def test_what_a_kill_tore_off_costs_that_point_only(tmp_path: Path) -> None:
-    board = TensorBoard(tmp_path)
+    board = TensorBoardSink(tmp_path)
     for step in (1, 2, 3):
         board.emit(step_event(step))
     [file] = (tmp_path / "train").iterdir()
     os.truncate(file, file.stat().st_size - 7)
-    with TensorBoard(tmp_path) as again:
+    with TensorBoardSink(tmp_path) as again:
         again.emit(step_event(3, loss=0.125))
         again.emit(step_event(4, loss=0.125))
     board.close()
@@ -102,7 +115,7 @@ def test_what_a_kill_tore_off_costs_that_point_only(tmp_path: Path) -> None:
 
 
 def test_points_are_in_the_file_at_once_though_the_process_never_closed_it(tmp_path: Path) -> None:
-    board = TensorBoard(tmp_path)
+    board = TensorBoardSink(tmp_path)
     board.emit(step_event(1))
     assert points(tmp_path / "train", "loss/high_noise") == [(1, 0.5)]
     board.close()
@@ -111,17 +124,17 @@ def test_points_are_in_the_file_at_once_though_the_process_never_closed_it(tmp_p
 def test_grids_are_images(tmp_path: Path) -> None:
     grid = tmp_path / "grid.png"
     Image.new("RGB", (20, 10), "red").save(grid)
-    with TensorBoard(tmp_path / "board") as board:
+    with TensorBoardSink(tmp_path / "board") as board:
         for step in (0, 40):
-            board.emit(sampled(step=step, folder=tmp_path, grid=grid, film=None, weights="EMA"))
+            board.emit(train_samples_event(step=step, folder=tmp_path, grid=grid, video=None, weights="EMA"))
     images = read(tmp_path / "board" / "samples").Images("samples")
     assert [(image.step, image.width, image.height) for image in images] == [(0, 20, 10), (40, 20, 10)]
     assert images[1].encoded_image_string == grid.read_bytes()
 
 
 def test_points_can_be_thinned(tmp_path: Path) -> None:
-    with TensorBoard(tmp_path) as board:
-        thin = Thinned(board, 5)
+    with TensorBoardSink(tmp_path) as board:
+        thin = EveryNStepsSink(board, 5)
         for step in range(1, 13):
             thin.emit(step_event(step))
     assert [step for step, _ in points(tmp_path / "train", "rate")] == [5, 10]
@@ -129,13 +142,13 @@ def test_points_can_be_thinned(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_made_is_an_error_with_its_name(tmp_path: Path) -> None:
     (tmp_path / "board").write_text("a file")
-    board = TensorBoard(tmp_path / "board")
+    board = TensorBoardSink(tmp_path / "board")
     with pytest.raises(RunFolderError, match="board/train cannot be written: Not a directory"):
         board.emit(step_event(1))
 
 
 def test_a_file_that_cannot_grow_is_an_error_with_its_name(tmp_path: Path) -> None:
-    board = TensorBoard(tmp_path)
+    board = TensorBoardSink(tmp_path)
     board.emit(step_event(1))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
@@ -152,20 +165,20 @@ def test_without_the_package_wandb_the_remedy_is_said(tmp_path: Path) -> None:
 
     if find_spec("wandb") is not None:
         pytest.skip("wandb is installed here")
-    for attempt in (require_wandb, lambda: Wandb("project", "run", tmp_path, {})):
+    for attempt in (require_wandb, lambda: WandbSink("project", "run", tmp_path, {})):
         with pytest.raises(SuperTunerError, match=r"pip install 'supertuner\[wandb\]'"):
             attempt()
 
 
 def test_a_runs_name_becomes_an_id_that_wandb_takes() -> None:
-    assert run_id("cats: 50% #1/\\?") == "cats- 50- -1---" and len(run_id("x" * 200)) == 128
+    assert wandb_run_id("cats: 50% #1/\\?") == "cats- 50- -1---" and len(wandb_run_id("x" * 200)) == 128
 
 
 def test_wandb_gets_figures_by_expert_and_level() -> None:
-    values = step_values(step_event(3, loss=float("nan")).figures)
+    values = step_scalars(step_event(3, loss=float("nan")).figures)
     assert "train/loss/high_noise" not in values and values["train/samples"] == 12
-    rows = [HeldOut(None, None, 0.5), HeldOut("low_noise", None, 0.25), HeldOut("low_noise", 0.3, 0.125)]
-    assert held_out_values(measured_held_out(3, rows).figures) == {
+    rows = [HeldOutLoss(None, None, 0.5), HeldOutLoss("low_noise", None, 0.25), HeldOutLoss("low_noise", 0.3, 0.125)]
+    assert held_out_scalars(train_held_out_event(3, rows).figures) == {
         "held_out/loss/all": 0.5,
         "held_out/loss/low_noise": 0.25,
         "held_out/loss/low_noise/0.30": 0.125,
@@ -173,4 +186,4 @@ def test_wandb_gets_figures_by_expert_and_level() -> None:
 
 
 def test_wandb_gets_memory_by_the_names_that_tensorboard_shows() -> None:
-    assert memory_values({"step": 3, "gpu.free_bytes": 5, "uvm.stage": "device"}) == {"memory/gpu.free_bytes": 5}
+    assert memory_scalars({"step": 3, "gpu.free_bytes": 5, "uvm.stage": "device"}) == {"memory/gpu.free_bytes": 5}

@@ -16,148 +16,158 @@ from supertuner.config.settings.model import AdapterSettings
 from supertuner.config.settings.optim import OptimizerSettings
 from supertuner.core.types import MediaKind
 from supertuner.data.ordering.buckets import Bucket
-from supertuner.data.ordering.order import Group, Order
+from supertuner.data.ordering.order import BucketGroup, SampleOrder
 from supertuner.data.ordering.windows import micro_batches
 from supertuner.models.adapters.attach import attach
 from supertuner.models.families.wan22 import family as wan22
-from supertuner.models.objective.diffusion import Objective, sample_noise, sample_uniform
-from supertuner.models.spec import Expert, Model, Source
-from supertuner.optim.ema import Ema
-from supertuner.optim.table import build
+from supertuner.models.objective.diffusion import TrainingObjective, sample_noise, sample_uniform
+from supertuner.models.spec import Expert, ModelDescription, ModelSource
+from supertuner.optim.ema import EmaWeights
+from supertuner.optim.table import build_optimizer
 from supertuner.step.batch import StepBatch
-from supertuner.step.precision import Name, Precision
-from supertuner.step.window import Rules, Trainee, prepare
+from supertuner.step.precision import ComputePrecision, PrecisionName
+from supertuner.step.window import ExpertState, StepOptions, prepare_for_training
 
 CPU = torch.device("cpu")
 EXPERT = Expert("model", "transformer")
 CHANNELS = 4
 
 
-class Little(nn.Module):
+class TinyDenoiser(nn.Module):
     """Mixes channels, looks at level and text, and takes any size of picture: each sample for itself."""
 
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(CHANNELS, 16)
-        self.told = nn.Linear(3, 16)
+        self.text_projection = nn.Linear(3, 16)
         self.outer = nn.Linear(16, CHANNELS)
 
-    def forward(self, noisy: torch.Tensor, levels: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+    def forward(self, noisy: torch.Tensor, sigmas: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
         hidden = self.inner(noisy.movedim(1, -1))
-        told = self.told(text) * levels[:, None]
-        hidden = torch.tanh(hidden + told[:, None, None])
+        text_bias = self.text_projection(text) * sigmas[:, None]
+        hidden = torch.tanh(hidden + text_bias[:, None, None])
         return self.outer(hidden).movedim(-1, 1)
 
 
-def little_denoise(module: nn.Module, noisy: torch.Tensor, levels: torch.Tensor, text: Any, _: Any) -> torch.Tensor:
-    found = module(noisy, levels, text["embeds"])
-    assert isinstance(found, torch.Tensor)
-    return found
+def tiny_denoise(module: nn.Module, noisy: torch.Tensor, sigmas: torch.Tensor, text: Any, _: Any) -> torch.Tensor:
+    prediction = module(noisy, sigmas, text["embeds"])
+    assert isinstance(prediction, torch.Tensor)
+    return prediction
 
 
-def little(precision: Name = "fp32", *, optimizer: str = "adamw", ema: float | None = None) -> Trainee:
+def tiny_expert_state(
+    precision: PrecisionName = "fp32", *, optimizer: str = "adamw", ema: float | None = None
+) -> ExpertState:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        module = Little()
-    return trainee(module, dict(module.named_parameters()), precision, optimizer=optimizer, ema=ema)
+        module = TinyDenoiser()
+    return build_expert_state(module, dict(module.named_parameters()), precision, optimizer=optimizer, ema=ema)
 
 
-def trainee(
+def build_expert_state(
     module: nn.Module,
     parameters: dict[str, nn.Parameter],
-    precision: Name = "fp32",
+    precision: PrecisionName = "fp32",
     *,
     optimizer: str = "adamw",
     ema: float | None = None,
-) -> Trainee:
-    made = build(OptimizerSettings.model_validate({"name": optimizer}), parameters, "model")
-    average = None if ema is None else Ema(parameters, ema)
-    return Trainee(EXPERT, module, parameters, made, average, Precision(precision, CPU).scaler())
+) -> ExpertState:
+    built = build_optimizer(OptimizerSettings.model_validate({"name": optimizer}), parameters, "model")
+    average = None if ema is None else EmaWeights(parameters, ema)
+    return ExpertState(EXPERT, module, parameters, built, average, ComputePrecision(precision, CPU).scaler())
 
 
-def little_rules(precision: Name = "fp32", max_grad_norm: float | None = None) -> Rules:
-    return Rules(little_denoise, Objective(weighting="cosmap"), Precision(precision, CPU), max_grad_norm)
+def tiny_step_options(precision: PrecisionName = "fp32", max_grad_norm: float | None = None) -> StepOptions:
+    return StepOptions(
+        tiny_denoise, TrainingObjective(weighting="cosmap"), ComputePrecision(precision, CPU), max_grad_norm
+    )
 
 
-def wan_lora(source: Source, precision: Name, *, checkpointing: bool = False, dropout: float = 0.0) -> Trainee:
+def wan_lora_state(
+    source: ModelSource, precision: PrecisionName, *, checkpointing: bool = False, dropout: float = 0.0
+) -> ExpertState:
     """The low-noise expert of a tiny Wan2.2 pipeline with a LoRA; its lora_B are not zero, so that all of it learns."""
-    model = wan22.read(source)
-    module = wan22.FAMILY.denoiser(model, model.experts[-1], Precision(precision, CPU).dtype)
+    model = wan22.read_model(source)
+    module = wan22.FAMILY.load_denoiser(model, model.experts[-1], ComputePrecision(precision, CPU).dtype)
     settings = AdapterSettings(rank=4, dropout=dropout)
-    trained = attach(module, settings, ("to_q", "to_k", "to_v", "to_out.0"), seed=1, name="low_noise")
-    for place, parameter in enumerate(trained.parameters.values()):
+    trainable = attach(module, settings, ("to_q", "to_k", "to_v", "to_out.0"), seed=1, name="low_noise")
+    for place, parameter in enumerate(trainable.parameters.values()):
         parameter.data += 0.05 * sample_noise(7, place, parameter.shape)
-    prepare(module, checkpointing)
-    return trainee(module, dict(trained.parameters), precision)
+    prepare_for_training(module, checkpointing)
+    return build_expert_state(module, dict(trainable.parameters), precision)
 
 
-def wan_rules(source: Source, precision: Name, max_grad_norm: float | None = None) -> Rules:
-    model: Model = wan22.read(source)
-    return Rules(partial(wan22.denoise, model), Objective(), Precision(precision, CPU), max_grad_norm)
+def wan_step_options(source: ModelSource, precision: PrecisionName, max_grad_norm: float | None = None) -> StepOptions:
+    model: ModelDescription = wan22.read_model(source)
+    return StepOptions(
+        partial(wan22.denoise, model), TrainingObjective(), ComputePrecision(precision, CPU), max_grad_norm
+    )
 
 
-def an_order(sizes: Sequence[int], batch_size: int, seed: int = 3) -> Order:
+def build_order(sizes: Sequence[int], batch_size: int, seed: int = 3) -> SampleOrder:
     """A dataset with as many buckets as sizes; bucket n has pictures of n + 2 rows."""
     groups = [
-        Group(0, "set", Bucket(MediaKind.IMAGE, 2, rows + 2, 1, channels=3), np.arange(count, dtype=np.uint32))
+        BucketGroup(0, "set", Bucket(MediaKind.IMAGE, 2, rows + 2, 1, channels=3), np.arange(count, dtype=np.uint32))
         for rows, count in enumerate(sizes)
     ]
-    return Order(groups, seed=seed, batch_size=batch_size)
+    return SampleOrder(groups, seed=seed, batch_size=batch_size)
 
 
-def cut(order: Order, window: range, size: int) -> list[StepBatch]:
+def cut_window(order: SampleOrder, window: range, size: int) -> list[StepBatch]:
     """A window in micro-batches of one bucket each, as the loop cuts it."""
     return [
-        batch_of([int(position) for position in piece.draws.position], piece.bucket.shape[1])
+        build_batch([int(position) for position in piece.draws.position], piece.bucket.shape[1])
         for piece in micro_batches(order, window, size)
     ]
 
 
-def batch_of(positions: Sequence[int], rows: int) -> StepBatch:
+def build_batch(positions: Sequence[int], rows: int) -> StepBatch:
     """Samples by their positions: latents, noise, level and text of one are the same in every batch."""
     shape = (CHANNELS, rows, 3)
     return StepBatch(
         latents=torch.stack([sample_noise(1, position, shape) for position in positions]),
         noise=torch.stack([sample_noise(2, position, shape) for position in positions]),
-        levels=torch.tensor([sample_uniform(3, position) for position in positions]),
+        sigmas=torch.tensor([sample_uniform(3, position) for position in positions]),
         text=MappingProxyType({"embeds": torch.stack([sample_noise(4, position, (3,)) for position in positions])}),
         conditions=MappingProxyType({}),
         positions=tuple(positions),
     )
 
 
-def wan_batch(positions: Sequence[int], side: int, frames: int = 1, dtype: torch.dtype = torch.float32) -> StepBatch:
+def build_wan_batch(
+    positions: Sequence[int], side: int, frames: int = 1, dtype: torch.dtype = torch.float32
+) -> StepBatch:
     shape = (16, frames, side, side)
     return StepBatch(
         latents=torch.stack([sample_noise(1, position, shape) for position in positions]).to(dtype),
         noise=torch.stack([sample_noise(2, position, shape) for position in positions]),
-        levels=torch.tensor([0.1 + 0.8 * sample_uniform(3, position) for position in positions]),
+        sigmas=torch.tensor([0.1 + 0.8 * sample_uniform(3, position) for position in positions]),
         text={"embeds": torch.stack([sample_noise(4, position, (8, 16)) for position in positions]).to(dtype)},
         conditions={},
         positions=tuple(positions),
     )
 
 
-def by_rows(batches: Iterable[StepBatch]) -> list[StepBatch]:
+def grouped_by_shape(batches: Iterable[StepBatch]) -> list[StepBatch]:
     """The same samples with all of one shape in one batch."""
-    found: dict[tuple[int, ...], list[StepBatch]] = {}
+    batches_by_shape: dict[tuple[int, ...], list[StepBatch]] = {}
     for batch in batches:
-        found.setdefault(tuple(batch.latents.shape[1:]), []).append(batch)
-    return [joined(ones) for ones in found.values()]
+        batches_by_shape.setdefault(tuple(batch.latents.shape[1:]), []).append(batch)
+    return [concatenate_batches(ones) for ones in batches_by_shape.values()]
 
 
-def joined(batches: Sequence[StepBatch]) -> StepBatch:
+def concatenate_batches(batches: Sequence[StepBatch]) -> StepBatch:
     return StepBatch(
         latents=torch.cat([batch.latents for batch in batches]),
         noise=torch.cat([batch.noise for batch in batches]),
-        levels=torch.cat([batch.levels for batch in batches]),
+        sigmas=torch.cat([batch.sigmas for batch in batches]),
         text={key: torch.cat([batch.text[key] for batch in batches]) for key in batches[0].text},
         conditions={},
         positions=tuple(which for batch in batches for which in batch.positions),
     )
 
 
-def faked(module: nn.Module, mode: FakeTensorMode) -> dict[str, nn.Parameter]:
+def replace_with_fake_tensors(module: nn.Module, mode: FakeTensorMode) -> dict[str, nn.Parameter]:
     """Put fake tensors in place of all tensors of a module; what of it is trained, by name."""
     for part in module.modules():
         for name, parameter in part._parameters.items():
@@ -170,32 +180,32 @@ def faked(module: nn.Module, mode: FakeTensorMode) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
 
 
-class Changing:
+class GradientEditingReduction:
     """A reduction of one process that lets a function of the parameters change their gradients."""
 
-    def __init__(self, change: Callable[[Iterable[nn.Parameter]], None]) -> None:
-        self.change = change
-        self.begun: list[bool] = []
+    def __init__(self, edit: Callable[[Iterable[nn.Parameter]], None]) -> None:
+        self.edit = edit
+        self.last_flags: list[bool] = []
 
-    def begin(self, last: bool) -> None:
-        self.begun.append(last)
+    def begin_backward(self, is_last: bool) -> None:
+        self.last_flags.append(is_last)
 
-    def add(self, parameters: Iterable[nn.Parameter], loss: torch.Tensor) -> torch.Tensor:
-        self.change(parameters)
+    def all_reduce(self, parameters: Iterable[nn.Parameter], loss: torch.Tensor) -> torch.Tensor:
+        self.edit(parameters)
         return loss
 
-    def norm(self, norm: torch.Tensor) -> torch.Tensor:
-        return norm
+    def global_norm(self, local_norm: torch.Tensor) -> torch.Tensor:
+        return local_norm
 
 
-class Kept(Changing):
+class GradientRecordingReduction(GradientEditingReduction):
     """One that only looks: it keeps copies of the gradients of the last window."""
 
     def __init__(self) -> None:
-        super().__init__(self.keep)
+        super().__init__(self.record)
         self.gradients: list[torch.Tensor] = []
         self.calls = 0
 
-    def keep(self, parameters: Iterable[nn.Parameter]) -> None:
+    def record(self, parameters: Iterable[nn.Parameter]) -> None:
         self.gradients = [p.grad.clone() for p in parameters if p.grad is not None]
         self.calls += 1

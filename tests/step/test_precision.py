@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from supertuner.core.errors import CheckpointError
-from supertuner.step.precision import LossScaler, Name, Precision
+from supertuner.step.precision import ComputePrecision, LossScaler, PrecisionName
 
 CPU = torch.device("cpu")
 
@@ -16,8 +16,8 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize(
     ("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)]
 )
-def test_a_matrix_product_is_computed_in_the_format_that_is_asked_for(name: Name, dtype: torch.dtype) -> None:
-    precision = Precision(name, CPU)
+def test_a_matrix_product_is_computed_in_the_format_that_is_asked_for(name: PrecisionName, dtype: torch.dtype) -> None:
+    precision = ComputePrecision(name, CPU)
     layer = torch.nn.Linear(4, 4)
     with precision.autocast():
         assert layer(torch.ones(2, 4)).dtype == dtype
@@ -30,7 +30,7 @@ def test_the_scale_halves_on_overflow_and_doubles_after_a_long_streak() -> None:
     scaler = LossScaler()
     scaler.update(overflowed=True)
     assert (scaler.scale, scaler.streak) == (32768.0, 0)
-    for _ in range(LossScaler.GROW_AFTER - 1):
+    for _ in range(LossScaler.GROWTH_INTERVAL - 1):
         scaler.update(overflowed=False)
     assert (scaler.scale, scaler.streak) == (32768.0, 1999)
     scaler.update(overflowed=False)
@@ -41,8 +41,8 @@ def test_the_scale_stays_within_its_bounds() -> None:
     scaler = LossScaler()
     for _ in range(40):
         scaler.update(overflowed=True)
-    assert scaler.scale == 1.0 and not scaler.can_fall
-    for _ in range(30 * LossScaler.GROW_AFTER):
+    assert scaler.scale == 1.0 and not scaler.can_decrease
+    for _ in range(30 * LossScaler.GROWTH_INTERVAL):
         scaler.update(overflowed=False)
     assert scaler.scale == 2.0**24
 

@@ -11,36 +11,38 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from supertuner.data.ordering.windows import micro_batches, share
-from supertuner.models.spec import Source
-from supertuner.optim.schedule import Ramp, windows
+from supertuner.data.ordering.windows import micro_batches, shard_window
+from supertuner.models.spec import ModelSource
+from supertuner.optim.schedule import BatchRamp, windows
 from supertuner.step.batch import StepBatch
-from supertuner.step.window import Rules, Trainee, WindowResult, sample_losses, train_window
+from supertuner.step.window import ExpertState, StepOptions, WindowResult, sample_losses, train_window
 from tests.step.making import (
-    Changing,
-    Kept,
-    an_order,
-    batch_of,
-    by_rows,
-    cut,
-    joined,
-    little,
-    little_rules,
-    wan_batch,
-    wan_lora,
-    wan_rules,
+    GradientEditingReduction,
+    GradientRecordingReduction,
+    build_batch,
+    build_order,
+    build_wan_batch,
+    concatenate_batches,
+    cut_window,
+    grouped_by_shape,
+    tiny_expert_state,
+    tiny_step_options,
+    wan_lora_state,
+    wan_step_options,
 )
 
 
-def whole_gradient(trainee: Trainee, batches: Sequence[StepBatch], rules: Rules) -> list[torch.Tensor]:
+def whole_gradient(trainee: ExpertState, batches: Sequence[StepBatch], rules: StepOptions) -> list[torch.Tensor]:
     """What one large batch gives: the mean of all samples' losses, one backward pass, plain autograd."""
-    losses = torch.cat([sample_losses(trainee, batch, rules) for batch in by_rows(batches)])
+    losses = torch.cat([sample_losses(trainee, batch, rules) for batch in grouped_by_shape(batches)])
     return list(torch.autograd.grad(losses.mean(), list(trainee.parameters.values())))
 
 
-def trained(trainee: Trainee, batches: Sequence[StepBatch], rules: Rules, kept: Kept) -> WindowResult:
+def trained(
+    trainee: ExpertState, batches: Sequence[StepBatch], rules: StepOptions, kept: GradientRecordingReduction
+) -> WindowResult:
     samples = sum(map(len, batches))
-    return train_window(trainee, batches, samples=samples, rate=1e-3, rules=rules, reduction=kept)
+    return train_window(trainee, batches, samples=samples, learning_rate=1e-3, options=rules, reduction=kept)
 
 
 def assert_close(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor], tolerance: float = 1e-6) -> None:
@@ -50,9 +52,9 @@ def assert_close(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor], to
 
 
 @st.composite
-def ramps(draw: st.DrawFn) -> Ramp:
+def ramps(draw: st.DrawFn) -> BatchRamp:
     start = draw(st.integers(1, 6))
-    return Ramp(start, start + draw(st.integers(0, 9)), draw(st.integers(0, 40)))
+    return BatchRamp(start, start + draw(st.integers(0, 9)), draw(st.integers(0, 40)))
 
 
 @settings(max_examples=40, deadline=None)
@@ -63,15 +65,15 @@ def ramps(draw: st.DrawFn) -> Ramp:
     micro=st.integers(1, 8),
 )
 def test_each_window_of_a_whole_ramp_has_the_gradient_of_one_large_batch(
-    ramp: Ramp, total: int, sizes: list[int], micro: int
+    ramp: BatchRamp, total: int, sizes: list[int], micro: int
 ) -> None:
-    trainee, rules, order = little(), little_rules(), an_order(sizes, micro)
+    trainee, rules, order = tiny_expert_state(), tiny_step_options(), build_order(sizes, micro)
     seen = 0
     for window in windows(total, ramp):
-        batches = cut(order, window, micro)
+        batches = cut_window(order, window, micro)
         assert max(map(len, batches)) <= micro
         expected = whole_gradient(trainee, batches, rules)
-        kept = Kept()
+        kept = GradientRecordingReduction()
         result = trained(trainee, batches, rules, kept)
         assert_close(kept.gradients, expected)
         assert kept.calls == 1
@@ -84,10 +86,10 @@ def test_each_window_of_a_whole_ramp_has_the_gradient_of_one_large_batch(
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.integers(0, 1000))
 def test_loss_and_gradient_do_not_depend_on_where_a_window_is_cut(pieces: list[int], begin: int) -> None:
     edges = [begin + sum(pieces[:n]) for n in range(len(pieces) + 1)]
-    batches = [batch_of(range(left, right), 3) for left, right in pairwise(edges)]
-    in_pieces, at_once = Kept(), Kept()
-    some = trained(little(), batches, little_rules(), in_pieces)
-    one = trained(little(), [joined(batches)], little_rules(), at_once)
+    batches = [build_batch(range(left, right), 3) for left, right in pairwise(edges)]
+    in_pieces, at_once = GradientRecordingReduction(), GradientRecordingReduction()
+    some = trained(tiny_expert_state(), batches, tiny_step_options(), in_pieces)
+    one = trained(tiny_expert_state(), [concatenate_batches(batches)], tiny_step_options(), at_once)
     assert some.loss == pytest.approx(one.loss, rel=1e-6)
     assert some.grad_norm == pytest.approx(one.grad_norm, rel=1e-6)
     assert some.positions == one.positions
@@ -96,52 +98,70 @@ def test_loss_and_gradient_do_not_depend_on_where_a_window_is_cut(pieces: list[i
 
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_processes_together_have_the_gradient_of_one(ranks: int) -> None:
-    order, window = an_order([9, 4], 2), range(0, 7)
-    expected = whole_gradient(little(), cut(order, window, 2), little_rules())
+    order, window = build_order([9, 4], 2), range(0, 7)
+    expected = whole_gradient(tiny_expert_state(), cut_window(order, window, 2), tiny_step_options())
     added = [torch.zeros_like(one) for one in expected]
     for rank in range(ranks):
-        mine = share(window, rank, ranks)
+        mine = shard_window(window, rank, ranks)
         batches = [
-            batch_of([int(p) for p in piece.draws.position], piece.bucket.shape[1])
+            build_batch([int(p) for p in piece.draws.position], piece.bucket.shape[1])
             for piece in micro_batches(order, mine, 2)
         ]
-        kept = Kept()
-        train_window(little(), batches, samples=len(window), rate=1e-3, rules=little_rules(), reduction=kept)
+        kept = GradientRecordingReduction()
+        train_window(
+            tiny_expert_state(),
+            batches,
+            samples=len(window),
+            learning_rate=1e-3,
+            options=tiny_step_options(),
+            reduction=kept,
+        )
         for total, gradient in zip(added, kept.gradients, strict=True):
             total += gradient
     assert_close(added, expected)
 
 
 def test_a_process_without_a_sample_in_the_window_takes_part_in_it() -> None:
-    other = Kept()
-    first, second = little(), little()
-    train_window(first, [batch_of([1], 3)], samples=1, rate=1e-3, rules=little_rules(), reduction=other)
+    other = GradientRecordingReduction()
+    first, second = tiny_expert_state(), tiny_expert_state()
+    train_window(
+        first, [build_batch([1], 3)], samples=1, learning_rate=1e-3, options=tiny_step_options(), reduction=other
+    )
 
     def from_the_other(parameters: object) -> None:
         for parameter, gradient in zip(second.parameters.values(), other.gradients, strict=True):
             assert parameter.grad is None
             parameter.grad = gradient.clone()
 
-    result = train_window(second, [], samples=1, rate=1e-3, rules=little_rules(), reduction=Changing(from_the_other))
+    result = train_window(
+        second,
+        [],
+        samples=1,
+        learning_rate=1e-3,
+        options=tiny_step_options(),
+        reduction=GradientEditingReduction(from_the_other),
+    )
     assert result.finite and result.grad_norm > 0
     assert all(torch.equal(first.parameters[name], second.parameters[name]) for name in first.parameters)
 
 
 def test_a_window_given_more_samples_than_it_has_is_a_mistake_of_the_programmer() -> None:
     with pytest.raises(AssertionError, match="window of 2 samples was given 3"):
-        train_window(little(), [batch_of([1, 2, 3], 3)], samples=2, rate=1e-3, rules=little_rules())
+        train_window(
+            tiny_expert_state(), [build_batch([1, 2, 3], 3)], samples=2, learning_rate=1e-3, options=tiny_step_options()
+        )
 
 
-def test_a_ramp_over_a_real_wan_with_a_lora_has_the_gradients_of_large_batches(tiny_wan: Source) -> None:
-    trainee, rules = wan_lora(tiny_wan, "fp32"), wan_rules(tiny_wan, "fp32")
+def test_a_ramp_over_a_real_wan_with_a_lora_has_the_gradients_of_large_batches(tiny_wan: ModelSource) -> None:
+    trainee, rules = wan_lora_state(tiny_wan, "fp32"), wan_step_options(tiny_wan, "fp32")
     sizes = []
-    for window in windows(23, Ramp(2, 6, 12)):
+    for window in windows(23, BatchRamp(2, 6, 12)):
         still, moving = ([p for p in window if p % 3 == which or (p + 1) % 3 == which] for which in (0, 1))
         still = [p for p in still if p not in moving]
-        batches = [wan_batch(still[n : n + 2], 4) for n in range(0, len(still), 2)]
-        batches += [wan_batch([p], 6, frames=2) for p in moving]
+        batches = [build_wan_batch(still[n : n + 2], 4) for n in range(0, len(still), 2)]
+        batches += [build_wan_batch([p], 6, frames=2) for p in moving]
         expected = whole_gradient(trainee, batches, rules)
-        kept = Kept()
+        kept = GradientRecordingReduction()
         result = trained(trainee, batches, rules, kept)
         assert_close(kept.gradients, expected)
         assert result.finite and result.grad_norm > 0
@@ -149,24 +169,24 @@ def test_a_ramp_over_a_real_wan_with_a_lora_has_the_gradients_of_large_batches(t
     assert sizes == [2, 2, 3, 4, 5, 6, 1]
 
 
-def test_recomputing_activations_changes_no_gradient(tiny_wan: Source) -> None:
-    kept, again = Kept(), Kept()
-    batches = [wan_batch([1, 2], 4), wan_batch([3], 6)]
-    trained(wan_lora(tiny_wan, "fp32"), batches, wan_rules(tiny_wan, "fp32"), kept)
-    trainee = wan_lora(tiny_wan, "fp32", checkpointing=True)
+def test_recomputing_activations_changes_no_gradient(tiny_wan: ModelSource) -> None:
+    kept, again = GradientRecordingReduction(), GradientRecordingReduction()
+    batches = [build_wan_batch([1, 2], 4), build_wan_batch([3], 6)]
+    trained(wan_lora_state(tiny_wan, "fp32"), batches, wan_step_options(tiny_wan, "fp32"), kept)
+    trainee = wan_lora_state(tiny_wan, "fp32", checkpointing=True)
     assert trainee.module.is_gradient_checkpointing  # type: ignore[truthy-function]
-    trained(trainee, batches, wan_rules(tiny_wan, "fp32"), again)
+    trained(trainee, batches, wan_step_options(tiny_wan, "fp32"), again)
     assert_close(kept.gradients, again.gradients)
 
 
-def test_bf16_is_near_fp32_and_trains_fp32_weights(tiny_wan: Source) -> None:
-    exact, rough = Kept(), Kept()
-    batches = [wan_batch([1, 2], 4), wan_batch([3], 6)]
-    trained(wan_lora(tiny_wan, "fp32"), batches, wan_rules(tiny_wan, "fp32"), exact)
-    trainee = wan_lora(tiny_wan, "bf16")
+def test_bf16_is_near_fp32_and_trains_fp32_weights(tiny_wan: ModelSource) -> None:
+    exact, rough = GradientRecordingReduction(), GradientRecordingReduction()
+    batches = [build_wan_batch([1, 2], 4), build_wan_batch([3], 6)]
+    trained(wan_lora_state(tiny_wan, "fp32"), batches, wan_step_options(tiny_wan, "fp32"), exact)
+    trainee = wan_lora_state(tiny_wan, "bf16")
     before = copy.deepcopy(dict(trainee.parameters))
-    rough_batches = [wan_batch([1, 2], 4, dtype=torch.bfloat16), wan_batch([3], 6, dtype=torch.bfloat16)]
-    result = trained(trainee, rough_batches, wan_rules(tiny_wan, "bf16"), rough)
+    rough_batches = [build_wan_batch([1, 2], 4, dtype=torch.bfloat16), build_wan_batch([3], 6, dtype=torch.bfloat16)]
+    result = trained(trainee, rough_batches, wan_step_options(tiny_wan, "bf16"), rough)
     left, right = (torch.cat([g.flatten() for g in kept.gradients]) for kept in (exact, rough))
     assert torch.nn.functional.cosine_similarity(left, right, dim=0) > 0.99
     assert result.finite

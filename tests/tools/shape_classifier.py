@@ -12,7 +12,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from supertuner.tools.shapes import COLOURS, PAPER, SHAPES, Drawing, draw
+from supertuner.tools.shapes import COLOURS, PAPER, SHAPES, ShapeDrawing, render_drawing
 
 Pixels = NDArray[np.uint8]
 Mask = NDArray[np.float64]
@@ -32,7 +32,7 @@ _GRID = 48
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class RecognizedShape:
     colour: str | None
     shape: str | None
 
@@ -41,13 +41,13 @@ class Seen:
         return None if self.colour is None or self.shape is None else (self.colour, self.shape)
 
 
-def classify(picture: Pixels) -> Seen:
+def classify(picture: Pixels) -> RecognizedShape:
     """What is in an RGB picture, HWC."""
     found = _figure(picture)
     if found is None:
-        return Seen(None, None)
+        return RecognizedShape(None, None)
     mask, lab = found
-    return Seen(_colour(mask, lab), _shape(mask))
+    return RecognizedShape(_colour(mask, lab), _shape(mask))
 
 
 def _figure(picture: Pixels) -> tuple[Mask, NDArray[np.float64]] | None:
@@ -117,7 +117,7 @@ def _bilinear(mask: Mask, rows: NDArray[np.float64], columns: NDArray[np.float64
 def _templates() -> dict[str, Mask]:
     made = {}
     for name in SHAPES:
-        found = _figure(np.asarray(draw(Drawing("blue", name, PAPER, (0.5, 0.5), 0.3))))
+        found = _figure(np.asarray(render_drawing(ShapeDrawing("blue", name, PAPER, (0.5, 0.5), 0.3))))
         assert found is not None
         placed = _placed(found[0])
         assert placed is not None

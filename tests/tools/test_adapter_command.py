@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from supertuner.cli import app, main
-from supertuner.models.adapters.keys_schemes import SCHEMES
-from supertuner.tools.adapter_inspect import inspect
+from supertuner.models.adapters.keys_schemes import KEY_SCHEMES
+from supertuner.tools.adapter_inspect import inspect_adapter
 from supertuner.train.export.adapter_files import open_adapter
-from tests.models.adapters.modules import drawn
+from tests.models.adapters.modules import random_tensor
 from tests.train.export.test_adapter_files import wan_lora
 
 
@@ -39,7 +39,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     save_file(
-        wan_lora(SCHEMES["kohya"], 2.0, torch.bfloat16),
+        wan_lora(KEY_SCHEMES["kohya"], 2.0, torch.bfloat16),
         tmp_path / "cat_low_noise.safetensors",
         {"modelspec.architecture": "wan2.2-t2v-14b/lora", "ss_learning_rate": "1e-4"},
     )
@@ -58,7 +58,7 @@ def test_inspect_tells_scheme_expert_ranks_norms_and_origin(file: Path) -> None:
     given = load_file(file)
     layer = "lora_unet_blocks_0_self_attn_q"
     change = 0.5 * given[f"{layer}.lora_up.weight"].double() @ given[f"{layer}.lora_down.weight"].double()
-    assert inspect(open_adapter(file)).norms["blocks.0.attn1.to_q"] == pytest.approx(float(change.norm()))
+    assert inspect_adapter(open_adapter(file)).norms["blocks.0.attn1.to_q"] == pytest.approx(float(change.norm()))
 
 
 @pytest.mark.parametrize("kind", ["lokr", "lokr of whole matrices", "loha", "diff"])
@@ -67,29 +67,33 @@ def test_norms_of_lycoris_are_those_of_the_change_it_makes(kind: str, tmp_path: 
 
     tensors = {
         "lokr": {
-            "lokr_w1": drawn(2, 2),
-            "lokr_w2_a": drawn(6, 3),
-            "lokr_w2_b": drawn(3, 4),
+            "lokr_w1": random_tensor(2, 2),
+            "lokr_w2_a": random_tensor(6, 3),
+            "lokr_w2_b": random_tensor(3, 4),
             "alpha": torch.tensor(1.0),
         },
-        "lokr of whole matrices": {"lokr_w1": drawn(2, 2), "lokr_w2": drawn(6, 4), "alpha": torch.tensor(1.0)},
+        "lokr of whole matrices": {
+            "lokr_w1": random_tensor(2, 2),
+            "lokr_w2": random_tensor(6, 4),
+            "alpha": torch.tensor(1.0),
+        },
         "loha": {
-            "hada_w1_a": drawn(12, 3),
-            "hada_w1_b": drawn(3, 8),
-            "hada_w2_a": drawn(12, 3),
-            "hada_w2_b": drawn(3, 8),
+            "hada_w1_a": random_tensor(12, 3),
+            "hada_w1_b": random_tensor(3, 8),
+            "hada_w2_a": random_tensor(12, 3),
+            "hada_w2_b": random_tensor(3, 8),
             "alpha": torch.tensor(2.0),
         },
-        "diff": {"diff": drawn(12, 8)},
+        "diff": {"diff": random_tensor(12, 8)},
     }[kind]
     save_file({f"lycoris_blocks_0_attn1_to_q.{name}": one for name, one in tensors.items()}, tmp_path / "a.safetensors")
     change = merged_weight(torch.zeros(12, 8), tensors, "x")
-    norms = inspect(open_adapter(tmp_path / "a.safetensors")).norms
+    norms = inspect_adapter(open_adapter(tmp_path / "a.safetensors")).norms
     assert norms["blocks.0.attn1.to_q"] == pytest.approx(float(change.norm()), rel=1e-5)
 
 
 def test_values_that_are_no_numbers_are_told_with_exit_code_1(tmp_path: Path) -> None:
-    given = wan_lora(SCHEMES["diffusers"], None)
+    given = wan_lora(KEY_SCHEMES["diffusers"], None)
     given["transformer.blocks.0.attn1.to_q.lora_B.weight"][0, 0] = float("inf")
     save_file(given, tmp_path / "a.safetensors")
     result = CliRunner().invoke(app, ["adapter", "inspect", str(tmp_path / "a.safetensors")])
@@ -97,9 +101,9 @@ def test_values_that_are_no_numbers_are_told_with_exit_code_1(tmp_path: Path) ->
 
 
 def test_comfyui_finds_the_magnitudes_of_dora_under_its_own_name(tmp_path: Path) -> None:
-    given = wan_lora(SCHEMES["diffusers"], None)
+    given = wan_lora(KEY_SCHEMES["diffusers"], None)
     layers = [key.removesuffix(".lora_B.weight") for key in given if key.endswith(".lora_B.weight")]
-    given |= {f"{one}.lora_magnitude_vector": drawn(given[f"{one}.lora_B.weight"].shape[0]) for one in layers}
+    given |= {f"{one}.lora_magnitude_vector": random_tensor(given[f"{one}.lora_B.weight"].shape[0]) for one in layers}
     save_file(given, tmp_path / "dora_low_noise.safetensors")
     run("export", tmp_path / "dora_low_noise.safetensors", "--for", "comfyui", "--out", tmp_path / "c.safetensors")
     found = load_file(tmp_path / "c.safetensors")
@@ -124,7 +128,7 @@ def test_a_file_goes_to_comfyui_to_diffusers_and_back(file: Path) -> None:
 
 
 def test_a_file_of_both_experts_is_exported_as_two(tmp_path: Path) -> None:
-    save_file(wan_lora(SCHEMES["ai-toolkit"], None), tmp_path / "x.safetensors")
+    save_file(wan_lora(KEY_SCHEMES["ai-toolkit"], None), tmp_path / "x.safetensors")
     run("export", tmp_path / "x.safetensors", "--for", "comfyui")
     assert {path.name for path in tmp_path.iterdir()} == {
         "x.safetensors",
@@ -139,7 +143,7 @@ def test_an_export_killed_between_its_two_files_is_noticed_and_done_anew(
 ) -> None:
     source, out = tmp_path / "x.safetensors", tmp_path / "out"
     out.mkdir()
-    save_file(wan_lora(SCHEMES["ai-toolkit"], None), source)
+    save_file(wan_lora(KEY_SCHEMES["ai-toolkit"], None), source)
     arguments = ("export", source, "--for", "comfyui", "--out", out / "y.safetensors", *(["--force"] if force else []))
     if force:
         run(*arguments)
@@ -173,7 +177,7 @@ def test_places_that_cannot_be_written_to_are_answered_in_words(file: Path, caps
 def test_keys_that_are_not_understood_stop_a_conversion_until_they_are_given_up(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = wan_lora(SCHEMES["kohya"], None) | {"lora_unet_blocks_0_mystery.lora_down.weight": drawn(2)}
+    given = wan_lora(KEY_SCHEMES["kohya"], None) | {"lora_unet_blocks_0_mystery.lora_down.weight": random_tensor(2)}
     save_file(given, tmp_path / "a.safetensors")
     said = refused(capsys, "convert", tmp_path / "a.safetensors", "--to", "original")
     assert "6 of 7 keys matched" in said and "lora_unet_blocks_0_mystery" in said and "--partial" in said
@@ -187,10 +191,10 @@ def test_mistakes_are_answered_in_words(file: Path, capsys: pytest.CaptureFixtur
     assert "there are wan2.2, flux" in refused(capsys, "inspect", file, "--family", "sd1")
     assert "none of 9 keys" in refused(capsys, "inspect", file, "--family", "flux")
     lokr = file.with_name("l.safetensors")
-    save_file({"lycoris_blocks_0_attn1_to_q.lokr_w1": drawn(2, 2)}, lokr)
+    save_file({"lycoris_blocks_0_attn1_to_q.lokr_w1": random_tensor(2, 2)}, lokr)
     assert "diffusers loads LoRA; `supertuner adapter merge`" in refused(capsys, "export", lokr, "--for", "diffusers")
 
 
 def test_every_scheme_is_listed_with_a_key() -> None:
     said = run("schemes")
-    assert all(name in said for name in SCHEMES) and "transformer_2.blocks.0.attn1.to_q.lora_A.weight" in said
+    assert all(name in said for name in KEY_SCHEMES) and "transformer_2.blocks.0.attn1.to_q.lora_A.weight" in said

@@ -11,12 +11,12 @@ from safetensors.torch import load_file, save_file
 
 from supertuner.config.settings.model import AdapterSettings
 from supertuner.core.errors import ModelError
-from supertuner.models.adapters.attach import attach, exported, load_state, state
-from supertuner.models.adapters.merge import _by_lycoris, merged_weight
-from supertuner.models.families.wan22.tiny import TinyWan, build
-from supertuner.tools.adapter_merge import merge
+from supertuner.models.adapters.attach import attach, export_tensors, load_trainable_state, trainable_state
+from supertuner.models.adapters.merge import _merge_with_lycoris, merged_weight
+from supertuner.models.families.wan22.tiny import TinyWan, build_pipeline
+from supertuner.tools.adapter_merge import merge_adapters
 from supertuner.train.export.adapter_files import open_adapter, with_expert
-from tests.models.adapters.modules import drawn, wan_output
+from tests.models.adapters.modules import random_tensor, wan_output
 
 TARGETS = ("to_q", "ffn.net.2", "patch_embedding")
 
@@ -24,16 +24,19 @@ TARGETS = ("to_q", "ffn.net.2", "patch_embedding")
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("base") / "wan"
-    build(TinyWan(), seed=3).save_pretrained(folder)
+    build_pipeline(TinyWan(), seed=3).save_pretrained(folder)
     return folder
 
 
 def adapter(folder: Path, expert: str, settings: AdapterSettings) -> tuple[Path, torch.Tensor]:
     """An adapter's file of one expert as the trainer exports it, and what the expert computes with it."""
     part = {"high_noise": "transformer", "low_noise": "transformer_2"}[expert]
-    trained = attach(getattr(build(TinyWan(), seed=3), part), settings, TARGETS, seed=1, name=expert)
-    load_state(trained, {name: tensor + 0.1 * drawn(*tensor.shape) for name, tensor in state(trained).items()})
-    tensors, metadata = exported(trained, "transformer", settings)
+    trained = attach(getattr(build_pipeline(TinyWan(), seed=3), part), settings, TARGETS, seed=1, name=expert)
+    load_trainable_state(
+        trained,
+        {name: tensor + 0.1 * random_tensor(*tensor.shape) for name, tensor in trainable_state(trained).items()},
+    )
+    tensors, metadata = export_tensors(trained, "transformer", settings)
     file = folder / f"x_{expert}.safetensors"
     save_file(tensors, file, metadata)
     return file, wan_output(trained.module).detach()
@@ -55,7 +58,7 @@ def test_a_merged_folder_computes_what_the_adapters_did(base: Path, settings: Ad
     for expert in ("high_noise", "low_noise"):
         file, wanted[expert] = adapter(tmp_path, expert, settings)
         files.append(with_expert(open_adapter(file), None))
-    counts = merge(files, base, tmp_path / "merged")
+    counts = merge_adapters(files, base, tmp_path / "merged")
     assert counts.keys() == {"transformer", "transformer_2"} and min(counts.values()) > 3
     loaded = WanPipeline.from_pretrained(tmp_path / "merged")
     bare = WanPipeline.from_pretrained(base)
@@ -68,7 +71,7 @@ def test_a_merged_folder_computes_what_the_adapters_did(base: Path, settings: Ad
 
 def test_one_expert_s_adapter_leaves_the_other_as_it_was(base: Path, tmp_path: Path) -> None:
     file, _ = adapter(tmp_path, "low_noise", AdapterSettings(rank=2))
-    counts = merge([with_expert(open_adapter(file), None)], base, tmp_path / "merged")
+    counts = merge_adapters([with_expert(open_adapter(file), None)], base, tmp_path / "merged")
     assert counts["transformer"] == 0 < counts["transformer_2"], "and that is told"
     name = "diffusion_pytorch_model.safetensors"
     assert (tmp_path / "merged" / "transformer" / name).read_bytes() == (base / "transformer" / name).read_bytes()
@@ -76,8 +79,12 @@ def test_one_expert_s_adapter_leaves_the_other_as_it_was(base: Path, tmp_path: P
 
 
 def test_half_the_strength_is_half_the_change() -> None:
-    tensors = {"lora_up.weight": drawn(6, 2), "lora_down.weight": drawn(2, 5), "alpha": torch.tensor(1.0)}
-    weight = drawn(6, 5)
+    tensors = {
+        "lora_up.weight": random_tensor(6, 2),
+        "lora_down.weight": random_tensor(2, 5),
+        "alpha": torch.tensor(1.0),
+    }
+    weight = random_tensor(6, 5)
     whole = merged_weight(weight, tensors, "x") - weight
     assert torch.allclose(whole, 0.5 * tensors["lora_up.weight"] @ tensors["lora_down.weight"], atol=1e-6)
     assert torch.allclose(merged_weight(weight, tensors, "x", 0.5) - weight, whole / 2, atol=1e-6)
@@ -87,23 +94,29 @@ def test_what_cannot_be_merged_is_refused_and_leaves_nothing(base: Path, tmp_pat
     file, _ = adapter(tmp_path, "low_noise", AdapterSettings(rank=2))
     opened = with_expert(open_adapter(file), None)
     with pytest.raises(ModelError, match=r"no model_index\.json"):
-        merge([opened], tmp_path, tmp_path / "out")
+        merge_adapters([opened], tmp_path, tmp_path / "out")
     with pytest.raises(ModelError, match="both for transformer_2"):
-        merge([opened, opened], base, tmp_path / "out")
+        merge_adapters([opened, opened], base, tmp_path / "out")
     (tmp_path / "there").mkdir()
     with pytest.raises(ModelError, match="there already"):
-        merge([opened], base, tmp_path / "there")
+        merge_adapters([opened], base, tmp_path / "there")
     key = "transformer.blocks.7.attn1.to_q.lora_{}.weight"
-    save_file({key.format("A"): drawn(2, 24), key.format("B"): drawn(24, 2)}, tmp_path / "y_low_noise.safetensors")
+    save_file(
+        {key.format("A"): random_tensor(2, 24), key.format("B"): random_tensor(24, 2)},
+        tmp_path / "y_low_noise.safetensors",
+    )
     other = with_expert(open_adapter(tmp_path / "y_low_noise.safetensors"), None)
     with pytest.raises(ModelError, match="another model"):
-        merge([other], base, tmp_path / "out")
+        merge_adapters([other], base, tmp_path / "out")
     with pytest.raises(ModelError, match="say --expert"):
-        merge([open_adapter(tmp_path / "y_low_noise.safetensors")], base, tmp_path / "out")
+        merge_adapters([open_adapter(tmp_path / "y_low_noise.safetensors")], base, tmp_path / "out")
     key = "transformer.blocks.0.attn1.to_q.lora_{}.weight"
-    save_file({key.format("A"): drawn(2, 9), key.format("B"): drawn(24, 2)}, tmp_path / "z_low_noise.safetensors")
+    save_file(
+        {key.format("A"): random_tensor(2, 9), key.format("B"): random_tensor(24, 2)},
+        tmp_path / "z_low_noise.safetensors",
+    )
     with pytest.raises(ModelError, match="does not fit"):
-        merge([with_expert(open_adapter(tmp_path / "z_low_noise.safetensors"), None)], base, tmp_path / "out")
+        merge_adapters([with_expert(open_adapter(tmp_path / "z_low_noise.safetensors"), None)], base, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -126,17 +139,17 @@ def test_values_that_are_no_numbers_another_family_and_half_an_adapter_are_refus
         path = tmp_path / f"{reason.partition('_')[0]}_high_noise.safetensors"
         save_file(given, path)
         with pytest.raises(ModelError, match=reason):
-            merge([with_expert(open_adapter(path), None)], base, tmp_path / "merged")
+            merge_adapters([with_expert(open_adapter(path), None)], base, tmp_path / "merged")
     for strength in (0.0, float("nan"), float("inf")):
         with pytest.raises(ModelError, match=r"--strength is "):
-            merge([with_expert(open_adapter(file), None)], base, tmp_path / "merged", strength)
+            merge_adapters([with_expert(open_adapter(file), None)], base, tmp_path / "merged", strength)
     assert not (tmp_path / "merged").exists()
 
 
 def test_a_change_of_a_bias_counts_and_is_refused_where_there_is_none(base: Path, tmp_path: Path) -> None:
     key, name = "transformer.{}.diff_b", "diffusion_pytorch_model.safetensors"
     save_file({key.format("blocks.0.attn1.to_q"): torch.ones(24)}, tmp_path / "a_low_noise.safetensors")
-    merge([with_expert(open_adapter(tmp_path / "a_low_noise.safetensors"), None)], base, tmp_path / "merged")
+    merge_adapters([with_expert(open_adapter(tmp_path / "a_low_noise.safetensors"), None)], base, tmp_path / "merged")
     before, after = (load_file(folder / "transformer_2" / name) for folder in (base, tmp_path / "merged"))
     changed = [one for one in before if not torch.equal(before[one], after[one])]
     assert changed == ["blocks.0.attn1.to_q.bias"]
@@ -145,31 +158,37 @@ def test_a_change_of_a_bias_counts_and_is_refused_where_there_is_none(base: Path
         tmp_path / "b_low_noise.safetensors",
     )
     with pytest.raises(ModelError, match="changes the bias of 1 layers that have none"):
-        merge([with_expert(open_adapter(tmp_path / "b_low_noise.safetensors"), None)], base, tmp_path / "out")
+        merge_adapters([with_expert(open_adapter(tmp_path / "b_low_noise.safetensors"), None)], base, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_the_products_are_those_of_lycoris_lora() -> None:
     """With an alpha that is the rank: with others its own LoHa is scaled twice."""
     kinds = {
-        "lora": {"lora_up.weight": drawn(16, 2), "lora_down.weight": drawn(2, 12)},
-        "dora": {"lora_up.weight": drawn(16, 2), "lora_down.weight": drawn(2, 12), "dora_scale": drawn(16, 1)},
-        "loha": {
-            **{f"hada_w{one}_a": drawn(16, 2) + one for one in (1, 2)},
-            **{f"hada_w{one}_b": drawn(2, 12) + one for one in (1, 2)},
+        "lora": {"lora_up.weight": random_tensor(16, 2), "lora_down.weight": random_tensor(2, 12)},
+        "dora": {
+            "lora_up.weight": random_tensor(16, 2),
+            "lora_down.weight": random_tensor(2, 12),
+            "dora_scale": random_tensor(16, 1),
         },
-        "lokr": {"lokr_w1": drawn(2, 2), "lokr_w2_a": drawn(8, 2), "lokr_w2_b": drawn(2, 6)},
+        "loha": {
+            **{f"hada_w{one}_a": random_tensor(16, 2) + one for one in (1, 2)},
+            **{f"hada_w{one}_b": random_tensor(2, 12) + one for one in (1, 2)},
+        },
+        "lokr": {"lokr_w1": random_tensor(2, 2), "lokr_w2_a": random_tensor(8, 2), "lokr_w2_b": random_tensor(2, 6)},
     }
     for kind, tensors in kinds.items():
         given = {**tensors, "alpha": torch.tensor(2.0)}
-        weight = drawn(16, 12) + 1
-        theirs = _by_lycoris(weight, given, kind, 1.0)
+        weight = random_tensor(16, 12) + 1
+        theirs = _merge_with_lycoris(weight, given, kind, 1.0)
         assert (merged_weight(weight, given, kind) - theirs).abs().max() < 1e-5, kind
         assert (theirs - weight).abs().max() > 0.1
 
 
 def test_an_alpha_scales_every_kind_once() -> None:
-    two = {f"hada_w{one}_{side}": drawn(*size) for one in (1, 2) for side, size in (("a", (6, 2)), ("b", (2, 5)))}
+    two = {
+        f"hada_w{one}_{side}": random_tensor(*size) for one in (1, 2) for side, size in (("a", (6, 2)), ("b", (2, 5)))
+    }
     whole = merged_weight(torch.zeros(6, 5), {**two, "alpha": torch.tensor(2.0)}, "x")
     half = merged_weight(torch.zeros(6, 5), {**two, "alpha": torch.tensor(1.0)}, "x")
     assert torch.allclose(half, whole / 2) and whole.abs().max() > 0.1

@@ -10,15 +10,15 @@ from typer.testing import CliRunner
 
 from supertuner.cli import app
 from supertuner.config.settings.model import AdapterSettings
-from supertuner.core.host import Host
-from supertuner.models.adapters.attach import attach, state
+from supertuner.core.host import HostFacts
+from supertuner.models.adapters.attach import attach, trainable_state
 from supertuner.train.checkpoint import save as checkpoint
-from tests.models.adapters.modules import drawn, wan
+from tests.models.adapters.modules import random_tensor, wan
 
 
 def saved(folder: Path, **parts: dict[str, torch.Tensor]) -> Path:
     named = {name.replace("__", "."): tensors for name, tensors in parts.items()}
-    return checkpoint.save(folder, 4, named, {}, keep=1, host=Host())
+    return checkpoint.save_checkpoint(folder, 4, named, {}, keep=1, host=HostFacts())
 
 
 def verify(folder: Path) -> tuple[int, str]:
@@ -40,19 +40,24 @@ def verify(folder: Path) -> tuple[int, str]:
 def test_every_kind_of_adapter_is_loaded_and_counted(settings: AdapterSettings, said: str, tmp_path: Path) -> None:
     targets = ("to_q", "to_k", "to_v", "to_out.0")
     trained = attach(wan(), settings, targets, seed=1, name="low_noise")
-    made = saved(tmp_path, adapter__low_noise=state(trained), random={"x": torch.zeros(1)})
+    made = saved(tmp_path, adapter__low_noise=trainable_state(trained), random={"x": torch.zeros(1)})
     code, output = verify(made)
     assert code == 0 and "whole, step 4" in output
     assert "adapter.low_noise: " in output and said in output
 
 
 def test_keys_that_belong_to_no_layer_and_values_that_are_no_numbers_fail(tmp_path: Path) -> None:
-    good = {"blocks.0.attn1.to_q.lora_A.weight": drawn(2, 4), "blocks.0.attn1.to_q.lora_B.weight": drawn(4, 2)}
-    code, output = verify(saved(tmp_path / "a", adapter__model=good | {"blocks.0.attn9.lora_A.weight": drawn(2)}))
+    good = {
+        "blocks.0.attn1.to_q.lora_A.weight": random_tensor(2, 4),
+        "blocks.0.attn1.to_q.lora_B.weight": random_tensor(4, 2),
+    }
+    code, output = verify(
+        saved(tmp_path / "a", adapter__model=good | {"blocks.0.attn9.lora_A.weight": random_tensor(2)})
+    )
     assert code == 1 and "2 of 3 keys matched" in output and "attn9" in output
     code, output = verify(
-        saved(tmp_path / "b", adapter__model=good | {"blocks.0.attn1.to_q.lora_A.weight": drawn(2, 4) / 0})
+        saved(tmp_path / "b", adapter__model=good | {"blocks.0.attn1.to_q.lora_A.weight": random_tensor(2, 4) / 0})
     )
     assert code == 1 and "not finite" in output
-    code, output = verify(saved(tmp_path / "c", adapter__model={"nonsense": drawn(2)}))
+    code, output = verify(saved(tmp_path / "c", adapter__model={"nonsense": random_tensor(2)}))
     assert code == 1 and "none of 1 keys" in output

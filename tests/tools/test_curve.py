@@ -13,8 +13,18 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from supertuner.core.errors import RunFolderError
-from supertuner.tools.axes import linear, logarithmic, round_step
-from supertuner.tools.curve import COLOURS, HEIGHT, SCALE, TOP, WIDTH, _loss_axis, curve_of, draw_curve, smoothed
+from supertuner.tools.axes import linear_axis, log_axis, round_step
+from supertuner.tools.curve import (
+    COLOURS,
+    HEIGHT,
+    SUPERSAMPLING,
+    TOP,
+    WIDTH,
+    _loss_axis,
+    build_curve,
+    draw_curve,
+    smooth_losses,
+)
 
 
 def a_log(folder: Path, losses: list[float | None], experts: tuple[str, ...] = ("model",)) -> Path:
@@ -70,7 +80,7 @@ def test_held_out_losses_are_found_beside_the_log(tmp_path: Path) -> None:
     (tmp_path / "validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     draw_curve(log, tmp_path / "with.png")
     assert (pixels(tmp_path / "with.png") != pixels(tmp_path / "without.png")).any()
-    curve = curve_of([record(1, "model", 1.0)], rows)
+    curve = build_curve([record(1, "model", 1.0)], rows)
     assert curve.series[0].held_out == ((10.0, 0.5),)
 
 
@@ -101,36 +111,40 @@ def test_an_empty_log_and_a_foreign_one_are_errors_that_say_so(tmp_path: Path) -
 def test_one_bad_step_does_not_squeeze_the_others_flat() -> None:
     losses = [0.5 + 0.1 * np.sin(n) for n in range(400)]
     losses[200] = 1e6
-    curve = curve_of([record(n + 1, "model", float(loss)) for n, loss in enumerate(losses)], [])
+    curve = build_curve([record(n + 1, "model", float(loss)) for n, loss in enumerate(losses)], [])
     assert _loss_axis(curve).high < 3
-    assert smoothed(np.array(losses)).max() < 1.0
+    assert smooth_losses(np.array(losses)).max() < 1.0
 
 
 def test_the_trend_of_a_constant_is_that_constant_and_keeps_to_its_neighbours() -> None:
-    assert np.allclose(smoothed(np.full(500, 0.3)), 0.3)
+    assert np.allclose(smooth_losses(np.full(500, 0.3)), 0.3)
     step = np.concatenate([np.full(300, 1.0), np.full(300, 0.5)])
-    trend = smoothed(step)
+    trend = smooth_losses(step)
     assert np.allclose(trend[:250], 1.0) and np.allclose(trend[350:], 0.5)
-    assert smoothed(np.array([3.0, 1.0])).tolist() == [3.0, 1.0]
+    assert smooth_losses(np.array([3.0, 1.0])).tolist() == [3.0, 1.0]
 
 
 @given(st.floats(-1e4, 1e4), st.floats(1e-3, 1e6))
 def test_ticks_are_few_round_and_inside(low: float, span: float) -> None:
-    axis = linear(low, low + span, 0.0, 100.0)
+    axis = linear_axis(low, low + span, 0.0, 100.0)
     assert 2 <= len(axis.ticks) <= 8
-    assert all(-1e-3 <= axis.at(tick) <= 100 + 1e-3 for tick in axis.ticks)
+    assert all(-1e-3 <= axis.to_pixel(tick) <= 100 + 1e-3 for tick in axis.ticks)
 
 
 @given(st.floats(1e-9, 1e6), st.floats(20, 1e9))
 def test_ticks_of_a_logarithmic_axis_are_few_and_inside(low: float, ratio: float) -> None:
-    axis = logarithmic(low, low * ratio, 100.0, 0.0)
+    axis = log_axis(low, low * ratio, 100.0, 0.0)
     assert 1 <= len(axis.ticks) <= 20
     assert all(low * 0.9 <= tick <= low * ratio * 1.1 for tick in axis.ticks)
 
 
 def test_values_lie_where_they_should() -> None:
-    axis = linear(0, 10, 0.0, 100.0 * SCALE)
-    assert axis.at(5) == 50 * SCALE and axis.clamped(20) == 100 * SCALE and axis.is_above(10.1)
-    assert axis.ticks == (0, 2, 4, 6, 8, 10) and axis.text(4) == "4"
-    assert linear(0, 1, 0, 1).text(0.2) == "0.2" and round_step(0.3) == 0.5
-    assert linear(1, 3, 0, 1, whole=True).ticks == (1, 2, 3)
+    axis = linear_axis(0, 10, 0.0, 100.0 * SUPERSAMPLING)
+    assert (
+        axis.to_pixel(5) == 50 * SUPERSAMPLING
+        and axis.to_clamped_pixel(20) == 100 * SUPERSAMPLING
+        and axis.is_above(10.1)
+    )
+    assert axis.ticks == (0, 2, 4, 6, 8, 10) and axis.tick_label(4) == "4"
+    assert linear_axis(0, 1, 0, 1).tick_label(0.2) == "0.2" and round_step(0.3) == 0.5
+    assert linear_axis(1, 3, 0, 1, whole_numbers=True).ticks == (1, 2, 3)

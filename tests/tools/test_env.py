@@ -14,13 +14,13 @@ from typer.testing import CliRunner
 
 from supertuner.cli import app
 from supertuner.config.settings import exports
-from supertuner.config.sources.environment import VARIABLES
-from supertuner.config.sources.load import load
+from supertuner.config.sources.environment import SETTING_BY_VARIABLE
+from supertuner.config.sources.load import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "setup_gh200_env.sh"
-NAMES = [export.name for export in exports.EXPORTS]
-DEFAULTS = {export.name: export.value for export in exports.EXPORTS}
+NAMES = [export.name for export in exports.GH200_EXPORTS]
+DEFAULTS = {export.name: export.value for export in exports.GH200_EXPORTS}
 SHELLS = [shell for shell in ("bash", "dash", "zsh", "ksh", "busybox") if shutil.which(shell)]
 CLEAN = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME", "LD_LIBRARY_PATH")}
 SHOW = "\n".join(f'printf "%s=%s|" {name} "${{{name}-unset}}"' for name in NAMES)
@@ -49,9 +49,9 @@ def test_the_values_are_those_that_the_seeds_name() -> None:
 
 
 def test_every_variable_gives_a_setting_and_is_a_valid_value_of_it() -> None:
-    assert set(NAMES) == set(VARIABLES)
+    assert set(NAMES) == set(SETTING_BY_VARIABLE)
     dataset = {"datasets": [{"dataset_type": "image"}]}
-    config = load(None, overrides=dataset, environ=DEFAULTS, check_paths=False).config
+    config = load_config(None, overrides=dataset, environ=DEFAULTS, check_paths=False).config
     assert config.gh200_optimizations.enable_uvm_hints is True
     assert config.memory.overflow.oversubscription_ratio == 5.0
     assert config.memory.overflow.access_pattern == "gpu_first"
@@ -60,8 +60,8 @@ def test_every_variable_gives_a_setting_and_is_a_valid_value_of_it() -> None:
 
 def test_sourcing_the_script_warns_of_nothing_in_a_configuration() -> None:
     overrides = {"datasets": [{"dataset_type": "image"}]}
-    without = load(None, overrides=overrides, environ={}, check_paths=False).notes
-    assert load(None, overrides=overrides, environ=DEFAULTS, check_paths=False).notes == without
+    without = load_config(None, overrides=overrides, environ={}, check_paths=False).notes
+    assert load_config(None, overrides=overrides, environ=DEFAULTS, check_paths=False).notes == without
 
 
 def test_the_script_holds_the_values_of_the_table() -> None:
@@ -157,5 +157,5 @@ def test_json_says_value_default_setting_and_readers() -> None:
 
 def test_the_docs_say_who_reads_each_variable() -> None:
     page = (ROOT / "docs" / "doctor.md").read_text()
-    for export in exports.EXPORTS:
+    for export in exports.GH200_EXPORTS:
         assert re.search(rf"^\| `{export.name}` \| `{export.value}` \| `{export.setting}` \|", page, re.MULTILINE)

@@ -9,29 +9,29 @@ from supertuner.core.types import GIB, MIB
 from supertuner.tools.estimate_picture import (
     COLOURS,
     LEFT,
-    LIMIT,
+    LIMIT_COLOUR,
     RIGHT,
     STEP_HEIGHT,
     WHAT_IF_HEIGHT,
     WIDTH,
-    Bar,
-    Course,
-    Passing,
-    WhatIf,
+    PassBand,
+    StepMemoryChart,
+    WhatIfBar,
+    WhatIfChart,
     draw_estimate,
-    stacked,
+    stacking_order,
 )
 
 CHART = slice(LEFT + 4, WIDTH - RIGHT - 4)
 
 
-def a_course(limit_gib: float | None = 96.0, scale: float = GIB, spike: int | None = None) -> Course:
+def a_course(limit_gib: float | None = 96.0, scale: float = GIB, spike: int | None = None) -> StepMemoryChart:
     moments = 5000
     rising = np.concatenate([np.linspace(0, 40, moments // 2), np.linspace(40, 0, moments // 2)])
     temporary = np.zeros(moments)
     if spike is not None:
         temporary[spike] = 30.0
-    return Course(
+    return StepMemoryChart(
         title="train model",
         note="by hand",
         edges=np.linspace(0.0, 50.0, moments + 1),
@@ -40,14 +40,14 @@ def a_course(limit_gib: float | None = 96.0, scale: float = GIB, spike: int | No
             "activations": rising * scale,
             "temporaries": temporary * scale,
         },
-        passes=(Passing("forward", 0, 25), Passing("backward", 25, 49.9), Passing("update", 49.9, 50)),
+        passes=(PassBand("forward", 0, 25), PassBand("backward", 25, 49.9), PassBand("update", 49.9, 50)),
         unit="seconds, modelled",
         limit_bytes=None if limit_gib is None else int(limit_gib * GIB),
         limit_name="GH200 96 GB",
     )
 
 
-def drawn(course: Course | None, what_ifs: tuple[WhatIf, ...] = ()) -> np.ndarray:
+def drawn(course: StepMemoryChart | None, what_ifs: tuple[WhatIfChart, ...] = ()) -> np.ndarray:
     return np.asarray(draw_estimate(course, what_ifs)).astype(int)
 
 
@@ -63,7 +63,7 @@ def test_classes_are_stacked_in_their_colours_and_the_limit_lies_above() -> None
     assert picture.shape == (STEP_HEIGHT, WIDTH, 3)
     middle = picture[:, CHART]
     frozen, active, limit = (np.flatnonzero(where(middle, colour).any(axis=1)) for colour in (
-        COLOURS["frozen weights"], COLOURS["activations"], LIMIT,
+        COLOURS["frozen weights"], COLOURS["activations"], LIMIT_COLOUR,
     ))  # fmt: skip
     assert frozen.max() > active.max(), "what stays is below what comes and goes"
     assert limit.min() < active.min(), "96 is above 66"
@@ -83,18 +83,18 @@ def test_a_small_step_is_not_flattened_by_a_large_limit() -> None:
     picture = drawn(a_course(scale=MIB))[:, CHART]
     rows = np.flatnonzero(where(picture, COLOURS["frozen weights"]).any(axis=1))
     assert rows.max() - rows.min() > 100
-    assert not where(picture, LIMIT)[110:].any(), "the limit is told beside the chart"
+    assert not where(picture, LIMIT_COLOUR)[110:].any(), "the limit is told beside the chart"
 
 
 def test_a_machine_without_a_limit_has_no_line() -> None:
-    assert not where(drawn(a_course(limit_gib=None)), LIMIT).any()
+    assert not where(drawn(a_course(limit_gib=None)), LIMIT_COLOUR).any()
 
 
 def test_bars_are_as_high_as_what_they_show() -> None:
     bars = tuple(
-        Bar(str(n), {"frozen weights": 20 * GIB, "activations": n * 10 * GIB}, 2.0 * n, n == 1) for n in (1, 4)
+        WhatIfBar(str(n), {"frozen weights": 20 * GIB, "activations": n * 10 * GIB}, 2.0 * n, n == 1) for n in (1, 4)
     )
-    picture = drawn(None, (WhatIf("What if", bars, 96 * GIB, "GH200 96 GB"),))
+    picture = drawn(None, (WhatIfChart("What if", bars, 96 * GIB, "GH200 96 GB"),))
     assert picture.shape == (WHAT_IF_HEIGHT, WIDTH, 3)
     half = (LEFT + WIDTH - RIGHT) // 2
     colours = where(picture, COLOURS["frozen weights"]) | where(picture, COLOURS["activations"])
@@ -105,9 +105,9 @@ def test_bars_are_as_high_as_what_they_show() -> None:
 
 @pytest.mark.parametrize("values", [[], [{}], [{"unheard of": 1}], [{"activations": 0}], [{"activations": 1 << 50}]])
 def test_any_bars_can_be_drawn(values: list[dict[str, int]]) -> None:
-    bars = tuple(Bar("x" * 200, value, None, note="not known") for value in values)
-    assert drawn(a_course(), (WhatIf("t" * 500, bars, None, "n"),)).shape[0] == STEP_HEIGHT + WHAT_IF_HEIGHT
+    bars = tuple(WhatIfBar("x" * 200, value, None, note="not known") for value in values)
+    assert drawn(a_course(), (WhatIfChart("t" * 500, bars, None, "n"),)).shape[0] == STEP_HEIGHT + WHAT_IF_HEIGHT
 
 
 def test_classes_without_a_colour_come_last() -> None:
-    assert stacked(["zebra", "activations", "frozen weights"]) == ["frozen weights", "activations", "zebra"]
+    assert stacking_order(["zebra", "activations", "frozen weights"]) == ["frozen weights", "activations", "zebra"]

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from supertuner.config.sources.load import load
+from supertuner.config.sources.load import load_config
 from supertuner.core.errors import SuperTunerError
-from supertuner.core.events import Silence
-from supertuner.core.host import Host
+from supertuner.core.events import NullSink
+from supertuner.core.host import HostFacts
 from supertuner.core.types import MediaKind
 from supertuner.data.opened import open_corpus
-from supertuner.tools.preview import first_batches, preview, write_preview
+from supertuner.tools.preview import first_batch_per_bucket, preview_dataset, write_preview
 from supertuner.tools.sample_data import make_sample_data
-from supertuner.tools.sheet import Cell, Section, draw_sheet, wrapped
+from supertuner.tools.sheet import ContactSheetCell, ContactSheetSection, render_contact_sheet, wrap_text
 
 
 @pytest.fixture(scope="module")
@@ -29,8 +29,8 @@ def sample(tmp_path_factory) -> Path:
 
 
 def opened(config: Path, *sets: str):
-    loaded = load(config, sets=[f"arena.home={config.parent / 'arenas'}", *sets])
-    return open_corpus(loaded.config, host=Host(), sink=Silence(), progress=Silence())
+    loaded = load_config(config, sets=[f"arena.home={config.parent / 'arenas'}", *sets])
+    return open_corpus(loaded.config, host=HostFacts(), sink=NullSink(), progress=NullSink())
 
 
 def test_sample_data_is_captioned_has_every_kind_and_is_the_same_for_the_same_seed(sample, tmp_path):
@@ -41,14 +41,14 @@ def test_sample_data_is_captioned_has_every_kind_and_is_the_same_for_the_same_se
     picture = [(folder / "images/001.png").read_bytes() for folder in (sample.parent, again, other)]
     assert picture[0] == picture[1] != picture[2]
     with opened(sample) as corpus:
-        for part in corpus.parts:
+        for part in corpus.datasets:
             assert len(part.samples) and all(part.samples.captions(i) for i in range(len(part.samples)))
 
 
 def test_every_bucket_of_every_kind_has_a_batch_of_that_epoch(sample):
     with opened(sample) as corpus:
         for epoch in (0, 3):
-            batches = first_batches(corpus, epoch)
+            batches = first_batch_per_bucket(corpus, epoch)
             assert {batch.bucket.kind for batch in batches} == set(MediaKind)
             groups = [int(batch.draws.group[0]) for batch in batches]
             assert groups == list(range(len(corpus.order.groups)))
@@ -72,7 +72,7 @@ def test_the_sheet_is_a_png_that_changes_with_the_epoch_and_only_with_it(sample,
 
 def test_a_dataset_without_draws_in_an_epoch_is_not_on_its_sheet(sample):
     with opened(sample, "datasets[1].weight=0.1") as corpus:
-        kinds = [{batch.bucket.kind for batch in first_batches(corpus, epoch)} for epoch in range(20)]
+        kinds = [{batch.bucket.kind for batch in first_batch_per_bucket(corpus, epoch)} for epoch in range(20)]
     assert any(MediaKind.VIDEO not in found for found in kinds) and any(MediaKind.VIDEO in found for found in kinds)
 
 
@@ -81,17 +81,21 @@ def test_pictures_clips_and_sounds_are_drawn_where_they_belong():
     red[0] = 255
     clip = np.repeat(red[:, None], 30, axis=1)
     wave = np.sin(np.linspace(0, 300, 8000, dtype=np.float32))[None]
-    cells = (Cell(red, "a red square", "a"), Cell(clip, "", "b"), Cell(wave, "a tone", "c", 0.5))
-    sheet = np.asarray(draw_sheet("title", "note", [Section("bucket 64×64", "two", cells)]))
+    cells = (
+        ContactSheetCell(red, "a red square", "a"),
+        ContactSheetCell(clip, "", "b"),
+        ContactSheetCell(wave, "a tone", "c", 0.5),
+    )
+    sheet = np.asarray(render_contact_sheet("title", "note", [ContactSheetSection("bucket 64×64", "two", cells)]))
     assert (sheet == (255, 0, 0)).all(axis=2).sum() > 210 * 210
     assert (sheet == (0x2F, 0x6F, 0xB3)).all(axis=2).sum() > 1000
 
 
 def test_long_captions_are_cut_with_an_ellipsis_and_short_ones_are_not():
-    assert wrapped("a cat", 200, 3) == ["a cat"]
-    lines = wrapped("word " * 200, 200, 3)
+    assert wrap_text("a cat", 200, 3) == ["a cat"]
+    lines = wrap_text("word " * 200, 200, 3)
     assert len(lines) == 3 and lines[-1].endswith("…")
-    assert wrapped("x" * 500, 200, 1)[0].endswith("…")
+    assert wrap_text("x" * 500, 200, 1)[0].endswith("…")
 
 
 def test_the_commands_make_data_and_a_sheet_of_it(tmp_path):
@@ -120,7 +124,7 @@ def test_the_commands_make_data_and_a_sheet_of_it(tmp_path):
 @pytest.mark.parametrize("out", ["sheet.jpg", "nowhere/sheet.png", "folder.png"])
 def test_a_sheet_that_cannot_be_written_is_refused_before_anything_is_staged(sample, tmp_path, out):
     (tmp_path / "folder.png").mkdir()
-    loaded = load(sample, sets=[f"arena.home={tmp_path / 'arenas'}"])
+    loaded = load_config(sample, sets=[f"arena.home={tmp_path / 'arenas'}"])
     with pytest.raises(SuperTunerError, match="--out"):
-        preview(loaded, tmp_path / out)
+        preview_dataset(loaded, tmp_path / out)
     assert not (tmp_path / "arenas").exists()

@@ -15,7 +15,7 @@ from PIL import Image
 
 from supertuner.core.errors import SuperTunerError
 from supertuner.tools import shapes
-from supertuner.tools.quickstart import Quickstart, quickstart
+from supertuner.tools.quickstart import QuickstartResult, run_quickstart
 from tests.tools.shape_classifier import classify
 
 SHORTER = ("train.max_steps=250", "validation.inference_steps=8")
@@ -23,51 +23,51 @@ SHORTER = ("train.max_steps=250", "validation.inference_steps=8")
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Quickstart:
+def made(tmp_path_factory: pytest.TempPathFactory) -> QuickstartResult:
     folder = tmp_path_factory.mktemp("quickstart")
-    return quickstart(folder / "quickstart", [f"arena.home={folder / 'arenas'}", *SHORTER])
+    return run_quickstart(folder / "quickstart", [f"arena.home={folder / 'arenas'}", *SHORTER])
 
 
 def recognised(folder: Path) -> int:
     """How many samples of a validation are what their prompts say."""
-    pairs = {shapes.caption(*pair): pair for pair in shapes.HELD_OUT}
+    pairs = {shapes.caption(*pair): pair for pair in shapes.HELD_OUT_PAIRS}
     facts = json.loads((folder / "samples.json").read_text())["samples"]
     pictures = [(one["prompt"], np.asarray(Image.open(folder / one["files"][0]).convert("RGB"))) for one in facts]
     return sum(classify(picture).pair == pairs[prompt] for prompt, picture in pictures)
 
 
-def test_pairs_that_were_never_shown_are_drawn_more_often_after_training(made: Quickstart) -> None:
-    folders = sorted((made.trained.run / "samples").iterdir())
+def test_pairs_that_were_never_shown_are_drawn_more_often_after_training(made: QuickstartResult) -> None:
+    folders = sorted((made.training.run_dir / "samples").iterdir())
     before, after = recognised(folders[0]), recognised(folders[-1])
     assert after >= before + 6, f"{before} before, {after} after, of 24"
 
 
-def test_the_loss_on_pictures_that_were_not_trained_on_falls_by_30_percent_or_more(made: Quickstart) -> None:
-    assert made.after <= 0.7 * made.before, f"{made.before} before, {made.after} after"
+def test_the_loss_on_pictures_that_were_not_trained_on_falls_by_30_percent_or_more(made: QuickstartResult) -> None:
+    assert made.loss_after <= 0.7 * made.loss_before, f"{made.loss_before} before, {made.loss_after} after"
 
 
-def test_both_experts_were_trained_through_the_ramp(made: Quickstart) -> None:
-    lines = [json.loads(line) for line in (made.trained.run / "losses.jsonl").read_text().splitlines()]
+def test_both_experts_were_trained_through_the_ramp(made: QuickstartResult) -> None:
+    lines = [json.loads(line) for line in (made.training.run_dir / "losses.jsonl").read_text().splitlines()]
     assert {line["expert"] for line in lines} == {"high_noise", "low_noise"}
     windows = [line["window"] for line in lines]
     assert windows == sorted(windows) and windows[0] < windows[-1]
 
 
-def test_everything_that_is_shown_is_there(made: Quickstart) -> None:
-    for picture in (made.sheet, made.both, made.trained.curve):
+def test_everything_that_is_shown_is_there(made: QuickstartResult) -> None:
+    for picture in (made.contact_sheet, made.comparison, made.training.loss_curve):
         assert picture is not None
         with Image.open(picture) as opened:
             assert len(np.unique(np.asarray(opened.convert("RGB").reduce(4)).reshape(-1, 3), axis=0)) > 50
-    assert [path.name for path in made.trained.exports] == [
+    assert [path.name for path in made.training.exports] == [
         "quickstart_high_noise.safetensors",
         "quickstart_low_noise.safetensors",
     ]
 
 
-def test_the_exported_adapters_load_in_diffusers_and_change_what_both_experts_predict(made: Quickstart) -> None:
+def test_the_exported_adapters_load_in_diffusers_and_change_what_both_experts_predict(made: QuickstartResult) -> None:
     from diffusers import WanPipeline
 
-    pipe = WanPipeline.from_pretrained(shapes.BASE, dtype=torch.float32)
+    pipe = WanPipeline.from_pretrained(shapes.BASE_MODEL, dtype=torch.float32)
     noisy = torch.randn((1, 8, 1, 6, 6), generator=torch.Generator().manual_seed(0))
     text, when = torch.zeros(1, 512, pipe.text_encoder.config.d_model), torch.tensor([900.0])
 
@@ -76,19 +76,23 @@ def test_the_exported_adapters_load_in_diffusers_and_change_what_both_experts_pr
             return [part(noisy, when, text).sample for part in (pipe.transformer, pipe.transformer_2)]
 
     before = predictions()
-    high, low = made.trained.exports
+    high, low = made.training.exports
     pipe.load_lora_weights(str(high), adapter_name="high")
     pipe.load_lora_weights(str(low), adapter_name="low", load_into_transformer_2=True)
     after = predictions()
     assert all((a - b).abs().max() > 1e-3 for a, b in zip(after, before, strict=True))
 
 
-def test_a_second_quickstart_shows_the_same_and_trains_nothing_again(made: Quickstart) -> None:
-    losses = (made.trained.run / "losses.jsonl").read_bytes()
+def test_a_second_quickstart_shows_the_same_and_trains_nothing_again(made: QuickstartResult) -> None:
+    losses = (made.training.run_dir / "losses.jsonl").read_bytes()
     begun = time.monotonic()
-    again = quickstart(made.config.parent.parent, [f"arena.home={made.config.parents[2] / 'arenas'}", *SHORTER])
-    assert (again.before, again.after, again.trained.steps) == (made.before, made.after, made.trained.steps)
-    assert (made.trained.run / "losses.jsonl").read_bytes() == losses
+    again = run_quickstart(made.config.parent.parent, [f"arena.home={made.config.parents[2] / 'arenas'}", *SHORTER])
+    assert (again.loss_before, again.loss_after, again.training.steps) == (
+        made.loss_before,
+        made.loss_after,
+        made.training.steps,
+    )
+    assert (made.training.run_dir / "losses.jsonl").read_bytes() == losses
     assert time.monotonic() - begun < 60
 
 
@@ -97,7 +101,7 @@ def test_quickstart_leaves_files_of_yours_alone(tmp_path: Path) -> None:
     mine.parent.mkdir(parents=True)
     mine.write_text("mine")
     with pytest.raises(SuperTunerError, match="holds files of yours"):
-        quickstart(tmp_path / "quickstart")
+        run_quickstart(tmp_path / "quickstart")
     assert [path.name for path in mine.parent.iterdir()] == ["mine.txt"]
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from supertuner.config.sources.load import load
+from supertuner.config.sources.load import load_config
 from supertuner.core.errors import RunFolderError
-from supertuner.sinks.run_folder import RESOLVED, RUN, RunFolder
-from supertuner.tools.session import kept_config
+from supertuner.sinks.run_folder import RESOLVED_CONFIG_FILE, RUN_FILE, RunFolder
+from supertuner.tools.session import build_saved_config
 from tests.distributed.ranks import run_launched
 from tests.distributed.runs import STEPS, a_run, run_folder, train
 
@@ -21,7 +21,7 @@ THREADS = ("loader.prefetch_batches=5", "loader.num_workers=1", "datasets[1].in_
 
 def begun(path: Path) -> Path:
     """The folder of a run of which something came."""
-    with RunFolder(run_folder(path), "run", kept_config(load(path))) as folder:
+    with RunFolder(run_folder(path), "run", build_saved_config(load_config(path))) as folder:
         (folder.path / "losses.jsonl").write_text("{}\n")
     return folder.path
 
@@ -29,22 +29,22 @@ def begun(path: Path) -> Path:
 @pytest.mark.parametrize("setting", THREADS)
 def test_how_many_work_and_how_far_ahead_is_told_and_makes_no_other_run(tmp_path: Path, setting: str) -> None:
     path = a_run(tmp_path, "run", 1)
-    before, after = kept_config(load(path)), kept_config(load(path, sets=[setting]))
+    before, after = build_saved_config(load_config(path)), build_saved_config(load_config(path, sets=[setting]))
     assert after.digest == before.digest
     with RunFolder(begun(path), "run", after) as folder:
-        assert [change.partition(":")[0] for change in folder.changed] == [setting.partition("=")[0]]
+        assert [change.partition(":")[0] for change in folder.changed_settings] == [setting.partition("=")[0]]
 
 
 def test_a_run_begun_before_there_was_such_a_setting_goes_on(tmp_path: Path) -> None:
     path = a_run(tmp_path, "run", 1)
-    resolved = begun(path) / RESOLVED
+    resolved = begun(path) / RESOLVED_CONFIG_FILE
     kept: dict[str, Any] = json.loads(resolved.read_text())
     del kept["config"]["loader"]["prefetch_batches"], kept["config"]["datasets"][1]["in_memory"]
     resolved.write_text(json.dumps(kept))
-    run = resolved.with_name(RUN)
+    run = resolved.with_name(RUN_FILE)
     run.write_text(json.dumps({**json.loads(run.read_text()), "config_digest": "of what counted then"}))
-    with RunFolder(resolved.parent, "run", kept_config(load(path, sets=THREADS))) as folder:
-        assert sorted(change.partition(":")[0] for change in folder.changed) == sorted(
+    with RunFolder(resolved.parent, "run", build_saved_config(load_config(path, sets=THREADS))) as folder:
+        assert sorted(change.partition(":")[0] for change in folder.changed_settings) == sorted(
             setting.partition("=")[0] for setting in THREADS
         )
 
@@ -53,7 +53,7 @@ def test_what_decides_the_order_of_samples_still_makes_another_run(tmp_path: Pat
     path = a_run(tmp_path, "run", 1)
     folder = begun(path)
     with pytest.raises(RunFolderError, match=r"loader\.drop_last: false there, true here"):
-        RunFolder(folder, "run", kept_config(load(path, sets=["loader.drop_last=true"])))
+        RunFolder(folder, "run", build_saved_config(load_config(path, sets=["loader.drop_last=true"])))
 
 
 def test_a_stopped_run_goes_on_with_other_numbers_of_threads_to_the_same_losses(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ import pytest
 
 from supertuner.core.errors import ConfigError, RunFolderError, SourceError
 from supertuner.tools.sample_data import make_sample_data
-from supertuner.tools.session import load_narrowed, session
-from supertuner.tools.staging import stage_all
+from supertuner.tools.session import load_command_config, open_session
+from supertuner.tools.staging import stage_all_datasets
 
 
 @pytest.fixture
@@ -22,47 +22,47 @@ def config(tmp_path: Path) -> Path:
 
 
 def test_a_run_without_a_name_gets_a_folder_of_its_own_for_each_configuration(config: Path) -> None:
-    with session(load_narrowed(config, ())) as first:
+    with open_session(load_command_config(config, ())) as first:
         pass
-    with session(load_narrowed(config, ())) as again:
+    with open_session(load_command_config(config, ())) as again:
         pass
-    with session(load_narrowed(config, ["run.seed=7"])) as other:
+    with open_session(load_command_config(config, ["run.seed=7"])) as other:
         pass
-    assert first.folder.path == again.folder.path != other.folder.path
-    assert first.folder.path.name.startswith("config-")
+    assert first.run_folder.path == again.run_folder.path != other.run_folder.path
+    assert first.run_folder.path.name.startswith("config-")
 
 
 def test_where_memory_is_may_change_between_two_sessions_of_a_run(config: Path) -> None:
-    with session(load_narrowed(config, ())) as first:
-        (first.folder.path / "losses.jsonl").write_text("{}\n")
+    with open_session(load_command_config(config, ())) as first:
+        (first.run_folder.path / "losses.jsonl").write_text("{}\n")
     sets = ["memory.overflow.enabled=true", "gh200_optimizations.enable_uvm_hints=false", "report.memory_every_steps=1"]
-    with session(load_narrowed(config, sets)) as again:
-        assert again.folder.path == first.folder.path
-        changed = " ".join(again.folder.changed)
+    with open_session(load_command_config(config, sets)) as again:
+        assert again.run_folder.path == first.run_folder.path
+        changed = " ".join(again.run_folder.changed_settings)
         assert all(one.split("=")[0] in changed for one in sets)
-    assert "settings that are others than last time" in (first.folder.path / "events.jsonl").read_text()
+    assert "settings that are others than last time" in (first.run_folder.path / "events.jsonl").read_text()
 
 
 def test_a_named_run_refuses_other_settings_and_says_which(config: Path) -> None:
-    with session(load_narrowed(config, ["run.name=mine"])) as work:
-        (work.folder.path / "losses.jsonl").write_text("{}\n")
+    with open_session(load_command_config(config, ["run.name=mine"])) as work:
+        (work.run_folder.path / "losses.jsonl").write_text("{}\n")
     with pytest.raises(RunFolderError, match=r"run\.seed: 0 there, 7 here"):
-        session(load_narrowed(config, ["run.name=mine", "run.seed=7"])).__enter__()
+        open_session(load_command_config(config, ["run.name=mine", "run.seed=7"])).__enter__()
 
 
 def test_the_limit_of_a_command_reaches_every_dataset_and_its_origin_is_told(config: Path) -> None:
-    loaded = load_narrowed(config, (), limit=2)
+    loaded = load_command_config(config, (), limit=2)
     assert [dataset.limit for dataset in loaded.config.datasets] == [2, 2, 2]
     assert "limit" in loaded.origins["datasets[2].limit"]
-    with session(loaded) as work:
-        assert [result.files for result in stage_all(work)] == [2, 1, 1]
+    with open_session(loaded) as work:
+        assert [result.files for result in stage_all_datasets(work)] == [2, 1, 1]
 
 
 def test_what_staging_decided_and_set_aside_stays_with_the_run(config: Path) -> None:
     (config.parent / "images" / "torn.jpg").write_bytes(b"\xff\xd8\xff\xe0 and no more")
-    with session(load_narrowed(config, ["datasets[0].max_broken_share=0.5"])) as work:
-        stage_all(work)
-    folder = work.folder.path
+    with open_session(load_command_config(config, ["datasets[0].max_broken_share=0.5"])) as work:
+        stage_all_datasets(work)
+    folder = work.run_folder.path
     decided = {one["what"]: one for one in json.loads((folder / "decisions.json").read_text())}
     assert decided["datasets[pictures].in_memory.num_workers"]["reason"]
     aside = [json.loads(line) for line in (folder / "set_aside.jsonl").read_text().splitlines()]
@@ -75,37 +75,37 @@ def test_a_configuration_without_datasets_says_so(tmp_path: Path) -> None:
     empty = tmp_path / "empty.json"
     empty.write_text("{}")
     with pytest.raises(SourceError, match=r"empty\.json names no dataset"):
-        session(load_narrowed(empty, ())).__enter__()
+        open_session(load_command_config(empty, ())).__enter__()
 
 
 def test_a_named_run_can_be_tried_on_a_few_samples_first(config: Path) -> None:
-    with session(load_narrowed(config, ["run.name=mine"], limit=2, strict=True)) as tried:
+    with open_session(load_command_config(config, ["run.name=mine"], limit=2, strict=True)) as tried:
         pass
-    with session(load_narrowed(config, ["run.name=mine"])) as whole:
+    with open_session(load_command_config(config, ["run.name=mine"])) as whole:
         pass
-    assert (tried.folder.path.name, whole.folder.path.name) == ("mine-limit-2-strict", "mine")
+    assert (tried.run_folder.path.name, whole.run_folder.path.name) == ("mine-limit-2-strict", "mine")
 
 
 def test_once_staged_a_dataset_is_found_although_its_folder_was_moved_away_or_unmounted(config: Path) -> None:
-    with session(load_narrowed(config, ())) as work:
-        fresh = stage_all(work)
+    with open_session(load_command_config(config, ())) as work:
+        fresh = stage_all_datasets(work)
     pictures, sounds = config.parent / "images", config.parent / "sounds"
     pictures.rename(config.parent / "moved")
     sounds.rename(config.parent / "unmounted")
     sounds.mkdir()
-    with session(load_narrowed(config, ())) as work:
-        again = stage_all(work)
+    with open_session(load_command_config(config, ())) as work:
+        again = stage_all_datasets(work)
     assert [result.arena for result in again] == [result.arena for result in fresh]
     assert [result.reused for result in again] == [True, True, True]
-    assert "source is gone" in again[0].why_reused and "nothing has changed" in again[1].why_reused
+    assert "source is gone" in again[0].reuse_reason and "nothing has changed" in again[1].reuse_reason
 
 
 def test_a_folder_that_is_gone_is_refused_when_nothing_was_staged_from_it_with_these_settings(config: Path) -> None:
-    with session(load_narrowed(config, ())) as work:
-        stage_all(work)
+    with open_session(load_command_config(config, ())) as work:
+        stage_all_datasets(work)
     (config.parent / "images").rename(config.parent / "moved")
     for sets in (["datasets[0].in_memory.compression=lz4"], ["datasets[0].id=other"], ["arena.home=nowhere"]):
         with pytest.raises(ConfigError, match=r"instance_data_dir.*is not a folder"):
-            load_narrowed(config, sets)
+            load_command_config(config, sets)
     with pytest.raises(ConfigError, match=r"(?s)batch_size.*instance_data_dir"):
-        load_narrowed(config, ["train.batch_size=0"])
+        load_command_config(config, ["train.batch_size=0"])

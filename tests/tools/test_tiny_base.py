@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 
 from supertuner.models.families.wan22.family import FAMILY
-from supertuner.models.spec import Model, SampleRequest, Source
+from supertuner.models.spec import ModelDescription, ModelSource, SampleRequest
 from supertuner.tools import shapes
 from tests.tools.shape_classifier import classify
 
@@ -20,8 +20,8 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def base() -> Model:
-    return FAMILY.read(Source(str(shapes.BASE), offline=True))
+def base() -> ModelDescription:
+    return FAMILY.read_model(ModelSource(str(shapes.BASE_MODEL), offline=True))
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +33,7 @@ def one_thread() -> Iterator[None]:
 
 
 def test_the_base_is_small_and_holds_only_safetensors_and_text() -> None:
-    files = [path for path in shapes.BASE.rglob("*") if path.is_file()]
+    files = [path for path in shapes.BASE_MODEL.rglob("*") if path.is_file()]
     assert {path.suffix for path in files} == {".safetensors", ".json", ".md"}
     assert sum(path.stat().st_size for path in files) < 5_000_000
     for path in files:
@@ -42,31 +42,33 @@ def test_the_base_is_small_and_holds_only_safetensors_and_text() -> None:
                 assert all(torch.isfinite(stored.get_tensor(name)).all() for name in stored.offset_keys())
 
 
-def test_the_base_is_a_text_to_video_model_with_two_experts(base: Model) -> None:
-    assert [(one.name, one.low, one.high) for one in base.experts] == [
+def test_the_base_is_a_text_to_video_model_with_two_experts(base: ModelDescription) -> None:
+    assert [(one.name, one.sigma_min, one.sigma_max) for one in base.experts] == [
         ("high_noise", 0.875, 1.0),
         ("low_noise", 0.0, 0.875),
     ]
     assert base.shift == 3.0
-    assert FAMILY.why_not(base, (3, shapes.SIDE, shapes.SIDE)) is None
+    assert FAMILY.unsupported_reason(base, (3, shapes.SIDE_PIXELS, shapes.SIDE_PIXELS)) is None
 
 
-def test_every_word_of_the_captions_is_one_token_that_the_text_encoder_tells_from_the_others(base: Model) -> None:
+def test_every_word_of_the_captions_is_one_token_that_the_text_encoder_tells_from_the_others(
+    base: ModelDescription,
+) -> None:
     words = [*shapes.COLOURS, *shapes.SHAPES]
-    encoded = FAMILY.text_encoder(base, CPU, torch.float32).encode([f"a {word}" for word in words])
+    encoded = FAMILY.build_text_encoder(base, CPU, torch.float32).encode([f"a {word}" for word in words])
     assert {tuple(one["embeds"].shape) for one in encoded} == {(3, 64)}
     directions = torch.nn.functional.normalize(torch.stack([one["embeds"][1] for one in encoded]), dim=1)
     alike = directions @ directions.T - torch.eye(len(words))
     assert alike.abs().max() < 0.6
 
 
-def test_pictures_of_both_styles_survive_the_vae(base: Model) -> None:
+def test_pictures_of_both_styles_survive_the_vae(base: ModelDescription) -> None:
     drawn = [
-        *shapes.drawings((*shapes.train_pairs(), *shapes.HELD_OUT), 3, Random(1)),
-        *shapes.drawings(shapes.chalk_pairs(), 2, Random(2)),
+        *shapes.random_drawings((*shapes.train_pairs(), *shapes.HELD_OUT_PAIRS), 3, Random(1)),
+        *shapes.random_drawings(shapes.chalk_pairs(), 2, Random(2)),
     ]
-    pictures = torch.from_numpy(shapes.draw_all(drawn)).permute(0, 3, 1, 2)
-    latents = FAMILY.media_encoder(base, CPU).encode(pictures)["latents"]
+    pictures = torch.from_numpy(shapes.render_drawings(drawn)).permute(0, 3, 1, 2)
+    latents = FAMILY.build_media_encoder(base, CPU).encode(pictures)["latents"]
     assert latents.shape == (len(drawn), 8, 1, 6, 6)
     assert 0.8 < latents.std() < 1.2
     back = _decoded(base, latents)
@@ -74,29 +76,29 @@ def test_pictures_of_both_styles_survive_the_vae(base: Model) -> None:
     assert np.mean(right) > 0.97
 
 
-def test_the_base_draws_the_shapes_it_is_asked_for_in_chalk(base: Model) -> None:
-    sampler = FAMILY.sampler(base, {}, CPU, torch.float32)
+def test_the_base_draws_the_shapes_it_is_asked_for_in_chalk(base: ModelDescription) -> None:
+    sampler = FAMILY.build_sampler(base, {}, CPU, torch.float32)
     asked = shapes.chalk_pairs()
     seen = [classify(_sample(sampler, shapes.caption(*pair), seed)) for seed, pair in enumerate(asked)]
     assert np.mean([one.pair == pair for one, pair in zip(seen, asked, strict=True)]) >= 0.6
 
 
-def test_the_base_cannot_draw_the_inks(base: Model) -> None:
-    sampler = FAMILY.sampler(base, {}, CPU, torch.float32)
-    asked = shapes.HELD_OUT
+def test_the_base_cannot_draw_the_inks(base: ModelDescription) -> None:
+    sampler = FAMILY.build_sampler(base, {}, CPU, torch.float32)
+    asked = shapes.HELD_OUT_PAIRS
     seen = [classify(_sample(sampler, shapes.caption(*pair), seed)) for seed, pair in enumerate(asked)]
     assert sum(one.pair == pair for one, pair in zip(seen, asked, strict=True)) <= 1
 
 
 def _sample(sampler: Any, prompt: str, seed: int) -> NDArray[np.uint8]:
-    side = shapes.SIDE
+    side = shapes.SIDE_PIXELS
     request = SampleRequest(prompt, "", seed, side, side, frames=1, inference_steps=16, guidance_scale=2.0)
     picture: NDArray[np.uint8] = sampler.sample(request)[0]
     return picture
 
 
 @torch.no_grad()
-def _decoded(base: Model, latents: torch.Tensor) -> NDArray[np.uint8]:
+def _decoded(base: ModelDescription, latents: torch.Tensor) -> NDArray[np.uint8]:
     from diffusers import AutoencoderKLWan
 
     vae = AutoencoderKLWan.from_pretrained(Path(base.source.path) / "vae")

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from supertuner.core.events import Silence
+from supertuner.core.events import NullSink
 from supertuner.tools.baseline import capturing, checking, code
-from supertuner.tools.baseline.judging import Judged, Verdict
+from supertuner.tools.baseline.judging import ComparisonResult, RegressionVerdict
 from tests.tools.baseline.test_baseline_command import write_config
 
 pytestmark = pytest.mark.torture
@@ -24,7 +24,7 @@ ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1"}
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("regressions")
     config = write_config(made)
-    capturing.capture(
+    capturing.capture_baseline(
         made / "baseline",
         "now",
         config,
@@ -32,21 +32,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         repeats=1,
         profile=True,
         environ=ENVIRON,
-        progress=Silence(),
+        progress=NullSink(),
     )
     return made
 
 
-def beside(folder: Path, name: str, file: str, old: str, new: str) -> Judged:
+def beside(folder: Path, name: str, file: str, old: str, new: str) -> ComparisonResult:
     """The code here against a copy in which a line is another; the copy is the old side."""
     copy = folder / name
-    shutil.copytree(code.PACKAGE, copy / "supertuner", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(code.PACKAGE_DIR, copy / "supertuner", ignore=shutil.ignore_patterns("__pycache__"))
     changed = copy / "supertuner" / file
     text = changed.read_text()
     assert old in text, f"{file} has no {old!r} any more"
     changed.write_text(text.replace(old, new, 1))
-    asked = checking.Asked(rounds=3, most=9)
-    return checking.check(folder / "baseline", "now", asked, against=str(copy), environ=ENVIRON, progress=Silence())[1]
+    asked = checking.ComparisonOptions(rounds=3, max_rounds=9)
+    return checking.check_baseline(
+        folder / "baseline", "now", asked, against=str(copy), environ=ENVIRON, progress=NullSink()
+    )[1]
 
 
 STEP = ("train/loop.py", "    run.step += 1\n")
@@ -63,14 +65,14 @@ def test_a_step_that_became_slower_is_found_and_its_losses_are_the_same(folder: 
     """The old side is the quicker one here: what was slow is found better, by as much."""
     found = beside(folder, "slow", *STEP, "    time.sleep(0.05)\n    run.step += 1\n")
     step = next(one for one in found.figures if one.name == "step")
-    assert step.verdict is Verdict.BETTER and found.losses.likeness == "identical"
+    assert step.verdict is RegressionVerdict.BETTER and found.losses.likeness == "identical"
 
 
 @pytest.mark.timeout(1800)
 def test_other_losses_are_found_though_no_step_is_slower(folder: Path) -> None:
     rate = "    rate = trainee.optimizer.base_rate * run.factor(plan.step)\n"
     found = beside(folder, "other", "train/loop.py", rate, rate.replace("run.factor", "3 * run.factor"))
-    assert found.learns_otherwise and not found.worse
+    assert found.losses_differ and not found.worse
     assert found.losses.first_difference is not None and found.losses.first_difference > 1
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import xxhash
 
-from supertuner.core.events import Event, Warned
+from supertuner.core.events import Event, WarningEvent
 from supertuner.core.types import JSON
 from supertuner.train.checkpoint import tensor_file
 from supertuner.train.checkpoint.manifest import json_bytes
@@ -45,9 +45,9 @@ def tree(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else b"/" for p in sorted(folder.rglob("*"))}
 
 
-def forge(made: Path, file: str, tensors: dict[str, torch.Tensor], begins: dict[str, int]) -> None:
+def forge_shard(made: Path, file: str, tensors: dict[str, torch.Tensor], begins: dict[str, int]) -> None:
     """Put another file in its place, with a manifest that fits."""
-    layout = tensor_file.lay_out(tensors, tensor_file.rows_metadata(begins, tensors))
+    layout = tensor_file.plan_tensor_file(tensors, tensor_file.row_offsets_metadata(begins, tensors))
     content = b"".join(layout.chunks())
     (made / file).write_bytes(content)
     body = json.loads((made / "manifest.json").read_text())
@@ -57,7 +57,7 @@ def forge(made: Path, file: str, tensors: dict[str, torch.Tensor], begins: dict[
     (made / "manifest.json").write_bytes(json_bytes(whole))
 
 
-class Heard:
+class RecordingSink:
     """A sink that remembers."""
 
     def __init__(self) -> None:
@@ -67,4 +67,4 @@ class Heard:
         self.events.append(event)
 
     def text(self) -> str:
-        return "\n".join(f"{e.what}: {e.message}" for e in self.events if isinstance(e, Warned))
+        return "\n".join(f"{e.what}: {e.message}" for e in self.events if isinstance(e, WarningEvent))

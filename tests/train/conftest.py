@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.train.runs import Parent
+from tests.train.runs import TrainingForkServer
 
 
 @pytest.fixture(scope="session")
-def parent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parent]:
-    made = Parent(tmp_path_factory.mktemp("parent") / "log")
+def parent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainingForkServer]:
+    made = TrainingForkServer(tmp_path_factory.mktemp("parent") / "log")
     yield made
     made.close()

@@ -7,10 +7,10 @@ import shutil
 import time
 from pathlib import Path
 
-from tests.train.runs import Parent, artefacts, config
+from tests.train.runs import TrainingForkServer, artefacts, config
 
 
-def killed_run(parent: Parent, folder: Path, name: str, kills: int, seed: int, usual_s: float) -> int:
+def killed_run(parent: TrainingForkServer, folder: Path, name: str, kills: int, seed: int, usual_s: float) -> int:
     """Start the run again and again, each time killed at a random moment, at least `kills` times, then let it end.
 
     It begins anew, caches included, whenever it had reached its end before all kills were spent. How many starts.
@@ -44,7 +44,7 @@ def forget(folder: Path, name: str) -> None:
     shutil.rmtree(folder / f"cache-{name}", ignore_errors=True)
 
 
-def usual_seconds(parent: Parent, folder: Path) -> float:
+def usual_seconds(parent: TrainingForkServer, folder: Path) -> float:
     """How long the run takes that nobody kills; the run `whole` is left to compare with."""
     begun = time.perf_counter()
     assert parent.train(config(folder, "whole")) == 0

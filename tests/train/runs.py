@@ -89,7 +89,7 @@ def config(folder: Path, name: str, **changed: Any) -> Path:
     return file
 
 
-class Parent:
+class TrainingForkServer:
     """A process that has imported everything; each `start` forks a training run from it."""
 
     def __init__(self, log: Path) -> None:
@@ -170,10 +170,10 @@ def _serve() -> None:
     import supertuner.train.export.export
     import supertuner.train.loop
     import supertuner.train.setup  # noqa: F401
-    from supertuner.models.table import MODELS, family
+    from supertuner.models.table import FAMILY_MODULES, load_family
 
-    for name in MODELS:
-        family(name)
+    for name in FAMILY_MODULES:
+        load_family(name)
     for module in LATE:
         importlib.import_module(module)
     torch.set_num_threads(1)

@@ -21,8 +21,8 @@ from pathlib import Path
 from torch import Tensor
 
 from supertuner.core.errors import CheckpointError
-from supertuner.core.host import Host
-from supertuner.train.checkpoint.save import Sharers, find, latest, save
+from supertuner.core.host import HostFacts
+from supertuner.train.checkpoint.save import CheckpointSharding, find_checkpoints, load_latest, save_checkpoint
 from tests.arena.making import fork, wait
 from tests.train.checkpoints import bytes_of, parts_at, state_at, tree
 
@@ -40,7 +40,7 @@ SAID = "said"
 
 
 @dataclass(frozen=True)
-class Scenario:
+class SaveScenario:
     """What is there before a save, and the save."""
 
     name: str
@@ -53,7 +53,9 @@ class Scenario:
         if self.shared:
             save_in_turns(folder, self.step, self.keep)
         else:
-            save(folder, self.step, few_parts(self.step), state_at(self.step), keep=self.keep, host=Host())
+            save_checkpoint(
+                folder, self.step, few_parts(self.step), state_at(self.step), keep=self.keep, host=HostFacts()
+            )
 
 
 def save_in_turns(folder: Path, step: int, keep: int) -> None:
@@ -79,13 +81,15 @@ def save_share(folder: Path, step: int, keep: int, rank: int, go_on: Callable[[]
         cut = {name: len(one) // 2 for name, one in tensors.items()}
         own[part] = {name: one[cut[name] :] if rank else one[: cut[name]] for name, one in tensors.items()}
         begins[part] = {name: cut[name] * rank for name in tensors}
-    sharers = Sharers(rank, 2, "a-1", begins)
-    save(folder, step, own, state_at(step), keep=keep, host=Host(), go_on=go_on, sharers=sharers)
+    sharers = CheckpointSharding(rank, 2, "a-1", begins)
+    save_checkpoint(
+        folder, step, own, state_at(step), keep=keep, host=HostFacts(), raise_if_abandoned=go_on, sharding=sharers
+    )
 
 
 def earlier(folder: Path, *steps: int, seed: int = 0) -> None:
     for step in steps:
-        save(folder, step, few_parts(step, seed), state_at(step), keep=9, host=Host())
+        save_checkpoint(folder, step, few_parts(step, seed), state_at(step), keep=9, host=HostFacts())
 
 
 def few_parts(step: int, seed: int = 0) -> dict[str, dict[str, Tensor]]:
@@ -110,26 +114,26 @@ def leave_without_name(folder: Path) -> None:
 
 
 SCENARIOS = (
-    Scenario("the first", lambda folder: None, keep=2),
-    Scenario("the next, and the oldest goes", lambda folder: earlier(folder, 10, 20), keep=2),
-    Scenario("the same step, the only one, with other content", lambda folder: earlier(folder, 30, seed=1), keep=1),
-    Scenario("the same step again", lambda folder: earlier(folder, 20, 30), keep=1),
-    Scenario("over the remains of killed saves", leave_remains, keep=1),
-    Scenario("over a replacement that was cut in two", leave_without_name, keep=1),
-    Scenario("by two processes", lambda folder: earlier(folder, 10, 20), keep=2, shared=True),
+    SaveScenario("the first", lambda folder: None, keep=2),
+    SaveScenario("the next, and the oldest goes", lambda folder: earlier(folder, 10, 20), keep=2),
+    SaveScenario("the same step, the only one, with other content", lambda folder: earlier(folder, 30, seed=1), keep=1),
+    SaveScenario("the same step again", lambda folder: earlier(folder, 20, 30), keep=1),
+    SaveScenario("over the remains of killed saves", leave_remains, keep=1),
+    SaveScenario("over a replacement that was cut in two", leave_without_name, keep=1),
+    SaveScenario("by two processes", lambda folder: earlier(folder, 10, 20), keep=2, shared=True),
 )
 
 
-class Trial:
+class FaultTrial:
     """One scenario, prepared once and copied for each fault."""
 
-    def __init__(self, work: Path, scenario: Scenario) -> None:
+    def __init__(self, work: Path, scenario: SaveScenario) -> None:
         self.scenario = scenario
         self.before, self.now = work / "before", work / "now"
         self.before.mkdir()
         scenario.prepare(self.before / "checkpoints")
         self.reset()
-        found = latest(self.folder)
+        found = load_latest(self.folder)
         self.old = None if found is None else bytes_of(found.path)
         scenario.save(self.folder)  # once for what Python imports at the first use
         self.reset()
@@ -171,8 +175,10 @@ class Trial:
             reasons = (os.strerror(code), os.strerror(errno.EEXIST))
             assert any(r in said for r in reasons) and any(word in said for word in comfort), f"{where}: {said}"
         # Whoever looks without the run's lock never finds a half of one, either.
-        assert all(found.problem is None for found in find(self.folder)), f"{where}: {find(self.folder)}"
-        found = latest(self.folder)
+        assert all(found.problem is None for found in find_checkpoints(self.folder)), (
+            f"{where}: {find_checkpoints(self.folder)}"
+        )
+        found = load_latest(self.folder)
         content = None if found is None else bytes_of(found.path)
         assert content in (self.old, self.new), f"{where}: neither the old one nor the new one"
         assert status != 0 or content == self.new, f"{where}: it said that all went well"
@@ -215,7 +221,7 @@ def main(work: Path, thorough: bool) -> None:
     for number, scenario in enumerate(SCENARIOS):
         place = work / f"{number}"
         place.mkdir()
-        trial = Trial(place, scenario)
+        trial = FaultTrial(place, scenario)
         outcomes: dict[str, Counter[str]] = {}
         for mode, at, code in faults_of(trial.calls, thorough):
             outcomes.setdefault(NAMES[mode], Counter())[trial.run(mode, at, code)] += 1

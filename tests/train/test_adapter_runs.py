@@ -11,7 +11,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from tests.train.runs import Parent, artefacts, config
+from tests.train.runs import TrainingForkServer, artefacts, config
 
 SHORT: dict[str, Any] = {
     "train": {"max_steps": 4, "ema_decay": 0.9},
@@ -40,7 +40,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("changes", KINDS.values(), ids=KINDS)
 def test_a_run_that_goes_on_from_a_checkpoint_ends_with_the_same_bits(
-    parent: Parent, tmp_path: Path, changes: dict[str, Any]
+    parent: TrainingForkServer, tmp_path: Path, changes: dict[str, Any]
 ) -> None:
     file = config(tmp_path, "whole", **{**SHORT, **changes})
     assert parent.train(file) == 0, parent.said()
@@ -55,7 +55,7 @@ def test_a_run_that_goes_on_from_a_checkpoint_ends_with_the_same_bits(
 
 
 def test_each_expert_is_trained_and_exported_with_its_own_rank_alpha_and_targets(
-    parent: Parent, tmp_path: Path
+    parent: TrainingForkServer, tmp_path: Path
 ) -> None:
     adapter = {"rank": 2, "high_noise": {"rank": 5, "targets": ["to_q"]}, "low_noise": {"alpha": 1.0}}
     file = config(tmp_path, "own", **{**SHORT, "adapter": adapter})
@@ -72,7 +72,7 @@ def test_each_expert_is_trained_and_exported_with_its_own_rank_alpha_and_targets
 
 
 def test_a_run_begins_with_the_files_of_another_and_is_trained_on_top_of_a_third(
-    parent: Parent, tmp_path: Path
+    parent: TrainingForkServer, tmp_path: Path
 ) -> None:
     """High noise goes on from a file; low noise has one frozen below. Going on from a checkpoint changes no bit."""
     file = config(tmp_path, "first", **{**SHORT, "adapter": {"rank": 2}})
@@ -94,7 +94,9 @@ def test_a_run_begins_with_the_files_of_another_and_is_trained_on_top_of_a_third
     assert not (tmp_path / "cache-swapped").exists(), "refused before anything is encoded"
 
 
-def test_another_file_below_the_adapter_is_noticed_when_a_run_goes_on(parent: Parent, tmp_path: Path) -> None:
+def test_another_file_below_the_adapter_is_noticed_when_a_run_goes_on(
+    parent: TrainingForkServer, tmp_path: Path
+) -> None:
     file = config(tmp_path, "first", **{**SHORT, "adapter": {"rank": 2}})
     assert parent.train(file) == 0, parent.said()
     below, other = (tmp_path / name for name in ("below.safetensors", "other.safetensors"))
@@ -119,7 +121,9 @@ def test_another_file_below_the_adapter_is_noticed_when_a_run_goes_on(parent: Pa
     assert {name: content for name, content in artefacts(run).items() if name in before} == before
 
 
-def test_a_file_that_does_not_fit_ends_the_run_before_anything_is_encoded(parent: Parent, tmp_path: Path) -> None:
+def test_a_file_that_does_not_fit_ends_the_run_before_anything_is_encoded(
+    parent: TrainingForkServer, tmp_path: Path
+) -> None:
     file = config(tmp_path, "first", **{**SHORT, "adapter": {"rank": 2}})
     assert parent.train(file) == 0, parent.said()
     given = str(tmp_path / "first/run/exports/run_low_noise.safetensors")
@@ -143,7 +147,9 @@ def test_a_file_that_does_not_fit_ends_the_run_before_anything_is_encoded(parent
         assert not (tmp_path / f"cache-{name}").exists()
 
 
-def test_a_pattern_that_fits_nothing_ends_the_run_before_anything_is_encoded(parent: Parent, tmp_path: Path) -> None:
+def test_a_pattern_that_fits_nothing_ends_the_run_before_anything_is_encoded(
+    parent: TrainingForkServer, tmp_path: Path
+) -> None:
     file = config(tmp_path, "wrong", **{**SHORT, "adapter": {"modules": [{"match": "ffn.*", "rank": 4}]}})
     assert parent.train(file) == 1
     assert "adapter.modules[0].match is 'ffn.*', and no layer of high_noise" in " ".join(parent.said().split())

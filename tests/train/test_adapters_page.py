@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.train.runs import ROOT, Parent, artefacts
+from tests.train.runs import ROOT, TrainingForkServer, artefacts
 
 PAGE = (ROOT / "docs/adapters.md").read_text()
 STOPPED = "Ctrl-C"
@@ -39,7 +39,7 @@ def commands() -> list[tuple[list[str], str]]:
 
 
 @pytest.fixture(scope="module")
-def folder(parent: Parent, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def folder(parent: TrainingForkServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Where everything on the page was done, each command after the other."""
     made = tmp_path_factory.mktemp("page")
     shutil.copytree(ROOT / "config", made / "config", ignore=shutil.ignore_patterns("cache"))
@@ -68,7 +68,9 @@ def same(one: Path, other: Path) -> bool:
     return given.keys() == found.keys() and all(torch.equal(given[key], found[key]) for key in given)
 
 
-def test_a_run_that_was_stopped_and_went_on_ends_like_one_that_was_not(parent: Parent, folder: Path) -> None:
+def test_a_run_that_was_stopped_and_went_on_ends_like_one_that_was_not(
+    parent: TrainingForkServer, folder: Path
+) -> None:
     again = parent.begin("train", "examples/wan22_automagic.yaml", "--set", "run.output_dir=twin", cwd=folder)
     assert parent.wait(again) == 0, parent.said()
     whole, resumed = artefacts(folder / "twin/first"), artefacts(folder / "runs/first")
@@ -99,7 +101,9 @@ def test_the_python_of_the_page_loads_both_experts(folder: Path, monkeypatch: py
             assert torch.equal(loaded[name], tensor), key
 
 
-def test_an_earlier_checkpoint_is_exported_and_its_parts_are_not_taken_for_files(parent: Parent, folder: Path) -> None:
+def test_an_earlier_checkpoint_is_exported_and_its_parts_are_not_taken_for_files(
+    parent: TrainingForkServer, folder: Path
+) -> None:
     """With an alpha of its own, a part without it would be twice as strong, or half."""
     checkpoint = folder / "runs/first/checkpoints/step-00000016"
     part = "adapter.low_noise.safetensors"
@@ -117,7 +121,9 @@ def test_an_earlier_checkpoint_is_exported_and_its_parts_are_not_taken_for_files
     assert parent.wait(parent.begin("adapter", "inspect", str(checkpoint / part), cwd=folder)) == 0
 
 
-def test_both_experts_of_the_merged_model_differ_from_the_base_and_it_trains(parent: Parent, folder: Path) -> None:
+def test_both_experts_of_the_merged_model_differ_from_the_base_and_it_trains(
+    parent: TrainingForkServer, folder: Path
+) -> None:
     for part in ("transformer", "transformer_2"):
         base, merged = (
             load_file(next((folder / where / part).glob("*.safetensors")))
@@ -146,13 +152,19 @@ def test_runs_on_files_say_so(folder: Path) -> None:
 REAL = ("captioned_images", "qwen_image_pictures", "sd35_pictures", "sdxl_pictures")
 SMALL = (
     *("model.path=tiny", "model.variant=null", "model.base_weights=as_computed", "train.max_steps=1"),
-    *("datasets[0].instance_data_dir=examples/example_images", "datasets[0].resolution=64", "datasets[0].bucket_step=16"),
+    *(
+        "datasets[0].instance_data_dir=examples/example_images",
+        "datasets[0].resolution=64",
+        "datasets[0].bucket_step=16",
+    ),
     *("cache_config.cache_dir=cache", "validation.width=64", "validation.height=64", "validation.inference_steps=2"),
 )
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_the_configurations_for_real_models_train_the_tiny_one(parent: Parent, folder: Path, name: str) -> None:
+def test_the_configurations_for_real_models_train_the_tiny_one(
+    parent: TrainingForkServer, folder: Path, name: str
+) -> None:
     assert name in walk()
     sets = [word for one in SMALL for word in ("--set", one)]
     pid = parent.begin("train", f"config/{name}.yaml", *sets, cwd=folder)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from supertuner.train.loss_log import read as read_losses
-from tests.train.runs import ROOT, Parent, artefacts, config, pictures
+from supertuner.train.loss_log import read_losses as read_losses
+from tests.train.runs import ROOT, TrainingForkServer, artefacts, config, pictures
 from tests.train.test_runs import del_intermediate, trained, whole_and_again
 
 SEED = {
@@ -30,7 +30,7 @@ def rates(run: Path) -> list[dict[str, Any]]:
     return [event["figures"] for event in events if event.get("what") == "train/rates"]
 
 
-def test_a_run_stopped_and_resumed_ends_with_the_same_bits(parent: Parent, tmp_path: Path) -> None:
+def test_a_run_stopped_and_resumed_ends_with_the_same_bits(parent: TrainingForkServer, tmp_path: Path) -> None:
     whole, again = whole_and_again(parent, tmp_path, optimizer=SEED, **PLAIN)
     expected, found = artefacts(whole), artefacts(again)
     del_intermediate(expected), del_intermediate(found)
@@ -38,7 +38,7 @@ def test_a_run_stopped_and_resumed_ends_with_the_same_bits(parent: Parent, tmp_p
     assert [name for name in expected if expected[name] != found[name]] == []
 
 
-def test_each_expert_moves_by_its_own_bump_and_says_so(parent: Parent, tmp_path: Path) -> None:
+def test_each_expert_moves_by_its_own_bump_and_says_so(parent: TrainingForkServer, tmp_path: Path) -> None:
     """With limits wide open, all rates lie within so many bumps of their start as the expert made steps."""
     run = trained(parent, tmp_path, "a", optimizer={**SEED, "lr_scheduler": "constant", "lr_warmup_steps": 0}, **PLAIN)
     last = rates(run)[-1]
@@ -57,7 +57,7 @@ def test_each_expert_moves_by_its_own_bump_and_says_so(parent: Parent, tmp_path:
     assert {name.rsplit("/", 1)[1] for name in state} == {"row", "column", "low", "high", "signs"}
 
 
-def test_the_yaml_of_the_seed_runs_as_it_is_written(parent: Parent, tmp_path: Path) -> None:
+def test_the_yaml_of_the_seed_runs_as_it_is_written(parent: TrainingForkServer, tmp_path: Path) -> None:
     """What it does not say (model, data, where to write) is added beside it; not a line of it is changed."""
     pictures(tmp_path / "data" / "train", 2)  # few: at the seed's resolution each takes a second to encode
     pictures(tmp_path / "data" / "held_out", 1, first=6)

@@ -17,19 +17,19 @@ from hypothesis import strategies as st
 from supertuner.config.settings.tree import RunConfig
 from supertuner.core.types import MediaKind
 from supertuner.data.ordering.buckets import Bucket
-from supertuner.data.ordering.order import Group, Order
+from supertuner.data.ordering.order import BucketGroup, SampleOrder
 from supertuner.data.ordering.windows import MicroBatch
-from supertuner.distributed.process_group import Alone
-from supertuner.models.objective.diffusion import Law
+from supertuner.distributed.process_group import SingleProcess
+from supertuner.models.objective.diffusion import TimestepDistribution
 from supertuner.models.spec import Expert, Tensors
-from supertuner.optim.schedule import Course, Ramp, stretches
-from supertuner.train.dataloader import Feed, Maker, batches_ahead
+from supertuner.optim.schedule import BatchRamp, TrainingSchedule, equal_window_spans
+from supertuner.train.dataloader import BatchCollator, TrainingDataLoader, batches_ahead
 
 EXPERTS = (Expert("high_noise", "transformer", 0.875, 1.0), Expert("low_noise", "transformer_2", 0.0, 0.875))
 BUCKETS = tuple(Bucket(MediaKind.IMAGE, side, side, channels=3) for side in (16, 32, 48))
 
 
-class Numbers:
+class NumberedSamples:
     """Latents that say which sample they are of; each bucket has its own shape."""
 
     def __init__(self) -> None:
@@ -48,39 +48,50 @@ class Numbers:
         return [{"embeds": torch.tensor([float(sample)])} for sample in micro.draws.sample]
 
 
-def maker(sizes: tuple[int, ...], batch_size: int, encoded: Any) -> Maker:
+def build_collator(sizes: tuple[int, ...], batch_size: int, encoded: Any) -> BatchCollator:
     begins = np.concatenate([[0], np.cumsum(sizes)])
     groups = [
-        Group(0, "d", bucket, np.arange(begin, end, dtype=np.uint32))
+        BucketGroup(0, "d", bucket, np.arange(begin, end, dtype=np.uint32))
         for bucket, begin, end in zip(BUCKETS, begins[:-1], begins[1:], strict=False)
     ]
-    order = Order(groups, seed=3, batch_size=batch_size)
+    order = SampleOrder(groups, seed=3, batch_size=batch_size)
     samples = SimpleNamespace(id="d", key=str)
     corpus: Any = SimpleNamespace(order=order, parts=(SimpleNamespace(samples=samples),), seed=3)
     family: Any = SimpleNamespace(pad_text=lambda model, texts: {"embeds": torch.stack([t["embeds"] for t in texts])})
     model: Any = SimpleNamespace(told_framing=False)
-    return Maker(corpus, encoded, family, model, lambda shape: Law("logit_normal"), 3, None)
+    return BatchCollator(corpus, encoded, family, model, lambda shape: TimestepDistribution("logit_normal"), 3, None)
 
 
-def course(ramp: Ramp, total: int) -> Course:
-    parts = stretches(ramp)
-    made = Course(ramp, total, 0, "", parts)
+def build_schedule(ramp: BatchRamp, total: int) -> TrainingSchedule:
+    parts = equal_window_spans(ramp)
+    made = TrainingSchedule(ramp, total, 0, "", parts)
     steps = 0
     begin = 0
     while begin < total:
-        begin += parts[max(i for i, p in enumerate(parts) if p.begin <= begin)].size
+        begin += parts[max(i for i, p in enumerate(parts) if p.first_position <= begin)].window_size
         steps += 1
-    return Course(made.ramp, total, steps, "", parts)
+    return TrainingSchedule(made.ramp, total, steps, "", parts)
 
 
-def feed_of(making: Maker, run: Course, batch_size: int, begin: int = 0, ahead: int = 2) -> Feed:
-    return Feed(making, run, EXPERTS, every=2, batch_size=batch_size, ahead=ahead, parallel=Alone(), begin=begin)
+def build_loader(
+    making: BatchCollator, run: TrainingSchedule, batch_size: int, begin: int = 0, ahead: int = 2
+) -> TrainingDataLoader:
+    return TrainingDataLoader(
+        making,
+        run,
+        EXPERTS,
+        switch_every=2,
+        batch_size=batch_size,
+        batches_ahead=ahead,
+        process_group=SingleProcess(),
+        start_step=begin,
+    )
 
 
-def everything(
-    making: Maker, run: Course, batch_size: int, begin: int = 0, ahead: int = 2
+def all_windows(
+    making: BatchCollator, run: TrainingSchedule, batch_size: int, begin: int = 0, ahead: int = 2
 ) -> list[tuple[Any, list[Any]]]:
-    with feed_of(making, run, batch_size, begin, ahead) as feed:
+    with build_loader(making, run, batch_size, begin, ahead) as feed:
         return [(window.plan, list(window)) for window in feed]
 
 
@@ -95,14 +106,17 @@ def everything(
     data=st.data(),
 )
 def test_a_feed_from_any_step_on_gives_the_same_batches(sizes, batch_size, start, grow, length, total, data):
-    making, run = maker(sizes, batch_size, Numbers()), course(Ramp(start, start + grow, length), total)
-    whole = everything(making, run, batch_size)
+    making, run = (
+        build_collator(sizes, batch_size, NumberedSamples()),
+        build_schedule(BatchRamp(start, start + grow, length), total),
+    )
+    whole = all_windows(making, run, batch_size)
     assert [p for plan, _ in whole for p in plan.positions] == list(range(total))
     for plan, batches in whole:
         assert sorted(p for batch in batches for p in batch.positions) == list(plan.positions)
         assert all(len(batch) <= batch_size for batch in batches)
     step, ahead = data.draw(st.integers(0, run.total_steps - 1)), data.draw(st.sampled_from([0, 1, 2]))
-    again = everything(making, run, batch_size, step, ahead)
+    again = all_windows(making, run, batch_size, step, ahead)
     for (plan, batches), (expected, known) in zip(again, whole[step:], strict=True):
         assert plan == expected
         for one, other in zip(batches, known, strict=True):
@@ -114,12 +128,12 @@ def test_a_feed_from_any_step_on_gives_the_same_batches(sizes, batch_size, start
 @settings(max_examples=20, deadline=None)
 @given(sizes=st.tuples(*(st.integers(1, 9),) * 3), cuts=st.tuples(st.integers(1, 7), st.integers(1, 7)))
 def test_noise_and_levels_of_a_sample_do_not_depend_on_the_batch_it_is_in(sizes, cuts):
-    run = course(Ramp(6, 6), sum(sizes) * 2)
-    making = maker(sizes, 4, Numbers())
+    run = build_schedule(BatchRamp(6, 6), sum(sizes) * 2)
+    making = build_collator(sizes, 4, NumberedSamples())
     found = [
         {
             position: (batch.noise[row], batch.levels[row], batch.latents[row])
-            for _, batches in everything(making, run, cut)
+            for _, batches in all_windows(making, run, cut)
             for batch in batches
             for row, position in enumerate(batch.positions)
         }
@@ -131,8 +145,8 @@ def test_noise_and_levels_of_a_sample_do_not_depend_on_the_batch_it_is_in(sizes,
 
 
 def test_levels_belong_to_the_expert_that_is_trained_and_experts_take_turns():
-    making, run = maker((9, 9, 9), 4, Numbers()), course(Ramp(5, 5), 100)
-    for plan, batches in everything(making, run, 4):
+    making, run = build_collator((9, 9, 9), 4, NumberedSamples()), build_schedule(BatchRamp(5, 5), 100)
+    for plan, batches in all_windows(making, run, 4):
         expert = EXPERTS[plan.expert]
         assert plan.expert == plan.step // 2 % 2
         for batch in batches:
@@ -140,10 +154,10 @@ def test_levels_belong_to_the_expert_that_is_trained_and_experts_take_turns():
 
 
 def test_with_none_ahead_a_batch_is_made_when_it_is_taken_by_whoever_takes_it():
-    encoded = Numbers()
-    making, run = maker((40, 1, 1), 1, encoded), course(Ramp(20, 20), 40)
+    encoded = NumberedSamples()
+    making, run = build_collator((40, 1, 1), 1, encoded), build_schedule(BatchRamp(20, 20), 40)
     before = threading.active_count()
-    with feed_of(making, run, 1, ahead=0) as feed:
+    with build_loader(making, run, 1, ahead=0) as feed:
         window = iter(next(iter(feed)))
         assert encoded.made == 1 and threading.active_count() == before
         next(window)
@@ -168,9 +182,9 @@ def test_batches_are_made_ahead_where_that_takes_nothing_from_the_model(blocks, 
 
 
 def test_no_more_batches_are_made_ahead_than_asked_for():
-    encoded = Numbers()
-    making, run = maker((40, 1, 1), 1, encoded), course(Ramp(20, 20), 200)
-    with feed_of(making, run, 1, ahead=3) as feed:
+    encoded = NumberedSamples()
+    making, run = build_collator((40, 1, 1), 1, encoded), build_schedule(BatchRamp(20, 20), 200)
+    with build_loader(making, run, 1, ahead=3) as feed:
         window = iter(next(iter(feed)))
         next(window)
         deadline = time.monotonic() + 5
@@ -181,24 +195,24 @@ def test_no_more_batches_are_made_ahead_than_asked_for():
 
 
 def test_an_error_is_raised_where_its_batch_is_asked_for():
-    class Broken(Numbers):
+    class Broken(NumberedSamples):
         def latents(self, micro: MicroBatch) -> Tensors:
             if self.made == 3:
                 raise ValueError("broken sample")
             return super().latents(micro)
 
-    making, run = maker((9, 9, 9), 2, Broken()), course(Ramp(2, 2), 40)
+    making, run = build_collator((9, 9, 9), 2, Broken()), build_schedule(BatchRamp(2, 2), 40)
     taken = 0
-    with pytest.raises(ValueError, match="broken sample"), feed_of(making, run, 2) as feed:
+    with pytest.raises(ValueError, match="broken sample"), build_loader(making, run, 2) as feed:
         for window in feed:
             taken += len(list(window))
     assert taken == 3
 
 
 def test_leaving_a_feed_waits_for_no_batch_but_the_one_in_the_making():
-    encoded = Numbers()
-    making, run = maker((9, 9, 9), 1, encoded), course(Ramp(9, 9), 90)
-    feed = feed_of(making, run, 1, ahead=8)
+    encoded = NumberedSamples()
+    making, run = build_collator((9, 9, 9), 1, encoded), build_schedule(BatchRamp(9, 9), 90)
+    feed = build_loader(making, run, 1, ahead=8)
     next(iter(next(iter(feed))))
     encoded.gate.clear()
     made = encoded.made
@@ -209,6 +223,8 @@ def test_leaving_a_feed_waits_for_no_batch_but_the_one_in_the_making():
 
 
 def test_a_sample_is_named_by_its_dataset_and_key():
-    making = maker((3, 3, 3), 2, Numbers())
+    making = build_collator((3, 3, 3), 2, NumberedSamples())
     positions = range(9)
-    assert sorted(map(partial(Maker.name, making), positions)) == sorted(f"d/{number}" for number in range(9))
+    assert sorted(map(partial(BatchCollator.sample_name, making), positions)) == sorted(
+        f"d/{number}" for number in range(9)
+    )

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 from safetensors.torch import load_file
 
-from tests.train.runs import Parent, artefacts, config, pictures
+from tests.train.runs import TrainingForkServer, artefacts, config, pictures
 from tests.train.test_runs import SHORT, del_intermediate, whole_and_again
 
 
@@ -52,7 +52,9 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_run_stopped_and_resumed_ends_with_the_same_bits(parent: Parent, tmp_path: Path, way: str) -> None:
+def test_a_run_stopped_and_resumed_ends_with_the_same_bits(
+    parent: TrainingForkServer, tmp_path: Path, way: str
+) -> None:
     changed = {**SHORT, "validation": {"at_start": False, "every_steps": 6}, **pairs(tmp_path, **WAYS[way])}
     caches = {"cache_config": {"vae_cache_type": "none", "text_cache_type": "none"}}
     fresh = parent.start(config(tmp_path, "fresh", **changed, **caches))
@@ -70,7 +72,9 @@ def test_a_run_stopped_and_resumed_ends_with_the_same_bits(parent: Parent, tmp_p
     assert losses == expected["losses.jsonl"], "encoded at use, the same is learnt"
 
 
-def test_data_that_do_not_fit_the_family_are_refused_with_the_remedy(parent: Parent, tmp_path: Path) -> None:
+def test_data_that_do_not_fit_the_family_are_refused_with_the_remedy(
+    parent: TrainingForkServer, tmp_path: Path
+) -> None:
     changed = {**SHORT, **pairs(tmp_path)}
     alone = [{**one, "conditioning_dir": None} for one in changed["datasets"]]
     for one in alone:

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from supertuner.config.sources.load import load
-from supertuner.core.events import Silence
-from supertuner.core.host import Host
-from supertuner.data.batching.framing import framing_of
-from supertuner.data.batching.render import render
+from supertuner.config.sources.load import load_config
+from supertuner.core.events import NullSink
+from supertuner.core.host import HostFacts
+from supertuner.data.batching.framing import framing_for_sample
+from supertuner.data.batching.render import render_sample
 from supertuner.data.ordering.windows import micro_batches
 from supertuner.step.batch import StepBatch
-from supertuner.train.run import Run
-from supertuner.train.setup import Outside, open_run
+from supertuner.train.run import TrainingRun
+from supertuner.train.setup import RunContext, open_run
 from tests.train.runs import config
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -30,29 +30,29 @@ TURNS = 4
 @pytest.mark.parametrize("way", WAYS)
 def test_latents_and_framing_are_of_the_same_turn(tmp_path: Path, way: str) -> None:
     file = config(tmp_path, "a", model={"family": "sdxl", "switch_boundary_every": 1})
-    settings = load(file).config
+    settings = load_config(file).config
     dataset = settings.datasets[0].model_validate(
         settings.datasets[0].model_dump() | WAYS[way] | {"crop": "random", "resolution": 16, "max_aspect_ratio": 1.0}
     )
     settings = settings.model_copy(update={"datasets": (_wide(dataset, tmp_path),)})
     folder = tmp_path / "a" / "run"
     folder.mkdir(parents=True)
-    with open_run(settings, "run", folder, Outside(Silence(), Silence(), Host())) as run:
-        order = run.maker.corpus.order
+    with open_run(settings, "run", folder, RunContext(NullSink(), NullSink(), HostFacts())) as run:
+        order = run.collator.corpus.order
         for micro in micro_batches(order, range(order.epoch_begin(TURNS)), 2):
-            check(run, run.maker.make(micro, run.model.experts[0]), micro)
+            check(run, run.collator.collate(micro, run.model.experts[0]), micro)
 
 
-def check(run: Run, batch: StepBatch, micro: Any) -> None:
+def check(run: TrainingRun, batch: StepBatch, micro: Any) -> None:
     """Of the turns that there can be, one gives these latents, and this framing is that turn's."""
-    corpus, encoder = run.maker.corpus, run.family.media_encoder(run.model, run.device)
+    corpus, encoder = run.collator.corpus, run.family.build_media_encoder(run.model, run.device)
     for at, sample in enumerate(micro.draws.sample.tolist()):
         row = torch.empty(micro.bucket.shape, dtype=torch.uint8)
         found = []
         for turn in range(TURNS):
-            render(corpus.seed, corpus.parts[0], sample, turn, micro.bucket, row)
+            render_sample(corpus.seed, corpus.datasets[0], sample, turn, micro.bucket, row)
             if torch.equal(encoder.encode(row[None])["latents"][0], batch.latents[at]):
-                found.append(framing_of(corpus.seed, corpus.parts[0], sample, turn, micro.bucket))
+                found.append(framing_for_sample(corpus.seed, corpus.datasets[0], sample, turn, micro.bucket))
         assert found and tuple(batch.conditions["framing"][at].tolist()) in {tuple(map(float, one)) for one in found}
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from supertuner.core.events import Warned
-from supertuner.sinks.console import Console
+from supertuner.core.events import WarningEvent
+from supertuner.sinks.console import ConsoleSink
 from supertuner.train.checkpoint import save as checkpoint
 from tests.train.runs import ROOT, config
 
@@ -44,7 +44,7 @@ def test_a_run_whose_terminal_is_closed_saves_and_stops(tmp_path: Path) -> None:
     finally:
         run.kill()
         run.wait()
-    (found,) = checkpoint.find(tmp_path / "closed" / "run" / checkpoint.FOLDER)[-1:]
+    (found,) = checkpoint.find_checkpoints(tmp_path / "closed" / "run" / checkpoint.CHECKPOINTS_DIR)[-1:]
     assert found.step > 0 and found.problem is None
     assert "saved step" in (tmp_path / "closed" / "run" / "events.jsonl").read_text().splitlines()[-2]
 
@@ -77,9 +77,9 @@ def test_what_nobody_can_see_ends_nothing(live: bool, monkeypatch: pytest.Monkey
 
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stderr", Closed())
-    with Console() as console, console.phase("staging", items=3) as phase:
+    with ConsoleSink() as console, console.phase("staging", items=3) as phase:
         phase.advance(1)
-        console.emit(Warned("disk", "is slow"))
+        console.emit(WarningEvent("disk", "is slow"))
         phase.advance(2)
 
 
@@ -89,7 +89,7 @@ def test_a_live_display_and_what_others_print_come_through(monkeypatch: pytest.M
     monkeypatch.setenv("TERM", "xterm")
     with os.fdopen(screen, "w") as shown:
         monkeypatch.setattr(sys, "stderr", shown)
-        with Console() as console, console.phase("staging", items=3) as phase:
+        with ConsoleSink() as console, console.phase("staging", items=3) as phase:
             phase.advance(1)
             sys.stderr.write("by somebody else\n")
             phase.advance(2)

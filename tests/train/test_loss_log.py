@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from supertuner.core.errors import CheckpointError
-from supertuner.train.loss_log import BEGINNING, LossLog, LossRecord, line_of, read
+from supertuner.train.loss_log import EMPTY_POSITION, LossLog, LossRecord, encode_record, read_losses
 
 floats = st.floats(allow_nan=False, allow_infinity=False)
 
@@ -34,13 +34,13 @@ def run(path: Path, first: int, last: int) -> None:
 
 def test_what_is_logged_is_read_back(tmp_path: Path) -> None:
     run(tmp_path / "losses.jsonl", 1, 12)
-    assert read(tmp_path / "losses.jsonl") == [record(step) for step in range(1, 13)]
-    assert read(tmp_path / "nothing") == []
+    assert read_losses(tmp_path / "losses.jsonl") == [record(step) for step in range(1, 13)]
+    assert read_losses(tmp_path / "nothing") == []
 
 
 @given(floats, floats, st.none() | floats)
 def test_numbers_come_back_to_the_last_bit(loss: float, rate: float, grad_norm: float | None) -> None:
-    line = line_of(LossRecord(1, 4, 4, "model", loss, grad_norm, rate))
+    line = encode_record(LossRecord(1, 4, 4, "model", loss, grad_norm, rate))
     fields = json.loads(line)
     assert (fields["loss"], fields["rate"], fields["grad_norm"]) == (loss, rate, grad_norm)
     assert math.copysign(1, fields["loss"]) == math.copysign(1, loss) and "not_finite" not in fields
@@ -54,7 +54,7 @@ def test_what_is_no_number_is_null_and_named(tmp_path: Path) -> None:
     first, second = path.read_text().splitlines()
     assert '"loss": null' in first and '"not_finite": {"loss": "nan", "grad_norm": "inf"}' in first
     assert '"not_finite": {"loss": "-inf"}' in second and '"grad_norm": null' in second
-    one, two = read(path)
+    one, two = read_losses(path)
     assert math.isnan(one.loss) and one.grad_norm == math.inf and two.loss == -math.inf and two.grad_norm is None
 
 
@@ -72,7 +72,7 @@ def test_a_log_cut_at_any_checkpoint_goes_on_to_the_same_bytes(tmp_path: Path) -
         with path.open("ab") as torn:
             torn.write(b'{"step": 26, "sam')
         with LossLog(path) as log:
-            log.cut(*position)
+            log.truncate(*position)
             assert log.position() == position
             for step in range(saved + 1, 31):
                 log.append(record(step))
@@ -86,7 +86,7 @@ def test_a_resumed_log_says_the_same_positions(tmp_path: Path) -> None:
         log.append(record(2))
         late = log.position()
     with LossLog(tmp_path / "a") as log:
-        log.cut(*early)
+        log.truncate(*early)
         log.append(record(2))
         assert log.position() == late and late.nbytes == (tmp_path / "a").stat().st_size
 
@@ -101,7 +101,7 @@ def test_a_log_that_is_shorter_than_the_checkpoint_saw_is_refused(tmp_path: Path
         LossLog(path) as log,
         pytest.raises(CheckpointError, match=r"losses\.jsonl: it has \d+ bytes, .* saw \d+; put"),
     ):
-        log.cut(*position)
+        log.truncate(*position)
     assert path.stat().st_size == position.nbytes - 1, "and left as it is"
 
 
@@ -118,7 +118,7 @@ def test_a_log_with_another_past_is_refused(tmp_path: Path) -> None:
         LossLog(path) as log,
         pytest.raises(CheckpointError, match="are not those that the checkpoint saw; put the file"),
     ):
-        log.cut(*position)
+        log.truncate(*position)
     assert path.read_bytes() == content
 
 
@@ -127,8 +127,8 @@ def test_lines_of_before_must_be_cut_before_new_ones_come(tmp_path: Path) -> Non
     with LossLog(tmp_path / "a") as log:
         with pytest.raises(AssertionError, match="cut it"):
             log.append(record(4))
-        log.begin()
-        assert log.position() == BEGINNING and (tmp_path / "a").stat().st_size == 0
+        log.reset()
+        assert log.position() == EMPTY_POSITION and (tmp_path / "a").stat().st_size == 0
         log.append(record(1))
 
 
@@ -137,7 +137,7 @@ def test_a_torn_last_line_is_not_read_and_a_wrong_line_is_named(tmp_path: Path) 
     run(path, 1, 2)
     whole = path.read_bytes()
     path.write_bytes(whole + b'{"step": 3')
-    assert len(read(path)) == 2
+    assert len(read_losses(path)) == 2
     for wrong in (
         b"nonsense",
         b"[]",
@@ -147,7 +147,7 @@ def test_a_torn_last_line_is_not_read_and_a_wrong_line_is_named(tmp_path: Path) 
     ):
         path.write_bytes(whole + wrong + b"\n")
         with pytest.raises(CheckpointError, match=r"losses\.jsonl, line 3 is not a line"):
-            read(path)
+            read_losses(path)
 
 
 def test_a_log_that_is_a_link_is_refused(tmp_path: Path) -> None:
@@ -172,4 +172,4 @@ def test_a_full_disk_is_an_error_and_the_line_is_not_counted(tmp_path: Path) -> 
             signal.signal(signal.SIGXFSZ, ignored)
         assert log.position() == position
         log.append(record(2))
-    assert read(tmp_path / "a") == [record(1), record(2)]
+    assert read_losses(tmp_path / "a") == [record(1), record(2)]

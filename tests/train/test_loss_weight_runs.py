@@ -8,7 +8,7 @@ from typing import Any
 
 from PIL import Image
 
-from tests.train.runs import Parent, config, pictures
+from tests.train.runs import TrainingForkServer, config, pictures
 
 SHORT: dict[str, Any] = {
     "train": {"max_steps": 4, "batch_size": 2, "mixed_precision": "fp32"},
@@ -55,7 +55,7 @@ def everything(folder: Path) -> dict[str, Any]:
     }
 
 
-def test_a_run_that_counts_everything_trains_and_goes_on_to_the_bit(parent: Parent, tmp_path: Path) -> None:
+def test_a_run_that_counts_everything_trains_and_goes_on_to_the_bit(parent: TrainingForkServer, tmp_path: Path) -> None:
     data = datasets(tmp_path, **everything(tmp_path))
     in_turn = {"switch_boundary_every": 1}  # so that the same experts are trained before and after
     whole = config(tmp_path, "whole", **SHORT, datasets=data, model=in_turn, objective={"loss": "huber"})
@@ -68,7 +68,7 @@ def test_a_run_that_counts_everything_trains_and_goes_on_to_the_bit(parent: Pare
 
 
 def test_min_snr_on_a_flow_model_changes_nothing_is_told_once_and_the_path_is_there_when_asked(
-    parent: Parent, tmp_path: Path
+    parent: TrainingForkServer, tmp_path: Path
 ) -> None:
     data = datasets(tmp_path)
     objectives: dict[str, dict[str, Any]] = {
@@ -86,7 +86,7 @@ def test_min_snr_on_a_flow_model_changes_nothing_is_told_once_and_the_path_is_th
     assert told["value"] == "none" and "flow matching" in told["reason"]
 
 
-def test_min_snr_on_a_model_that_predicts_noise_weighs_by_its_table(parent: Parent, tmp_path: Path) -> None:
+def test_min_snr_on_a_model_that_predicts_noise_weighs_by_its_table(parent: TrainingForkServer, tmp_path: Path) -> None:
     data, model = datasets(tmp_path), {"family": "sdxl"}
     files = [
         config(tmp_path, name, **BRIEF, datasets=data, model=model, objective=objective)
@@ -98,14 +98,18 @@ def test_min_snr_on_a_model_that_predicts_noise_weighs_by_its_table(parent: Pare
     assert "objective.weighting" not in (tmp_path / "weighed" / "run" / "decisions.json").read_text()
 
 
-def test_masks_that_fit_no_sample_end_the_run_before_anything_is_encoded(parent: Parent, tmp_path: Path) -> None:
+def test_masks_that_fit_no_sample_end_the_run_before_anything_is_encoded(
+    parent: TrainingForkServer, tmp_path: Path
+) -> None:
     data = datasets(tmp_path, mask_dir=str(tmp_path / "data" / "class"))
     assert parent.train(config(tmp_path, "a", **SHORT, datasets=data)) == 1
     assert "named like a sample" in " ".join(parent.said().split())
     assert not (tmp_path / "a" / "run" / "losses.jsonl").exists()
 
 
-def test_masks_weights_and_captions_that_changed_since_the_checkpoint_are_told(parent: Parent, tmp_path: Path) -> None:
+def test_masks_weights_and_captions_that_changed_since_the_checkpoint_are_told(
+    parent: TrainingForkServer, tmp_path: Path
+) -> None:
     data = datasets(tmp_path, **everything(tmp_path))
     file = config(tmp_path, "changed", **{**BRIEF, "datasets": data, "checkpoints": {"every_steps": 1}})
     assert parent.train(file) == 0, parent.said()

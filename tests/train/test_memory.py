@@ -10,22 +10,22 @@ from typing import cast
 import pytest
 import torch
 
-from supertuner.config.sources.load import load
+from supertuner.config.sources.load import load_config
 from supertuner.core.errors import MemoryEngineError
-from supertuner.core.events import Decided, Event, Measured, Warned
-from supertuner.core.host import Host
+from supertuner.core.events import DecisionEvent, Event, MeasurementEvent, WarningEvent
+from supertuner.core.host import HostFacts
 from supertuner.memory.hints.api import gh200_uvm_enabled, set_uvm_hint_override
 from supertuner.memory.hints.outcomes import Outcome, Status
 from supertuner.memory.overflow.plugin import OverflowStats
 from supertuner.memory.overflow.pools import Pools
 from supertuner.step.batch import StepBatch
-from supertuner.train.memory import MemoryEngine, open_memory, overflow_line
-from tests.train.runs import Parent, config
+from supertuner.train.memory import MemoryEngine, open_memory, overflow_summary
+from tests.train.runs import TrainingForkServer, config
 
 CPU = torch.device("cpu")
 
 
-class Told:
+class RecordingSink:
     def __init__(self) -> None:
         self.events: list[Event] = []
 
@@ -33,11 +33,11 @@ class Told:
         self.events.append(event)
 
 
-def opened(tmp_path: Path, **blocks: object) -> tuple[Told, object]:
+def opened(tmp_path: Path, **blocks: object) -> tuple[RecordingSink, object]:
     file = tmp_path / "run.json"
     file.write_text(json.dumps(blocks))
-    told = Told()
-    return told, open_memory(load(file).config, CPU, host=Host(), sink=told)
+    told = RecordingSink()
+    return told, open_memory(load_config(file).config, CPU, host=HostFacts(), sink=told)
 
 
 def account(**counts: int | str) -> OverflowStats:
@@ -47,13 +47,13 @@ def account(**counts: int | str) -> OverflowStats:
 
 
 @dataclass
-class Account:
+class PoolsStub:
     """Pools that have nothing but an account."""
 
-    said: OverflowStats
+    overflow_stats: OverflowStats
 
     def stats(self) -> OverflowStats:
-        return self.said
+        return self.overflow_stats
 
 
 def test_hints_are_off_and_the_reason_is_told_once(tmp_path: Path) -> None:
@@ -61,20 +61,20 @@ def test_hints_are_off_and_the_reason_is_told_once(tmp_path: Path) -> None:
     with engine as memory:
         assert isinstance(memory, MemoryEngine)
         assert memory.hints is None and memory.buffers is None and memory.pools is None
-        assert memory.lines() == [
+        assert memory.summary_lines() == [
             "residency hints off: a cache of type unified_memory asks for them, but the run computes on cpu"
         ]
         assert not gh200_uvm_enabled(), "the seeds' function says the same"
-    decided = [event for event in told.events if isinstance(event, Decided)]
+    decided = [event for event in told.events if isinstance(event, DecisionEvent)]
     assert [(one.what, one.value) for one in decided] == [("residency_hints", False)]
-    assert not any(isinstance(event, Warned) for event in told.events), "nobody asked for them in so many words"
+    assert not any(isinstance(event, WarningEvent) for event in told.events), "nobody asked for them in so many words"
 
 
 def test_who_asks_for_hints_and_cannot_have_them_is_warned(tmp_path: Path) -> None:
     told, engine = opened(tmp_path, gh200_optimizations={"enable_uvm_hints": True})
     with engine:
         pass
-    (warned,) = (event for event in told.events if isinstance(event, Warned))
+    (warned,) = (event for event in told.events if isinstance(event, WarningEvent))
     assert warned.what == "gh200_optimizations.enable_uvm_hints"
     assert warned.message.endswith("but the run computes on cpu")
 
@@ -103,7 +103,7 @@ def test_each_refusal_is_told_once_to_whoever_plans(tmp_path: Path) -> None:
         memory.tally.add(Outcome(Status.APPLIED, "read back as asked"))
         assert memory.new_refusal() == "memory was refused (0 allocations, 1 hints so far)"
         assert memory.new_refusal() is None
-        memory.account, memory.pools = account(refused_ratio=1), Account(account(refused_ratio=3))
+        memory.account, memory.pools = account(refused_ratio=1), PoolsStub(account(refused_ratio=3))
         assert "2 allocations" in memory.new_refusal()
 
 
@@ -112,13 +112,13 @@ def test_figures_are_taken_every_so_many_steps_and_hold_what_this_machine_has(tm
     with engine as memory:
         for step in range(1, 3):
             memory.after_step(step, told)
-    (figures,) = (event.figures for event in told.events if isinstance(event, Measured))
+    (figures,) = (event.figures for event in told.events if isinstance(event, MeasurementEvent))
     assert figures["step"] == 2
     assert not [name for name in figures if name.startswith(("gpu.", "torch.", "uvm", "nvml.", "cupti."))]
     told, engine = opened(tmp_path, report={"memory_every_steps": 0})
     with engine as memory:
         memory.after_step(10, told)
-    assert not any(isinstance(event, Measured) for event in told.events)
+    assert not any(isinstance(event, MeasurementEvent) for event in told.events)
 
 
 def test_caches_and_batches_are_left_alone_without_hints(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_where_memory_is_full_in_spite_of_overflow_the_reason_is_told(
 ) -> None:
     _, engine = opened(tmp_path)
     with engine as memory:
-        memory.pools = cast(Pools, Account(account(**counts)))
+        memory.pools = cast(Pools, PoolsStub(account(**counts)))
         assert memory.remedy("less") == said
 
 
@@ -155,13 +155,13 @@ def test_how_often_spilling_began_reads_well() -> None:
     nothing = account()
     once = account(managed_allocations=3, entered=1, device_peak_bytes=1 << 30, managed_peak_bytes=1 << 31)
     line = "overflow: at most 1.0 GiB of device memory, 2.0 GiB managed; spilling began {}, 0 light and 0 hard"
-    assert overflow_line(nothing, once).startswith(line.format("once"))
-    assert overflow_line(nothing, replace(once, entered=2)).startswith(line.format("2 times"))
-    assert "; already spilling at its start, 0 light" in overflow_line(account(entered=1), once)
-    assert overflow_line(once, once) == "overflow: not needed; at most 1.0 GiB of device memory"
+    assert overflow_summary(nothing, once).startswith(line.format("once"))
+    assert overflow_summary(nothing, replace(once, entered=2)).startswith(line.format("2 times"))
+    assert "; already spilling at its start, 0 light" in overflow_summary(account(entered=1), once)
+    assert overflow_summary(once, once) == "overflow: not needed; at most 1.0 GiB of device memory"
 
 
-def test_a_run_keeps_the_decision_and_ends_with_it(parent: Parent, tmp_path: Path) -> None:
+def test_a_run_keeps_the_decision_and_ends_with_it(parent: TrainingForkServer, tmp_path: Path) -> None:
     file = config(tmp_path, "plain", train={"max_steps": 2}, validation={"at_start": False, "at_end": False})
     assert parent.train(file) == 0, parent.said()
     assert "  memory       residency hints off: " in parent.said()

@@ -13,18 +13,18 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from supertuner.config.sources.load import load
+from supertuner.config.sources.load import load_config
 from supertuner.core.errors import TrainError
-from supertuner.core.events import Event, Silence, Warned
-from supertuner.core.host import Host
+from supertuner.core.events import Event, NullSink, WarningEvent
+from supertuner.core.host import HostFacts
 from supertuner.train.loop import train
-from supertuner.train.run import Run
-from supertuner.train.setup import Outside, open_run
+from supertuner.train.run import TrainingRun
+from supertuner.train.setup import RunContext, open_run
 from supertuner.train.validation.validate import validate
 from tests.train.runs import config
 
 
-class Kept:
+class RecordingSink:
     def __init__(self) -> None:
         self.events: list[Event] = []
 
@@ -32,39 +32,43 @@ class Kept:
         self.events.append(event)
 
 
-def full(*_: Any) -> NoReturn:
+def raise_out_of_memory(*_: Any) -> NoReturn:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore words of torch.")
 
 
 @contextmanager
-def opened(folder: Path, sink: Kept, experts: str = "all", **validation: Any) -> Iterator[Run]:
+def opened(folder: Path, sink: RecordingSink, experts: str = "all", **validation: Any) -> Iterator[TrainingRun]:
     file = config(folder, "a", train={"max_steps": 3}, model={"experts": experts}, validation=validation)
     (folder / "a" / "run").mkdir(parents=True)
-    with open_run(load(file).config, "run", folder / "a" / "run", Outside(sink, Silence(), Host())) as run:
+    with open_run(
+        load_config(file).config, "run", folder / "a" / "run", RunContext(sink, NullSink(), HostFacts())
+    ) as run:
         yield run
 
 
 def test_a_validation_that_does_not_fit_is_told_and_costs_no_step(tmp_path: Path) -> None:
-    sink = Kept()
+    sink = RecordingSink()
     with opened(tmp_path, sink, at_start=False, every_steps=2) as run:
-        run.family = replace(run.family, sampler=full)
+        run.family = replace(run.family, sampler=raise_out_of_memory)
         assert train(run).stopped_by is None and run.step == 3
-    told = [event for event in sink.events if isinstance(event, Warned) and event.what.startswith("validation of")]
+    told = [
+        event for event in sink.events if isinstance(event, WarningEvent) and event.what.startswith("validation of")
+    ]
     assert [one.what for one in told] == ["validation of step 2", "validation of step 3"]
     assert "CUDA out of memory. Tried to allocate 2.00 GiB.)" in told[0].message and "lower valid" in told[0].message
     assert (tmp_path / "a" / "run" / "checkpoints" / "step-00000003").is_dir()
 
 
 def test_a_validation_before_the_first_step_that_does_not_fit_ends_the_run(tmp_path: Path) -> None:
-    with opened(tmp_path, Kept(), at_start=True) as run:
-        run.family = replace(run.family, sampler=full)
+    with opened(tmp_path, RecordingSink(), at_start=True) as run:
+        run.family = replace(run.family, sampler=raise_out_of_memory)
         with pytest.raises(TrainError, match="lower validation"):
             train(run)
 
 
 def test_a_step_that_does_not_fit_ends_the_run_with_what_needs_less(tmp_path: Path) -> None:
-    with opened(tmp_path, Kept(), at_start=False) as run:
-        run.rules = replace(run.rules, denoise=full)
+    with opened(tmp_path, RecordingSink(), at_start=False) as run:
+        run.step_options = replace(run.step_options, denoise=raise_out_of_memory)
         with pytest.raises(TrainError, match=r"step 1 does not fit .* lower train.batch_size"):
             train(run)
 
@@ -72,8 +76,8 @@ def test_a_step_that_does_not_fit_ends_the_run_with_what_needs_less(tmp_path: Pa
 def test_an_expert_that_is_loaded_for_samples_is_gone_when_they_are_made(tmp_path: Path) -> None:
     """Fourteen billion parameters must not wait for Python's next look for circles."""
     loaded: list[weakref.ref[Any]] = []
-    with opened(tmp_path, Kept(), experts="high_noise") as run:
-        own = run.family.sampler
+    with opened(tmp_path, RecordingSink(), experts="high_noise") as run:
+        own = run.family.build_sampler
 
         def watched(*given: Any) -> Any:
             sampler: Any = own(*given)

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from supertuner.core.errors import CheckpointError
-from supertuner.core.events import Decided, Event, Silence
-from supertuner.core.host import Host
-from supertuner.train.checkpoint.save import FOLDER, save
-from supertuner.train.setup import Outside, _checkpoint
+from supertuner.core.events import DecisionEvent, Event, NullSink
+from supertuner.core.host import HostFacts
+from supertuner.train.checkpoint.save import CHECKPOINTS_DIR, save_checkpoint
+from supertuner.train.setup import RunContext, _find_checkpoint
 from tests.train.checkpoints import parts_at, state_at
 
 
-class Heard:
+class RecordingSink:
     """A sink that remembers."""
 
     def __init__(self) -> None:
@@ -26,18 +26,18 @@ class Heard:
 
 def put(run: Path, *steps: int) -> None:
     for step in steps:
-        save(run / FOLDER, step, parts_at(step), state_at(step), keep=9, host=Host())
+        save_checkpoint(run / CHECKPOINTS_DIR, step, parts_at(step), state_at(step), keep=9, host=HostFacts())
 
 
-def chosen(run: Path, resume: str, heard: Heard | None = None) -> Path | None:
-    found = _checkpoint(run, resume, Outside(heard or Heard(), Silence(), Host()))
+def chosen(run: Path, resume: str, heard: RecordingSink | None = None) -> Path | None:
+    found = _find_checkpoint(run, resume, RunContext(heard or RecordingSink(), NullSink(), HostFacts()))
     return None if found is None else found.path
 
 
 def test_latest_is_the_newest_of_its_own_and_nothing_for_a_new_run(tmp_path: Path) -> None:
     assert chosen(tmp_path / "a", "latest") is None
     put(tmp_path / "a", 20, 40)
-    assert chosen(tmp_path / "a", "latest") == tmp_path / "a" / FOLDER / "step-00000040"
+    assert chosen(tmp_path / "a", "latest") == tmp_path / "a" / CHECKPOINTS_DIR / "step-00000040"
 
 
 def test_never_wants_a_new_run(tmp_path: Path) -> None:
@@ -49,18 +49,18 @@ def test_never_wants_a_new_run(tmp_path: Path) -> None:
 
 def test_one_of_its_own_is_taken_when_it_is_named(tmp_path: Path) -> None:
     put(tmp_path / "a", 20, 40)
-    wanted = tmp_path / "a" / FOLDER / "step-00000020"
+    wanted = tmp_path / "a" / CHECKPOINTS_DIR / "step-00000020"
     assert chosen(tmp_path / "a", str(wanted)) == wanted
 
 
 def test_a_run_that_began_from_another_goes_on_from_its_own_once_it_has_some(tmp_path: Path) -> None:
     put(tmp_path / "other", 40)
-    origin, heard = tmp_path / "other" / FOLDER / "step-00000040", Heard()
+    origin, heard = tmp_path / "other" / CHECKPOINTS_DIR / "step-00000040", RecordingSink()
     assert chosen(tmp_path / "a", str(origin), heard) == origin and heard.events == []
     put(tmp_path / "a", 60)
-    assert chosen(tmp_path / "a", str(origin), heard) == tmp_path / "a" / FOLDER / "step-00000060"
+    assert chosen(tmp_path / "a", str(origin), heard) == tmp_path / "a" / CHECKPOINTS_DIR / "step-00000060"
     (decided,) = heard.events
-    assert isinstance(decided, Decided) and str(origin) in decided.reason
+    assert isinstance(decided, DecisionEvent) and str(origin) in decided.reason
 
 
 def test_a_named_one_that_is_not_there_is_an_error(tmp_path: Path) -> None:
@@ -79,6 +79,6 @@ def test_a_name_that_is_no_checkpoint_is_an_error_for_a_run_with_its_own_too(tmp
 def test_a_run_none_of_whose_checkpoints_is_whole_does_not_begin_anew_by_itself(tmp_path: Path) -> None:
     put(tmp_path / "a", 20, 40)
     for step in ("step-00000020", "step-00000040"):
-        (tmp_path / "a" / FOLDER / step / "state.json").write_text("{}")
+        (tmp_path / "a" / CHECKPOINTS_DIR / step / "state.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"no checkpoint in .* is whole"):
         chosen(tmp_path / "a", "latest")

@@ -13,20 +13,20 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from supertuner.train.loss_log import read as read_losses
-from tests.train.runs import Parent, artefacts, config
+from supertuner.train.loss_log import read_losses as read_losses
+from tests.train.runs import TrainingForkServer, artefacts, config
 
 SHORT = {"train": {"max_steps": 6}, "validation": {"at_start": False, "every_steps": None}}
 
 
-def trained(parent: Parent, folder: Path, name: str, **changed: object) -> Path:
+def trained(parent: TrainingForkServer, folder: Path, name: str, **changed: object) -> Path:
     """The folder of a run that was trained to its end."""
     file = config(folder, name, **changed)
     assert parent.train(file) == 0, parent.said()
     return folder / name / "run"
 
 
-def whole_and_again(parent: Parent, folder: Path, **changed: object) -> tuple[Path, Path]:
+def whole_and_again(parent: TrainingForkServer, folder: Path, **changed: object) -> tuple[Path, Path]:
     """The folders of a run that was trained to its end, and of one beside it that was stopped and started again."""
     whole = parent.start(config(folder, "whole", **changed))
     again = interrupted(parent, folder, "again", **changed)
@@ -34,7 +34,7 @@ def whole_and_again(parent: Parent, folder: Path, **changed: object) -> tuple[Pa
     return folder / "whole" / "run", again
 
 
-def interrupted(parent: Parent, folder: Path, name: str, **changed: object) -> Path:
+def interrupted(parent: TrainingForkServer, folder: Path, name: str, **changed: object) -> Path:
     """The same run, stopped by SIGTERM in the middle and started again."""
     file = config(folder, name, **changed)
     pid = parent.start(file)

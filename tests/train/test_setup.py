@@ -10,21 +10,21 @@ import pytest
 import torch
 
 from supertuner.config.settings.tree import RunConfig
-from supertuner.config.sources.load import load
+from supertuner.config.sources.load import load_config
 from supertuner.core.errors import ModelError, TrainError
-from supertuner.core.events import Event, Silence, Warned
-from supertuner.core.host import Host
+from supertuner.core.events import Event, NullSink, WarningEvent
+from supertuner.core.host import HostFacts
 from supertuner.data.opened import open_corpus
 from supertuner.models.families.wan22 import tiny as wan22_tiny
 from supertuner.models.fingerprint import fingerprint
-from supertuner.models.spec import Model, Source
-from supertuner.models.table import family
-from supertuner.step.precision import Precision
-from supertuner.train.model_source import opened_model
-from supertuner.train.setup import encoding_of, require_stages
-from supertuner.train.validation.validate import _captioned
+from supertuner.models.spec import ModelDescription, ModelSource
+from supertuner.models.table import load_family
+from supertuner.step.precision import ComputePrecision
+from supertuner.train.model_source import open_model
+from supertuner.train.setup import build_encoding_spec, require_expert_settings
+from supertuner.train.validation.validate import _captioned_samples
 from tests.models.families.pipelines import tiny_wan, tiny_wan_image_to_video
-from tests.train.runs import Parent, config
+from tests.train.runs import TrainingForkServer, config
 
 __all__ = ["tiny_wan", "tiny_wan_image_to_video"]
 
@@ -45,7 +45,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_the_model_cannot_do_is_refused_before_anything_is_encoded(
-    parent: Parent, tmp_path: Path, what: str
+    parent: TrainingForkServer, tmp_path: Path, what: str
 ) -> None:
     changed, why = REFUSED[what]
     assert parent.train(config(tmp_path, "a", **changed)) == 1
@@ -54,17 +54,17 @@ def test_what_the_model_cannot_do_is_refused_before_anything_is_encoded(
 
 
 def test_of_one_vae_image_to_video_and_text_to_video_have_entries_of_their_own(
-    tiny_wan: Source, tiny_wan_image_to_video: Source, tmp_path: Path
+    tiny_wan: ModelSource, tiny_wan_image_to_video: ModelSource, tmp_path: Path
 ) -> None:
-    wan, settings = family("wan2.2"), RunConfig.model_validate({"run": {"output_dir": tmp_path}})
-    models = [wan.read(source) for source in (tiny_wan, tiny_wan_image_to_video)]
+    wan, settings = load_family("wan2.2"), RunConfig.model_validate({"run": {"output_dir": tmp_path}})
+    models = [wan.read_model(source) for source in (tiny_wan, tiny_wan_image_to_video)]
     assert len({fingerprint(wan.media_files(model), None) for model in models}) == 1, "the VAE is the same"
-    precision = Precision("fp32", torch.device("cpu"))
-    made = [encoding_of(settings, wan, model, precision, str).identities for model in models]
+    precision = ComputePrecision("fp32", torch.device("cpu"))
+    made = [build_encoding_spec(settings, wan, model, precision, str).fingerprints for model in models]
     assert made[0].media != made[1].media and made[0].text == made[1].text
 
 
-class Heard:
+class RecordingSink:
     """A sink that keeps what it is told."""
 
     def __init__(self) -> None:
@@ -74,19 +74,19 @@ class Heard:
         self.said.append(event)
 
 
-def model_of_nothing() -> Model:
-    return Model(Source("nowhere"), "", (), frozenset(), 1.0, {})
+def model_of_nothing() -> ModelDescription:
+    return ModelDescription(ModelSource("nowhere"), "", (), frozenset(), 1.0, {})
 
 
 def test_samples_that_are_called_the_same_are_looked_at_once_for_prompts(tmp_path: Path) -> None:
     """Each look decodes a whole clip where the model starts from a frame."""
-    settings = load(config(tmp_path, "a")).config
+    settings = load_config(config(tmp_path, "a")).config
     same = settings.datasets[0].model_copy(
         update={"captions": settings.datasets[0].captions.model_copy(update={"constant": "x"})}
     )
     part = settings.model_copy(update={"datasets": (same,)})
-    with open_corpus(part, host=Host(), sink=Silence(), progress=Silence()) as corpus:
-        (only,) = _captioned(corpus, replace(model_of_nothing(), starts_from_frame=True))
+    with open_corpus(part, host=HostFacts(), sink=NullSink(), progress=NullSink()) as corpus:
+        (only,) = _captioned_samples(corpus, replace(model_of_nothing(), starts_from_frame=True))
     assert only.caption == "x" and only.image is not None and only.image.shape == (32, 32, 3)
 
 
@@ -96,23 +96,23 @@ def test_a_run_goes_on_with_the_commit_that_it_began_with_unless_a_revision_is_s
     for given, wanted in (({}, "revision abc"), ({"revision": "v2"}, "revision v2")):
         settings = RunConfig.model_validate({"model": {**named, **given}})
         with pytest.raises(ModelError, match=wanted):
-            opened_model(settings, tmp_path, "abc")
+            open_model(settings, tmp_path, "abc")
 
 
 def test_settings_of_an_expert_that_the_model_has_not_are_refused_or_told(tmp_path: Path) -> None:
     """A family with two experts has smaller models with one."""
-    wan22_tiny.build(wan22_tiny.TinyWan(kind="ti2v"), 0).save_pretrained(tmp_path / "5b")
-    model = family("wan2.2").read(Source(str(tmp_path / "5b")))
+    wan22_tiny.build_pipeline(wan22_tiny.TinyWan(kind="ti2v"), 0).save_pretrained(tmp_path / "5b")
+    model = load_family("wan2.2").read_model(ModelSource(str(tmp_path / "5b")))
     named = {"family": "wan2.2", "path": str(tmp_path / "5b")}
-    sink = Heard()
+    sink = RecordingSink()
     both = RunConfig.model_validate({"model": named, "adapter": {"low_noise": {"rank": 2}}})
     with pytest.raises(TrainError, match=r"adapter\.low_noise is set, and .* has model; put it into adapter itself"):
-        require_stages(both, model, sink)
+        require_expert_settings(both, model, sink)
     rates = {"name": "automagic", "high_noise_lr_bump": 1e-6, "low_noise_max_lr": 1e-3}
-    require_stages(RunConfig.model_validate({"model": named, "optimizer": rates}), model, sink)
-    assert {event.what for event in sink.said if isinstance(event, Warned)} == {
+    require_expert_settings(RunConfig.model_validate({"model": named, "optimizer": rates}), model, sink)
+    assert {event.what for event in sink.said if isinstance(event, WarningEvent)} == {
         "optimizer.high_noise_lr_bump",
         "optimizer.low_noise_max_lr",
     }
-    require_stages(RunConfig.model_validate({"model": named, "adapter": {"rank": 2}}), model, sink)
+    require_expert_settings(RunConfig.model_validate({"model": named, "adapter": {"rank": 2}}), model, sink)
     assert len(sink.said) == 2, "what is said for all experts is said for this one"

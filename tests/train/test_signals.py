@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from supertuner.train.signals import Signals
+from supertuner.train.signals import TrainingSignals
 
 OURS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
@@ -21,15 +21,15 @@ def send(number: signal.Signals) -> None:
 def test_the_first_signal_asks_to_save_and_stop_and_says_so(
     number: signal.Signals, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with Signals() as signals:
+    with TrainingSignals() as signals:
         assert signals.stop is None
         send(number)
-        assert signals.stop == number.name and not signals.take_validate()
+        assert signals.stop == number.name and not signals.pop_validate_request()
     assert "saving and stopping after this window" in capfd.readouterr().err
 
 
 def test_a_second_ctrl_c_stops_at_once() -> None:
-    with Signals() as signals:
+    with TrainingSignals() as signals:
         send(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             send(signal.SIGINT)
@@ -37,7 +37,7 @@ def test_a_second_ctrl_c_stops_at_once() -> None:
 
 
 def test_a_second_sigterm_changes_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    with Signals() as signals:
+    with TrainingSignals() as signals:
         send(signal.SIGTERM)
         send(signal.SIGTERM)
         send(signal.SIGINT)  # the first of its kind: patience is still possible
@@ -46,17 +46,17 @@ def test_a_second_sigterm_changes_nothing(capfd: pytest.CaptureFixture[str]) -> 
 
 
 def test_sigusr1_asks_for_one_validation() -> None:
-    with Signals() as signals:
-        assert not signals.take_validate()
+    with TrainingSignals() as signals:
+        assert not signals.pop_validate_request()
         send(signal.SIGUSR1)
         send(signal.SIGUSR1)
-        assert signals.take_validate() and not signals.take_validate()
+        assert signals.pop_validate_request() and not signals.pop_validate_request()
         assert signals.stop is None
 
 
 def test_handlers_are_given_back() -> None:
     before = [signal.getsignal(number) for number in OURS]
-    with pytest.raises(RuntimeError), Signals():
+    with pytest.raises(RuntimeError), TrainingSignals():
         assert [signal.getsignal(number) for number in OURS] != before
         raise RuntimeError
     assert [signal.getsignal(number) for number in OURS] == before
@@ -65,7 +65,7 @@ def test_handlers_are_given_back() -> None:
 def test_what_was_ignored_stays_ignored() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with Signals() as signals:
+        with TrainingSignals() as signals:
             os.kill(os.getpid(), signal.SIGINT)
             assert signals.stop is None
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
@@ -77,7 +77,7 @@ def test_a_closed_standard_error_does_not_matter() -> None:
     kept = os.dup(2)
     os.close(2)
     try:
-        with Signals() as signals:
+        with TrainingSignals() as signals:
             send(signal.SIGTERM)
             assert signals.stop == "SIGTERM"
     finally:
@@ -90,7 +90,7 @@ def test_only_the_main_thread_may() -> None:
 
     def work() -> None:
         try:
-            Signals().__enter__()
+            TrainingSignals().__enter__()
         except AssertionError as error:
             caught.append(error)
 

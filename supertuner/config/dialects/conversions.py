@@ -8,36 +8,36 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from supertuner.config.sources.values import from_text, shown
+from supertuner.config.sources.values import format_value, parse_text
 from supertuner.core.types import JSON
 
 
 @dataclass(frozen=True, slots=True)
-class Put:
+class SettingValue:
     """Set `to`, relative to the block the key stands in; `^` in front: from the root."""
 
-    to: str
+    target: str
     value: JSON
-    weak: bool = False
+    is_implied: bool = False
     """A consequence, not a wish: it gives way to the same setting given by name."""
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class ConversionNote:
     """Accepted, and this is what it means here, or why it has no effect."""
 
     message: str
 
 
 @dataclass(frozen=True, slots=True)
-class No:
+class InvalidValue:
     """Cannot work here."""
 
     message: str
 
 
-Outcome: TypeAlias = Put | Said | No
-Convert: TypeAlias = Callable[[JSON, Mapping[str, JSON]], Sequence[Outcome]]
+ConversionOutcome: TypeAlias = SettingValue | ConversionNote | InvalidValue
+KeyConversion: TypeAlias = Callable[[JSON, Mapping[str, JSON]], Sequence[ConversionOutcome]]
 """A value and the block it stands in → what becomes of it."""
 
 PRECISIONS = {
@@ -67,59 +67,59 @@ OPTIMIZERS = {
     "automagic": "automagic",
 }
 SCHEDULERS = {"constant": "constant", "constant_with_warmup": "constant", "cosine": "cosine", "linear": "linear"}
-CAPTIONS = {"textfile": "sidecar", "filename": "filename", "parquet": "metadata", "instanceprompt": "constant"}
+CAPTION_SOURCES = {"textfile": "sidecar", "filename": "filename", "parquet": "metadata", "instanceprompt": "constant"}
 
 
-def to(path: str) -> Convert:
+def rename_to(path: str) -> KeyConversion:
     """The same value under our name."""
-    return lambda value, block: [Put(path, value)]
+    return lambda value, block: [SettingValue(path, value)]
 
 
-def by_table(path: str, table: Mapping[str, str]) -> Convert:
+def map_value(path: str, names: Mapping[str, str]) -> KeyConversion:
     """A value with another name here; one that is not in the table passes unchanged, to be refused by its own name."""
 
-    def convert(value: JSON, block: Mapping[str, JSON]) -> Sequence[Outcome]:
-        return [Put(path, table.get(value.lower(), value) if isinstance(value, str) else value)]
+    def convert(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+        return [SettingValue(path, names.get(value.lower(), value) if isinstance(value, str) else value)]
 
     return convert
 
 
-def positive_or_unset(path: str) -> Convert:
+def positive_or_unset(path: str) -> KeyConversion:
     """Zero, -1 and null mean "no limit" there; leaving the key out means it here."""
-    return lambda value, block: [] if value in (0, -1, "0", "-1", None) else [Put(path, value)]
+    return lambda value, block: [] if value in (0, -1, "0", "-1", None) else [SettingValue(path, value)]
 
 
-def unless_null(path: str) -> Convert:
-    return lambda value, block: [] if value is None else [Put(path, value)]
+def unless_null(path: str) -> KeyConversion:
+    return lambda value, block: [] if value is None else [SettingValue(path, value)]
 
 
-def beside(block: Mapping[str, JSON], name: str) -> JSON:
+def sibling_value(block: Mapping[str, JSON], name: str) -> JSON:
     """The value of another key of the block; in SimpleTuner's files its name may have dashes, and the value quotes."""
     value = block.get(name, block.get(f"--{name}"))
-    return from_text(value) if isinstance(value, str) else value
+    return parse_text(value) if isinstance(value, str) else value
 
 
-def cache_dir(value: JSON, block: Mapping[str, JSON]) -> Sequence[Outcome]:
+def cache_dir(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
     if not value:
-        return [Said("names no folder, so it has no effect")]
+        return [ConversionNote("names no folder, so it has no effect")]
     return [
-        Put("^cache_config.cache_dir", value, weak=True),
-        Put("^cache_config.persistent_cache", True, weak=True),
-        Said("is read as cache_config.cache_dir with persistent_cache; one folder holds all caches of a run"),
+        SettingValue("^cache_config.cache_dir", value, is_implied=True),
+        SettingValue("^cache_config.persistent_cache", True, is_implied=True),
+        ConversionNote("is read as cache_config.cache_dir with persistent_cache; one folder holds all caches of a run"),
     ]
 
 
-def run_name(value: JSON, block: Mapping[str, JSON]) -> Sequence[Outcome]:
-    return [Put("^run.name", slug(value), weak=True)]
+def run_name(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+    return [SettingValue("^run.name", slug(value), is_implied=True)]
 
 
-def mask_floor(value: JSON, block: Mapping[str, JSON]) -> Sequence[Outcome]:
+def mask_floor(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
     """ai-toolkit's `mask_min_value`, which is given whether or not there are masks."""
-    return [] if beside(block, "mask_path") is None else [Put("mask_floor", value)]
+    return [] if sibling_value(block, "mask_path") is None else [SettingValue("mask_floor", value)]
 
 
-def dataset_id(value: JSON, block: Mapping[str, JSON]) -> Sequence[Outcome]:
-    return [Put("id", slug(value))]
+def dataset_id(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+    return [SettingValue("id", slug(value))]
 
 
 def slug(value: JSON) -> JSON:
@@ -129,185 +129,207 @@ def slug(value: JSON) -> JSON:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", value).strip("-._")[:200] or "unnamed"
 
 
-def backend_type(value: JSON, block: Mapping[str, JSON]) -> Sequence[Outcome]:
+def backend_type(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
     if value == "local":
-        return [Put("type", "disk")]
+        return [SettingValue("type", "disk")]
     if value == "memory":
-        return [Put("type", "in_memory")]
+        return [SettingValue("type", "in_memory")]
     if value in ("aws", "csv", "webshart", "huggingface"):
         return [
-            No(f'{shown(value)} is not read here; fetch the files first and give their folder with type "in_memory"')
+            InvalidValue(
+                f'{format_value(value)} is not read here; fetch the files first and give their folder with type "in_memory"'
+            )
         ]
-    return [Put("type", value)]
+    return [SettingValue("type", value)]
 
 
-def folder_type(value: JSON, block: Mapping[str, JSON]) -> Sequence[Outcome]:
+def folder_type(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
     """ai-toolkit's kind of dataset; here files are looked at."""
-    return [Said("has no effect: every folder is read alike")] if value in ("image", "sd") else [Put("type", value)]
+    return (
+        [ConversionNote("has no effect: every folder is read alike")]
+        if value in ("image", "sd")
+        else [SettingValue("type", value)]
+    )
 
 
-def use_gh200_trainer(value: JSON, block: Mapping[str, JSON]) -> Sequence[Outcome]:
+def use_gh200_trainer(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
     if value is True:
-        said = Said("there is one trainer here; this turns on gh200_optimizations.enable_uvm_hints")
-        return [Put("^gh200_optimizations.enable_uvm_hints", True, weak=True), said]
+        note = ConversionNote("there is one trainer here; this turns on gh200_optimizations.enable_uvm_hints")
+        return [SettingValue("^gh200_optimizations.enable_uvm_hints", True, is_implied=True), note]
     if value is False:
-        return [Said("has no effect: there is one trainer here, and hints are set by gh200_optimizations")]
-    return [No(f"{shown(value)} is not true or false")]
+        return [ConversionNote("has no effect: there is one trainer here, and hints are set by gh200_optimizations")]
+    return [InvalidValue(f"{format_value(value)} is not true or false")]
 
 
-def ramp(name: str) -> Convert:
+def ramp_setting(name: str) -> KeyConversion:
     """A number of the ramp at the top level asks for the ramp."""
     return lambda value, block: [
-        Put(f"^gh200_optimizations.{name}", value),
-        Put("^gh200_optimizations.enable_batch_size_rampup", True, weak=True),
+        SettingValue(f"^gh200_optimizations.{name}", value),
+        SettingValue("^gh200_optimizations.enable_batch_size_rampup", True, is_implied=True),
     ]
 
 
-def repeats(value: JSON, block: Mapping[str, JSON]) -> Sequence[Outcome]:
+def repeats(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
     """SimpleTuner counts further repeats: its 0 is once, our 1."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return [Put("repeats", value + 1)]
-    return [No(f"{shown(value)} is not a whole number of at least 0")]
+        return [SettingValue("repeats", value + 1)]
+    return [InvalidValue(f"{format_value(value)} is not a whole number of at least 0")]
 
 
-def disabled(value: JSON, block: Mapping[str, JSON]) -> Sequence[Outcome]:
+def disabled(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
     """True is answered where the entry is read; here the rest."""
-    return [] if isinstance(value, bool) else [No(f"{shown(value)} is not true or false")]
+    return [] if isinstance(value, bool) else [InvalidValue(f"{format_value(value)} is not true or false")]
 
 
-def crop(value: JSON, block: Mapping[str, JSON]) -> Sequence[Outcome]:
+def crop(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
     if value is True:
-        return [] if "crop_style" in block else [Put("crop", "center")]
+        return [] if "crop_style" in block else [SettingValue("crop", "center")]
     if value is False:
-        return [Said("samples keep their shape up to the nearest bucket; the rest is cropped, by at most bucket_step")]
-    return [Put("crop", value)]
+        return [
+            ConversionNote(
+                "samples keep their shape up to the nearest bucket; the rest is cropped, by at most bucket_step"
+            )
+        ]
+    return [SettingValue("crop", value)]
 
 
-def crop_style(value: JSON, block: Mapping[str, JSON]) -> Sequence[Outcome]:
+def crop_style(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
     if value in ("corner", "face"):
-        return [Put("crop", "center"), Said(f"{shown(value)} is not available; the centre is kept")]
-    return [Put("crop", value)]
+        return [
+            SettingValue("crop", "center"),
+            ConversionNote(f"{format_value(value)} is not available; the centre is kept"),
+        ]
+    return [SettingValue("crop", value)]
 
 
-def crop_aspect(value: JSON, block: Mapping[str, JSON]) -> Sequence[Outcome]:
+def crop_aspect(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
     if value == "square":
-        return [Put("max_aspect_ratio", 1.0, weak=True)]
+        return [SettingValue("max_aspect_ratio", 1.0, is_implied=True)]
     if value in ("preserve", "closest"):
         return []
-    return [No(f'{shown(value)} is not available; allowed: "square", "preserve", "closest"')]
+    return [InvalidValue(f'{format_value(value)} is not available; allowed: "square", "preserve", "closest"')]
 
 
-def resolution(value: JSON, block: Mapping[str, JSON]) -> Sequence[Outcome]:
+def resolution(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
     """SimpleTuner's megapixels, or the side of a square of that area."""
     kind = block.get("resolution_type", block.get("--resolution_type", "pixel_area"))
     if kind == "area" and isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
         side = round(math.sqrt(value * 1e6) / 64) * 64  # SimpleTuner: 1.0 and 1.05 both mean 1024 × 1024
-        return [Put("resolution", side), Said(f"{value} megapixels are a square of {side} pixels")]
+        return [SettingValue("resolution", side), ConversionNote(f"{value} megapixels are a square of {side} pixels")]
     if kind == "pixel":
         return [
-            Put("resolution", _whole(value)),
-            Said("is the side of a square of the same area, not the shorter side"),
+            SettingValue("resolution", _int_if_whole(value)),
+            ConversionNote("is the side of a square of the same area, not the shorter side"),
         ]
-    return [Put("resolution", _whole(value))]
+    return [SettingValue("resolution", _int_if_whole(value))]
 
 
-def resolution_type(value: JSON, block: Mapping[str, JSON]) -> Sequence[Outcome]:
+def resolution_type(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
     if value not in ("area", "pixel", "pixel_area"):
-        return [No(f'{shown(value)} is not a resolution type; allowed: "area", "pixel", "pixel_area"')]
-    known = "resolution" in block or "--resolution" in block
-    return [] if known else [Said("has no effect without resolution beside it")]
+        return [InvalidValue(f'{format_value(value)} is not a resolution type; allowed: "area", "pixel", "pixel_area"')]
+    has_resolution = "resolution" in block or "--resolution" in block
+    return [] if has_resolution else [ConversionNote("has no effect without resolution beside it")]
 
 
-def resolutions_each(value: JSON, block: Mapping[str, JSON]) -> Sequence[Outcome]:
+def resolution_list(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
     """ai-toolkit uses every sample at every resolution of its list."""
     if isinstance(value, list) and len(value) > 1 and "resolution_mode" not in block:
-        return [Put("resolution", value), Put("resolution_mode", "each", weak=True)]
-    return [Put("resolution", value)]
+        return [SettingValue("resolution", value), SettingValue("resolution_mode", "each", is_implied=True)]
+    return [SettingValue("resolution", value)]
 
 
-def caption_strategy(value: JSON, block: Mapping[str, JSON]) -> Sequence[Outcome]:
-    if not isinstance(value, str) or value not in CAPTIONS:
-        return [No(f"{shown(value)} is not available; allowed: {', '.join(map(shown, CAPTIONS))}")]
+def caption_strategy(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+    if not isinstance(value, str) or value not in CAPTION_SOURCES:
+        return [
+            InvalidValue(
+                f"{format_value(value)} is not available; allowed: {', '.join(map(format_value, CAPTION_SOURCES))}"
+            )
+        ]
     if block.get("only_instance_prompt") is True:
         return []
-    puts: list[Outcome] = [Put("captions.source", CAPTIONS[value])]
+    outcomes: list[ConversionOutcome] = [SettingValue("captions.source", CAPTION_SOURCES[value])]
     if value == "textfile":  # there, every line of the file is a caption of its own
-        puts.append(Put("captions.several", block.get("disable_multiline_split") is not True, weak=True))
-    return puts
+        outcomes.append(
+            SettingValue("captions.several", block.get("disable_multiline_split") is not True, is_implied=True)
+        )
+    return outcomes
 
 
-def instance_prompt(value: JSON, block: Mapping[str, JSON]) -> Sequence[Outcome]:
+def instance_prompt(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
     if not value:
         return []
     if block.get("only_instance_prompt") is True or block.get("caption_strategy") == "instanceprompt":
-        return [Put("captions.constant", value), Put("captions.source", "constant", weak=True)]
+        return [SettingValue("captions.constant", value), SettingValue("captions.source", "constant", is_implied=True)]
     if block.get("prepend_instance_prompt") is True:
-        return [Put("captions.trigger_word", value)]
-    return [Said('has no effect here without caption_strategy "instanceprompt" or prepend_instance_prompt')]
+        return [SettingValue("captions.trigger_word", value)]
+    return [ConversionNote('has no effect here without caption_strategy "instanceprompt" or prepend_instance_prompt')]
 
 
-def read_by(other: str, switch: bool = True) -> Convert:
+def used_by_key(other_key: str, is_switch: bool = True) -> KeyConversion:
     """A key, as a rule a switch, that another key's conversion reads."""
 
-    def convert(value: JSON, block: Mapping[str, JSON]) -> Sequence[Outcome]:
-        if switch and not isinstance(value, bool):
-            return [No(f"{shown(value)} is not true or false")]
-        return [] if other in block else [Said(f"has no effect without {other}")]
+    def convert(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+        if is_switch and not isinstance(value, bool):
+            return [InvalidValue(f"{format_value(value)} is not true or false")]
+        return [] if other_key in block else [ConversionNote(f"has no effect without {other_key}")]
 
     return convert
 
 
-def split_on(value: JSON, block: Mapping[str, JSON]) -> Sequence[Outcome]:
-    marks: dict[JSON, str] = {"comma": ",", "space": " ", "period": "."}
-    if not isinstance(value, str) or value not in marks:
-        return [No(f'{shown(value)} is not available; allowed: "comma", "space", "period"')]
-    return [Put("captions.tag_separator", marks[value])]
+def split_on(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+    separators: dict[JSON, str] = {"comma": ",", "space": " ", "period": "."}
+    if not isinstance(value, str) or value not in separators:
+        return [InvalidValue(f'{format_value(value)} is not available; allowed: "comma", "space", "period"')]
+    return [SettingValue("captions.tag_separator", separators[value])]
 
 
-def refresh_each_epoch(value: JSON, block: Mapping[str, JSON]) -> Sequence[Outcome]:
-    return [Put("augmentations_cache_mode", "refresh_each_epoch", weak=True)] if value is True else []
+def refresh_each_epoch(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+    return [SettingValue("augmentations_cache_mode", "refresh_each_epoch", is_implied=True)] if value is True else []
 
 
-def extension(value: JSON, block: Mapping[str, JSON]) -> Sequence[Outcome]:
-    return [Put("captions.extension", f".{value.removeprefix('.')}" if isinstance(value, str) else value)]
+def caption_extension(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+    return [SettingValue("captions.extension", f".{value.removeprefix('.')}" if isinstance(value, str) else value)]
 
 
-def frames(value: JSON, block: Mapping[str, JSON]) -> Sequence[Outcome]:
-    many = isinstance(value, int) and value > 1
-    return [Put("frames", value), *([Put("dataset_type", "video", weak=True)] if many else [])]
+def frames(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+    is_video = isinstance(value, int) and value > 1
+    return [
+        SettingValue("frames", value),
+        *([SettingValue("dataset_type", "video", is_implied=True)] if is_video else []),
+    ]
 
 
-def mirror(value: JSON, block: Mapping[str, JSON]) -> Sequence[Outcome]:
+def flip_horizontal(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
     if not isinstance(value, bool):
-        return [No(f"{shown(value)} is not true or false")]
-    return [Put("augment.flip", 0.5 if value else 0.0)]
+        return [InvalidValue(f"{format_value(value)} is not true or false")]
+    return [SettingValue("augment.flip", 0.5 if value else 0.0)]
 
 
-def random_crop(value: JSON, block: Mapping[str, JSON]) -> Sequence[Outcome]:
+def random_crop(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
     if not isinstance(value, bool):
-        return [No(f"{shown(value)} is not true or false")]
-    return [Put("crop", "random" if value else "center")]
+        return [InvalidValue(f"{format_value(value)} is not true or false")]
+    return [SettingValue("crop", "random" if value else "center")]
 
 
-def cache_to(kind: str, where: str, unless: str = "") -> Convert:
+def cache_location(kind: str, location: str, memory_key: str = "") -> KeyConversion:
     """A cache asked for by a dataset or the loop; here it is a setting of the run.
 
     `unless`: the key that asks for a copy in memory too, which then is what is read, while the disk keeps it.
     """
 
-    def convert(value: JSON, block: Mapping[str, JSON]) -> Sequence[Outcome]:
+    def convert(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
         if not isinstance(value, bool):
-            return [No(f"{shown(value)} is not true or false")]
+            return [InvalidValue(f"{format_value(value)} is not true or false")]
         if not value:
             return []
-        place = "unified_memory" if unless and block.get(unless) is True else where
-        puts: list[Outcome] = [Put(f"^cache_config.{kind}_cache_type", place, weak=True)]
-        if where == "disk":
-            puts.append(Put("^cache_config.persistent_cache", True, weak=True))
-        return [*puts, Said(f'is read as cache_config.{kind}_cache_type "{place}", for the whole run')]
+        place = "unified_memory" if memory_key and block.get(memory_key) is True else location
+        puts: list[ConversionOutcome] = [SettingValue(f"^cache_config.{kind}_cache_type", place, is_implied=True)]
+        if location == "disk":
+            puts.append(SettingValue("^cache_config.persistent_cache", True, is_implied=True))
+        return [*puts, ConversionNote(f'is read as cache_config.{kind}_cache_type "{place}", for the whole run')]
 
     return convert
 
 
-def _whole(value: JSON) -> JSON:
+def _int_if_whole(value: JSON) -> JSON:
     return int(value) if isinstance(value, float) and value == int(value) else value

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from supertuner.config.dialects.conversions import No, Outcome, Put, Said
-from supertuner.config.sources.values import shown
+from supertuner.config.dialects.conversions import ConversionNote, ConversionOutcome, InvalidValue, SettingValue
+from supertuner.config.sources.values import format_value
 from supertuner.core.types import JSON
 
 ALGORITHMS: Final = {"lora": "locon", "locon": "locon", "loha": "loha", "lokr": "lokr", "full": "diff"}
-WHOLE: Final = 10_000
+FULL_MATRIX_DIM: Final = 10_000
 """A `linear_dim` from here on is SimpleTuner's way to ask LoKr for whole matrices."""
-CLASSES: Final = {
+TARGET_PRESETS: Final = {
     frozenset({"Attention"}): "attention",
     frozenset({"Attention", "FeedForward"}): "attention_mlp",
 }
@@ -20,52 +20,70 @@ _NO_EFFECT: Final = "has no effect: it is not an option here"
 _SWITCHES: Final = {"full_matrix": "adapter.lokr_full_matrix", "rs_lora": "adapter.rslora"}
 
 
-def read(tree: Mapping[str, JSON]) -> Iterator[tuple[str, Outcome]]:
+def convert_lycoris_config(tree: Mapping[str, JSON]) -> Iterator[tuple[str, ConversionOutcome]]:
     """Each key of the file with what becomes of it; where it says no rank or alpha, LyCORIS's own defaults count."""
     sizes: dict[str, JSON] = {"linear_dim": 4, "linear_alpha": 1}
     for name, value in {"algo": "lora", **sizes, **tree}.items():
         if name == "algo":
-            yield name, _algorithm(value)
+            yield name, _convert_algorithm(value)
         elif name in sizes and tree.get("algo") == "full":
             continue  # whole weights have neither
         elif name == "linear_dim":
-            whole = isinstance(value, int) and value >= WHOLE and tree.get("algo") == "lokr"
-            yield name, Put("adapter.lokr_full_matrix", True) if whole else Put("adapter.rank", value)
+            full_matrix = isinstance(value, int) and value >= FULL_MATRIX_DIM and tree.get("algo") == "lokr"
+            yield (
+                name,
+                SettingValue("adapter.lokr_full_matrix", True) if full_matrix else SettingValue("adapter.rank", value),
+            )
         elif name == "linear_alpha":
             if value:
-                yield name, Put("adapter.alpha", value)
+                yield name, SettingValue("adapter.alpha", value)
         elif name == "factor" and tree.get("algo") == "lokr":
-            yield name, Put("adapter.lokr_factor", value)
+            yield name, SettingValue("adapter.lokr_factor", value)
         elif name == "dropout":
-            yield name, Put("adapter.dropout", value or 0.0)
+            yield name, SettingValue("adapter.dropout", value or 0.0)
         elif name in _SWITCHES:
-            yield name, Put(_SWITCHES[name], value)
+            yield name, SettingValue(_SWITCHES[name], value)
         elif name == "apply_preset" and isinstance(value, Mapping):
-            yield from ((f"{name}.{key}", outcome) for key, outcome in _preset(value))
+            yield from ((f"{name}.{key}", outcome) for key, outcome in _convert_preset(value))
         elif name == "multiplier":
             if value not in (1, 1.0):
-                yield name, No(f"{shown(value)} is not available; an adapter is trained at its full strength, 1")
+                yield (
+                    name,
+                    InvalidValue(
+                        f"{format_value(value)} is not available; an adapter is trained at its full strength, 1"
+                    ),
+                )
         elif name == "dora_wd" and value is True:
-            yield name, No('is not available for LyCORIS; lora_type: "standard" can be trained with adapter.dora')
+            yield (
+                name,
+                InvalidValue('is not available for LyCORIS; lora_type: "standard" can be trained with adapter.dora'),
+            )
         else:
-            yield name, Said(_NO_EFFECT)
+            yield name, ConversionNote(_NO_EFFECT)
 
 
-def _algorithm(value: JSON) -> Outcome:
+def _convert_algorithm(value: JSON) -> ConversionOutcome:
     if isinstance(value, str) and value in ALGORITHMS:
-        return Put("adapter.type", ALGORITHMS[value])
-    return No(f"{shown(value)} is not available; allowed: {', '.join(map(shown, ALGORITHMS))}")
+        return SettingValue("adapter.type", ALGORITHMS[value])
+    return InvalidValue(f"{format_value(value)} is not available; allowed: {', '.join(map(format_value, ALGORITHMS))}")
 
 
-def _preset(value: Mapping[str, JSON]) -> Iterator[tuple[str, Outcome]]:
+def _convert_preset(value: Mapping[str, JSON]) -> Iterator[tuple[str, ConversionOutcome]]:
     for name, inner in value.items():
         if name == "target_module" and isinstance(inner, list):
-            preset = CLASSES.get(frozenset(map(str, inner)))
-            yield name, Put("adapter.targets", preset or "attention_mlp", weak=True)
+            preset = TARGET_PRESETS.get(frozenset(map(str, inner)))
+            yield name, SettingValue("adapter.targets", preset or "attention_mlp", is_implied=True)
             if preset is None:
                 yield (
                     name,
-                    Said(f'{shown(inner)} are classes of modules; taken as "attention_mlp", see adapter.targets'),
+                    ConversionNote(
+                        f'{format_value(inner)} are classes of modules; taken as "attention_mlp", see adapter.targets'
+                    ),
                 )
         else:
-            yield name, Said("has no effect: layers are named by adapter.targets, and their ranks by adapter.modules")
+            yield (
+                name,
+                ConversionNote(
+                    "has no effect: layers are named by adapter.targets, and their ranks by adapter.modules"
+                ),
+            )

@@ -5,38 +5,48 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 
-from supertuner.config.dialects.dataset import DATASET, FOR_ALL_DATASETS
-from supertuner.config.dialects.rows import AI_TOOLKIT, SIMPLETUNER, Row
-from supertuner.config.dialects.run import RUN
+from supertuner.config.dialects.dataset import DATASET_KEYS, INHERITED_ROOT_KEYS
+from supertuner.config.dialects.rows import AI_TOOLKIT, SIMPLETUNER, DialectKey
+from supertuner.config.dialects.run import RUN_KEYS
 
-__all__ = ["AI_TOOLKIT", "DATASET", "RUN", "SIMPLETUNER", "Row", "dataset_rows", "dialect_of", "inherited", "run_rows"]
+__all__ = [
+    "AI_TOOLKIT",
+    "DATASET_KEYS",
+    "RUN_KEYS",
+    "SIMPLETUNER",
+    "DialectKey",
+    "dataset_keys",
+    "detect_dialect",
+    "inherited_keys",
+    "run_keys",
+]
 
 
 @cache
-def run_rows() -> Mapping[str, Row]:
+def run_keys() -> Mapping[str, DialectKey]:
     """Rows of the root by their written path."""
-    return {row.written: row for row in RUN}
+    return {row.key: row for row in RUN_KEYS}
 
 
 @cache
-def dataset_rows(dialect: str) -> Mapping[str, Row]:
+def dataset_keys(dialect: str) -> Mapping[str, DialectKey]:
     """Rows of a dataset entry that is read as `dialect` ("" where none is certain)."""
-    table = {row.written: row for row in DATASET if not row.in_dialect_only}
-    return table | {row.written: row for row in DATASET if row.in_dialect_only and row.dialect == dialect}
+    table = {row.key: row for row in DATASET_KEYS if not row.in_dialect_only}
+    return table | {row.key: row for row in DATASET_KEYS if row.in_dialect_only and row.dialect == dialect}
 
 
-def inherited() -> Mapping[str, tuple[str, str]]:
+def inherited_keys() -> Mapping[str, tuple[str, str]]:
     """Root keys that datasets inherit → (dialect, the name in the dataset)."""
-    return {name: (dialect, inner) for dialect, table in FOR_ALL_DATASETS.items() for name, inner in table.items()}
+    return {name: (dialect, inner) for dialect, table in INHERITED_ROOT_KEYS.items() for name, inner in table.items()}
 
 
-def dialect_of(entry: Mapping[str, object]) -> str:
+def detect_dialect(entry: Mapping[str, object]) -> str:
     """Whose dataset entry this is, by the first key that only one dialect has; "" if there is none."""
     shared = {"type", "crop", "audio"}
-    rows = dataset_rows("")
+    keys = dataset_keys("")
     for name in entry:
         if name not in shared:
-            for written, row in rows.items():
-                if written == name or written.startswith(f"{name}."):
-                    return row.dialect
+            for key, dialect_key in keys.items():
+                if key == name or key.startswith(f"{name}."):
+                    return dialect_key.dialect
     return ""

@@ -7,86 +7,108 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TypeGuard
 
-from supertuner.config.dialects.conversions import Convert, No, Outcome, Put, Said, beside
-from supertuner.config.sources.values import shown
+from supertuner.config.dialects.conversions import (
+    ConversionNote,
+    ConversionOutcome,
+    InvalidValue,
+    KeyConversion,
+    SettingValue,
+    sibling_value,
+)
+from supertuner.config.sources.values import format_value
 from supertuner.core.types import JSON
 
 
-def use_ema(unsaid: float) -> Convert:
+def use_ema(default_decay: float) -> KeyConversion:
     """The switch; the decay beside it, or the one that they use when nothing is said."""
 
-    def convert(value: JSON, block: Mapping[str, JSON]) -> Sequence[Outcome]:
+    def convert(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
         if not isinstance(value, bool):
-            return [No(f"{shown(value)} is not true or false")]
-        if not value or beside(block, "ema_decay") is not None:
+            return [InvalidValue(f"{format_value(value)} is not true or false")]
+        if not value or sibling_value(block, "ema_decay") is not None:
             return []
-        return [Put("train.ema_decay", unsaid, weak=True), Said(f"ema_decay is not given: {unsaid:g}")]
+        return [
+            SettingValue("train.ema_decay", default_decay, is_implied=True),
+            ConversionNote(f"ema_decay is not given: {default_decay:g}"),
+        ]
 
     return convert
 
 
-def ema_decay(on_unless_said: bool) -> Convert:
+def ema_decay(enabled_by_default: bool) -> KeyConversion:
     """The decay, which counts only if the average is wanted."""
 
-    def convert(value: JSON, block: Mapping[str, JSON]) -> Sequence[Outcome]:
-        wanted = beside(block, "use_ema")
-        if wanted is True or (wanted is None and on_unless_said):
-            return [Put("train.ema_decay", value)]
-        return [Said("has no effect: use_ema is not true")]
+    def convert(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+        wanted = sibling_value(block, "use_ema")
+        if wanted is True or (wanted is None and enabled_by_default):
+            return [SettingValue("train.ema_decay", value)]
+        return [ConversionNote("has no effect: use_ema is not true")]
 
     return convert
 
 
-def no_ema_block(value: JSON, block: Mapping[str, JSON]) -> Sequence[Outcome]:
+def disabled_ema(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
     """ai-toolkit's `ema_config` where it is not a block."""
-    return [] if value in (None, False) else [No(f"{shown(value)} is not a block; it holds use_ema and ema_decay")]
+    return (
+        []
+        if value in (None, False)
+        else [InvalidValue(f"{format_value(value)} is not a block; it holds use_ema and ema_decay")]
+    )
 
 
-def resume(value: JSON, block: Mapping[str, JSON]) -> Sequence[Outcome]:
-    return [Put("checkpoints.resume", value)] if value else []
+def resume(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+    return [SettingValue("checkpoints.resume", value)] if value else []
 
 
-def prompt(value: JSON, block: Mapping[str, JSON]) -> Sequence[Outcome]:
+def validation_prompt(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
     """SimpleTuner's one `validation_prompt`."""
     if not value and value != 0:
         return []
-    return [Put("validation.prompts", [value if isinstance(value, str) else shown(value)])]
+    return [SettingValue("validation.prompts", [value if isinstance(value, str) else format_value(value)])]
 
 
-def prompts(value: JSON, block: Mapping[str, JSON]) -> Sequence[Outcome]:
+def sample_prompts(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
     """ai-toolkit's `sample.prompts`."""
     if not isinstance(value, list):
-        return [No(f"{shown(value)} is not a list of prompts")]
-    marked = any(isinstance(one, str) and "[trigger]" in one for one in value)
-    said = [Said("[trigger] is not replaced in prompts of samples; write the word itself")] if marked else []
-    return [Put("validation.prompts", list(value)), *said]
+        return [InvalidValue(f"{format_value(value)} is not a list of prompts")]
+    has_trigger = any(isinstance(prompt_text, str) and "[trigger]" in prompt_text for prompt_text in value)
+    notes = (
+        [ConversionNote("[trigger] is not replaced in prompts of samples; write the word itself")]
+        if has_trigger
+        else []
+    )
+    return [SettingValue("validation.prompts", list(value)), *notes]
 
 
-def samples(value: JSON, block: Mapping[str, JSON]) -> Sequence[Outcome]:
+def sample_entries(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
     """ai-toolkit's `sample.samples`: prompts with settings of their own, of which the prompts are read."""
-    if not isinstance(value, list) or not all(isinstance(one, Mapping) for one in value):
-        return [No(f"{shown(value)} is not a list of blocks with a prompt each")]
-    found = [one["prompt"] for one in value if isinstance(one, Mapping) and one.get("prompt") is not None]
+    if not isinstance(value, list) or not all(isinstance(entry, Mapping) for entry in value):
+        return [InvalidValue(f"{format_value(value)} is not a list of blocks with a prompt each")]
+    prompt_texts = [one["prompt"] for one in value if isinstance(one, Mapping) and one.get("prompt") is not None]
     extra = sorted({str(name) for one in value if isinstance(one, Mapping) for name in one} - {"prompt"})
-    said = [Said(f"of each sample only the prompt is read, not {', '.join(extra)}")] if extra else []
-    return [*prompts(found, block), *said]
+    notes = [ConversionNote(f"of each sample only the prompt is read, not {', '.join(extra)}")] if extra else []
+    return [*sample_prompts(prompt_texts, block), *notes]
 
 
-def seeds(value: JSON, block: Mapping[str, JSON]) -> Sequence[Outcome]:
+def validation_seeds(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
     """SimpleTuner's `validation_seed` and `num_validation_images`: so many seeds from there on."""
-    first, many = beside(block, "validation_seed"), beside(block, "num_validation_images")
-    first, many = 0 if first is None else first, 1 if many is None else many
-    if not _is_whole(first) or not _is_whole(many) or not 1 <= many <= 64:
-        return [No(f"{shown(value)} is not a whole number that a seed or a number of images up to 64 can be")]
-    return [Put("validation.seeds", list(range(first, first + many)))]
+    first, count = sibling_value(block, "validation_seed"), sibling_value(block, "num_validation_images")
+    first, count = 0 if first is None else first, 1 if count is None else count
+    if not _is_whole_number(first) or not _is_whole_number(count) or not 1 <= count <= 64:
+        return [
+            InvalidValue(
+                f"{format_value(value)} is not a whole number that a seed or a number of images up to 64 can be"
+            )
+        ]
+    return [SettingValue("validation.seeds", list(range(first, first + count)))]
 
 
-def seed(value: JSON, block: Mapping[str, JSON]) -> Sequence[Outcome]:
+def sample_seed(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
     """ai-toolkit's `sample.seed`."""
-    return [] if value is None else [Put("validation.seeds", [value])]
+    return [] if value is None else [SettingValue("validation.seeds", [value])]
 
 
-def size(value: JSON, block: Mapping[str, JSON]) -> Sequence[Outcome]:
+def validation_resolution(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
     """SimpleTuner's `validation_resolution`: a side, megapixels, `1024x576`, or several of these after commas."""
     first, *others = [part.strip() for part in str(value).lower().split(",")]
     sides = re.fullmatch(r"(\d{1,6})x(\d{1,6})", first)
@@ -97,71 +119,78 @@ def size(value: JSON, block: Mapping[str, JSON]) -> Sequence[Outcome]:
         number = float(first)
         width = height = int(number) if number >= 16 else round(math.sqrt(number * 1e6) / 64) * 64
     else:
-        return [No(f'{shown(value)} is not a size; write 1024 or "1024x576"')]
-    said = [Said(f"samples have one size here: {width} × {height}")] if others else []
-    return [Put("validation.width", width), Put("validation.height", height), *said]
+        return [InvalidValue(f'{format_value(value)} is not a size; write 1024 or "1024x576"')]
+    notes = [ConversionNote(f"samples have one size here: {width} × {height}")] if others else []
+    return [SettingValue("validation.width", width), SettingValue("validation.height", height), *notes]
 
 
-def validation_interval(value: JSON, block: Mapping[str, JSON]) -> Sequence[Outcome]:
+def validation_interval(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
     """SimpleTuner's `validation_step_interval`, unless validation is turned off beside it."""
-    if beside(block, "validation_disable") is True or value in (None, 0):
+    if sibling_value(block, "validation_disable") is True or value in (None, 0):
         return []
-    return [Put("validation.every_steps", value)]
+    return [SettingValue("validation.every_steps", value)]
 
 
-def no_validation(value: JSON, block: Mapping[str, JSON]) -> Sequence[Outcome]:
+def disable_validation(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
     """`validation_disable` and ai-toolkit's `disable_sampling`."""
     if not isinstance(value, bool):
-        return [No(f"{shown(value)} is not true or false")]
+        return [InvalidValue(f"{format_value(value)} is not true or false")]
     if not value:
         return []
-    off = [Put(f"validation.{name}", False) for name in ("at_start", "at_end")]
-    return [*off, Put("validation.every_steps", None)]
+    switches = [SettingValue(f"validation.{name}", False) for name in ("at_start", "at_end")]
+    return [*switches, SettingValue("validation.every_steps", None)]
 
 
-def at_start(unless: bool, weak: bool = False) -> Convert:
+def validate_at_start(inverted: bool, is_implied: bool = False) -> KeyConversion:
     """A switch about samples before the first step; `unless`: true means none."""
 
-    def convert(value: JSON, block: Mapping[str, JSON]) -> Sequence[Outcome]:
+    def convert(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
         if not isinstance(value, bool):
-            return [No(f"{shown(value)} is not true or false")]
-        return [Put("validation.at_start", value != unless, weak=weak)]
+            return [InvalidValue(f"{format_value(value)} is not true or false")]
+        return [SettingValue("validation.at_start", value != inverted, is_implied=is_implied)]
 
     return convert
 
 
-def sample_interval(value: JSON, block: Mapping[str, JSON]) -> Sequence[Outcome]:
+def sample_interval(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
     """ai-toolkit's `sample_every`. It samples before the first step too; `train` may turn either off."""
     if value in (None, 0):
         return []
-    return [Put("validation.every_steps", value, weak=True), Put("validation.at_start", True, weak=True)]
+    return [
+        SettingValue("validation.every_steps", value, is_implied=True),
+        SettingValue("validation.at_start", True, is_implied=True),
+    ]
 
 
-def report_to(value: JSON, block: Mapping[str, JSON]) -> Sequence[Outcome]:
+def report_to(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
     """SimpleTuner's trackers, one or several after commas."""
     names = {part.strip() for part in str(value).lower().split(",")} - {"", "none"}
     if "all" in names:
         names = {"tensorboard", "wandb"}
     unknown = sorted(names - {"tensorboard", "wandb"})
-    outcomes: list[Outcome] = [Put("report.tensorboard", "tensorboard" in names)]
+    outcomes: list[ConversionOutcome] = [SettingValue("report.tensorboard", "tensorboard" in names)]
     if "wandb" in names:
-        outcomes.append(Put("report.wandb", beside(block, "tracker_project_name") or "simpletuner"))
+        outcomes.append(SettingValue("report.wandb", sibling_value(block, "tracker_project_name") or "simpletuner"))
     if unknown:
-        outcomes.append(Said(f"{', '.join(unknown)} is not available; allowed: tensorboard, wandb, none"))
+        outcomes.append(ConversionNote(f"{', '.join(unknown)} is not available; allowed: tensorboard, wandb, none"))
     return outcomes
 
 
-def project(value: JSON, block: Mapping[str, JSON]) -> Sequence[Outcome]:
+def tracker_project_name(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
     """SimpleTuner's `tracker_project_name`, which `report_to` reads."""
-    return [] if "wandb" in str(beside(block, "report_to")) else [Said("has no effect: nothing is reported to wandb")]
+    return (
+        []
+        if "wandb" in str(sibling_value(block, "report_to"))
+        else [ConversionNote("has no effect: nothing is reported to wandb")]
+    )
 
 
-def use_wandb(value: JSON, block: Mapping[str, JSON]) -> Sequence[Outcome]:
+def use_wandb(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
     """ai-toolkit's `logging.use_wandb`."""
     if not isinstance(value, bool):
-        return [No(f"{shown(value)} is not true or false")]
-    return [Put("report.wandb", block.get("project_name") or "ai-toolkit")] if value else []
+        return [InvalidValue(f"{format_value(value)} is not true or false")]
+    return [SettingValue("report.wandb", block.get("project_name") or "ai-toolkit")] if value else []
 
 
-def _is_whole(value: JSON) -> TypeGuard[int]:
+def _is_whole_number(value: JSON) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0

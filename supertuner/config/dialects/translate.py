@@ -6,70 +6,91 @@ import os
 from collections.abc import Iterator, Mapping
 
 from supertuner.config.dialects import lycoris as lycoris_dialect
-from supertuner.config.dialects.conversions import No, Outcome, Put, Said, beside, to
-from supertuner.config.dialects.table import AI_TOOLKIT, SIMPLETUNER, Row, dataset_rows, dialect_of, inherited, run_rows
-from supertuner.config.problems import not_a_block, unknown_key
+from supertuner.config.dialects.conversions import (
+    ConversionNote,
+    ConversionOutcome,
+    InvalidValue,
+    SettingValue,
+    rename_to,
+    sibling_value,
+)
+from supertuner.config.dialects.table import (
+    AI_TOOLKIT,
+    SIMPLETUNER,
+    DialectKey,
+    dataset_keys,
+    detect_dialect,
+    inherited_keys,
+    run_keys,
+)
+from supertuner.config.problems import not_a_block_message, unknown_key_message
 from supertuner.config.sources import key_path as places
-from supertuner.config.sources.key_path import Place
+from supertuner.config.sources.key_path import KeyPath
 from supertuner.config.sources.parse import parse_bytes, read_bytes
-from supertuner.config.sources.provenance import Given, Layer, Source
-from supertuner.config.sources.values import fitted, from_text, shown
-from supertuner.core.errors import ConfigError, Problem
-from supertuner.core.events import Warned
+from supertuner.config.sources.provenance import ConfigLayer, ConfigSource, Provenance
+from supertuner.config.sources.values import coerce_text, format_value, parse_text
+from supertuner.core.errors import ConfigError, ConfigProblem
+from supertuner.core.events import WarningEvent
 from supertuner.core.types import JSON
 
-CACHES = ("text_embeds", "image_embeds", "conditioning_image_embeds")
+CACHE_DATASET_TYPES = ("text_embeds", "image_embeds", "conditioning_image_embeds")
 
 
-class Translation:
+class SourceTranslator:
     """Fills one layer from one source. Used once."""
 
-    def __init__(self, source: Source) -> None:
-        self.layer = Layer()
-        self._source = self._main = source
-        self._datasets = 0
+    def __init__(self, source: ConfigSource) -> None:
+        self.layer = ConfigLayer()
+        self._source = self._main_source = source
+        self._dataset_count = 0
 
-    def root(self, tree: Mapping[str, JSON]) -> Layer:
+    def translate_file(self, tree: Mapping[str, JSON]) -> ConfigLayer:
         """Read a whole file."""
-        rest, lead, dialect = self._unwrapped(tree)
+        rest, prefix, dialect = self._unwrap_ai_toolkit_job(tree)
         rest.pop("$schema", None)  # for editors
-        lists = {name: rest.pop(name) for name in _DATASETS if name in rest}
-        for_all = {name: rest.pop(name) for name in list(rest) if name.removeprefix("--") in inherited()}
-        lycoris = {name: rest[name] for name in _LYCORIS if rest.get(name)}
-        self._block(rest, (), run_rows(), "", lead)
-        for written, value in lycoris.items():
-            self._lycoris_file(value, lead + written, rest)
+        dataset_lists = {name: rest.pop(name) for name in _DATASET_LIST_KEYS if name in rest}
+        inherited_values = {name: rest.pop(name) for name in list(rest) if name.removeprefix("--") in inherited_keys()}
+        lycoris_files = {name: rest[name] for name in _LYCORIS_KEYS if rest.get(name)}
+        self._translate_block(rest, (), run_keys(), "", prefix)
+        for source_key, value in lycoris_files.items():
+            self._translate_lycoris_file(value, prefix + source_key, rest)
         if dialect == AI_TOOLKIT and "model" in rest and not {"network", "adapter"} & rest.keys():
-            self._put(("adapter", "type"), "full", f"{lead}network", AI_TOOLKIT, weak=True)
-            self._note(f"{lead}network", 'is missing, so all weights are trained: adapter.type "full"')
-        self._dataset_lists(lists, lead, dialect)
-        self._inherit(for_all, lead)
+            self._put_value(("adapter", "type"), "full", f"{prefix}network", AI_TOOLKIT, is_implied=True)
+            self._add_warning(f"{prefix}network", 'is missing, so all weights are trained: adapter.type "full"')
+        self._translate_dataset_lists(dataset_lists, prefix, dialect)
+        self._apply_inherited_values(inherited_values, prefix)
         return self.layer
 
-    def at(self, where: Place, value: JSON) -> Layer:
+    def translate_value(self, key_path: KeyPath, value: JSON) -> ConfigLayer:
         """Read one value at a place, as --set and code give it."""
-        if where[0] == "datasets" and len(where) > 1 and isinstance(where[1], int):
-            if len(where) > 2:
-                self._inside_dataset(where, value)
+        if key_path[0] == "datasets" and len(key_path) > 1 and isinstance(key_path[1], int):
+            if len(key_path) > 2:
+                self._translate_dataset_value(key_path, value)
             else:
-                self._entry(value, where[1], places.show(where), "")
-        elif all(isinstance(step, str) for step in where):
-            return self.root(_nested(where, value))
-        elif places.pattern(where[:-1] if isinstance(where[-1], int) else where) in places.settings():
-            self._put(where, value, places.show(where), "")
+                self._translate_dataset_entry(value, key_path[1], places.format_path(key_path), "")
+        elif all(isinstance(step, str) for step in key_path):
+            return self.translate_file(_nested_mapping(key_path, value))
+        elif places.pattern(key_path[:-1] if isinstance(key_path[-1], int) else key_path) in places.settings():
+            self._put_value(key_path, value, places.format_path(key_path), "")
         else:
-            self._problem(places.show(where), "not a setting")
+            self._add_problem(places.format_path(key_path), "not a setting")
         return self.layer
 
-    def _inside_dataset(self, where: Place, value: JSON) -> None:
-        if isinstance(where[-1], int) and places.settings().get(places.pattern(where[:-1])) is not None:
-            self._put(where, value, places.show(where), "")
-        elif any(isinstance(step, int) for step in where[2:]):
-            self._problem(places.show(where), "not a setting")
+    def _translate_dataset_value(self, key_path: KeyPath, value: JSON) -> None:
+        if isinstance(key_path[-1], int) and places.settings().get(places.pattern(key_path[:-1])) is not None:
+            self._put_value(key_path, value, places.format_path(key_path), "")
+        elif any(isinstance(step, int) for step in key_path[2:]):
+            self._add_problem(places.format_path(key_path), "not a setting")
         else:
-            self._block(_nested(where[2:], value), where[:2], dataset_rows(""), "", places.show(where[:2]) + ".")
+            self._translate_block(
+                _nested_mapping(key_path[2:], value),
+                key_path[:2],
+                dataset_keys(""),
+                "",
+                places.format_path(key_path[:2]) + ".",
+            )
 
-    def _unwrapped(self, tree: Mapping[str, JSON]) -> tuple[dict[str, JSON], str, str]:
+    def _unwrap_ai_toolkit_job(self, tree: Mapping[str, JSON]) -> tuple[dict[str, JSON], str, str]:
         """The settings inside ai-toolkit's `config.process[0]`, if the file is one of its jobs."""
         if "config" not in tree:
             return dict(tree), "", ""
@@ -82,151 +103,201 @@ class Translation:
             and len(process) == 1
             and isinstance(process[0], Mapping)
         ):
-            self._block(rest, (), run_rows(), "", "")
-            self._block(
-                {name: value for name, value in job.items() if name != "process"}, (), run_rows(), "", "config."
+            self._translate_block(rest, (), run_keys(), "", "")
+            self._translate_block(
+                {name: value for name, value in job.items() if name != "process"}, (), run_keys(), "", "config."
             )
             return dict(process[0]), "config.process[0].", AI_TOOLKIT
-        self._problem("config", f"{shown(job)} is not a job of ai-toolkit: a block with a list `process` of one block")
+        self._add_problem(
+            "config", f"{format_value(job)} is not a job of ai-toolkit: a block with a list `process` of one block"
+        )
         return rest, "", ""
 
-    def _block(self, tree: Mapping[str, JSON], at: Place, rows: Mapping[str, Row], inside: str, lead: str) -> None:
+    def _translate_block(
+        self,
+        tree: Mapping[str, JSON],
+        block_path: KeyPath,
+        dialect_keys: Mapping[str, DialectKey],
+        dialect_path: str,
+        prefix: str,
+    ) -> None:
         """Read a block: `at` is its place, `inside` its path in the table's rows, `lead` what precedes its keys."""
-        for written, value in tree.items():
-            name = written.removeprefix("--") if not at and not inside else written
-            path = f"{inside}.{name}".lstrip(".")
-            where = (*at, name)
-            kind = places.pattern(where)
-            is_block = kind in places.blocks() or any(known.startswith(f"{path}.") for known in rows)
-            if path in rows and not (is_block and isinstance(value, Mapping)):
-                self._row(rows[path], value, tree, _dataset(at), lead + written)
-            elif kind in places.settings():
-                self._put(where, value, lead + written, "" if name == written else SIMPLETUNER)
+        for source_key, value in tree.items():
+            name = source_key.removeprefix("--") if not block_path and not dialect_path else source_key
+            path = f"{dialect_path}.{name}".lstrip(".")
+            key_path = (*block_path, name)
+            pattern = places.pattern(key_path)
+            is_block = pattern in places.blocks() or any(known.startswith(f"{path}.") for known in dialect_keys)
+            if path in dialect_keys and not (is_block and isinstance(value, Mapping)):
+                self._translate_dialect_key(
+                    dialect_keys[path], value, tree, _dataset_path(block_path), prefix + source_key
+                )
+            elif pattern in places.settings():
+                self._put_value(key_path, value, prefix + source_key, "" if name == source_key else SIMPLETUNER)
             elif is_block and isinstance(value, Mapping):
-                self._block(value, where, rows, path, f"{lead}{written}.")
-            elif f"{kind}[]" in places.blocks():
-                self._blocks(value, where, lead + written)
+                self._translate_block(value, key_path, dialect_keys, path, f"{prefix}{source_key}.")
+            elif f"{pattern}[]" in places.blocks():
+                self._translate_block_list(value, key_path, prefix + source_key)
             else:
-                message = not_a_block(kind, value) if is_block else _unknown(name, at, inside)
-                self._problem(lead + written, message)
+                message = (
+                    not_a_block_message(pattern, value)
+                    if is_block
+                    else _unknown_key_message(name, block_path, dialect_path)
+                )
+                self._add_problem(prefix + source_key, message)
 
-    def _blocks(self, value: JSON, where: Place, written: str) -> None:
+    def _translate_block_list(self, value: JSON, key_path: KeyPath, source_key: str) -> None:
         """Read a list of blocks of ours (datasets have words of others in them, and are read apart)."""
         if not isinstance(value, list):
-            self._problem(written, f"{shown(value)} is not a list of blocks")
+            self._add_problem(source_key, f"{format_value(value)} is not a list of blocks")
             return
-        self.layer.replaced.add(where)
+        self.layer.replaced_lists.add(key_path)
         for index, entry in enumerate(value):
-            at, name = (*where, index), f"{written}[{index}]"
+            block_path, name = (*key_path, index), f"{source_key}[{index}]"
             if isinstance(entry, Mapping):
-                self.layer.given[at] = Given({}, self._source, name)
-                self._block(entry, at, {}, "", f"{name}.")
+                self.layer.values[block_path] = Provenance({}, self._source, name)
+                self._translate_block(entry, block_path, {}, "", f"{name}.")
             else:
-                self._problem(name, not_a_block(places.pattern(at), entry))
+                self._add_problem(name, not_a_block_message(places.pattern(block_path), entry))
 
-    def _row(
-        self, row: Row, value: JSON, block: Mapping[str, JSON], base: Place, written: str, weak: bool = False
+    def _translate_dialect_key(
+        self,
+        dialect_key: DialectKey,
+        value: JSON,
+        block: Mapping[str, JSON],
+        dataset_path: KeyPath,
+        source_key: str,
+        is_implied: bool = False,
     ) -> None:
         """Do what the table says about a foreign key. `base` is the dataset it stands in, if any."""
-        if row.convert is None:
-            self._note(written, row.why)
+        if dialect_key.convert is None:
+            self._add_warning(source_key, dialect_key.ignored_reason)
             return
         # SimpleTuner's flat files hold command-line arguments, whose values may all be in quotes
-        arguments = row.dialect == SIMPLETUNER and not base
-        text = value if isinstance(value, str) and (self._source.is_text or arguments) else None
-        read = from_text(text) if text is not None else value
-        for outcome in row.convert(read, block):
-            self._outcome(outcome, row, base, written, (read, text), weak)
+        is_command_line = dialect_key.dialect == SIMPLETUNER and not dataset_path
+        text = value if isinstance(value, str) and (self._source.is_text or is_command_line) else None
+        parsed = parse_text(text) if text is not None else value
+        for outcome in dialect_key.convert(parsed, block):
+            self._apply_outcome(outcome, dialect_key, dataset_path, source_key, (parsed, text), is_implied)
 
-    def _outcome(
-        self, outcome: Outcome, row: Row, base: Place, written: str, read: tuple[JSON, str | None], weak: bool
+    def _apply_outcome(
+        self,
+        outcome: ConversionOutcome,
+        dialect_key: DialectKey,
+        dataset_path: KeyPath,
+        source_key: str,
+        parsed_and_text: tuple[JSON, str | None],
+        is_implied: bool,
     ) -> None:
         match outcome:
-            case Said(message):
-                self._note(written, message)
-            case No(message):
-                self._problem(written, message)
-            case Put(to, value, is_weak):
-                inner = places.parse(to.removeprefix("^"))
+            case ConversionNote(message):
+                self._add_warning(source_key, message)
+            case InvalidValue(message):
+                self._add_problem(source_key, message)
+            case SettingValue(to, value, is_weak):
+                inner = places.parse_path(to.removeprefix("^"))
                 assert inner is not None, to
-                where = inner if to.startswith("^") else (*base, *inner)
-                same = places.show(where) == written and value == read[0]
-                text = read[1] if value == read[0] else None
-                self._put(where, value, written, "" if same else row.dialect, weak or is_weak, text)
+                key_path = inner if to.startswith("^") else (*dataset_path, *inner)
+                is_unchanged = places.format_path(key_path) == source_key and value == parsed_and_text[0]
+                text = parsed_and_text[1] if value == parsed_and_text[0] else None
+                self._put_value(
+                    key_path,
+                    value,
+                    source_key,
+                    "" if is_unchanged else dialect_key.dialect,
+                    is_implied or is_weak,
+                    text,
+                )
 
-    def _put(
-        self, where: Place, value: JSON, written: str, dialect: str, weak: bool = False, text: str | None = None
+    def _put_value(
+        self,
+        key_path: KeyPath,
+        value: JSON,
+        source_key: str,
+        dialect: str,
+        is_implied: bool = False,
+        text: str | None = None,
     ) -> None:
-        key = places.key_at(where)
-        assert key is not None, where
+        setting = places.setting_at(key_path)
+        assert setting is not None, key_path
         if text is None and self._source.is_text and isinstance(value, str):
-            text, value = value, from_text(value)
+            text, value = value, parse_text(value)
         if text is not None:
-            value = fitted(value, text, key)
-        if key.is_path and value == "":
-            self._problem(written, "is empty; give a path, or leave it out")
+            value = coerce_text(value, text, setting)
+        if setting.is_path and value == "":
+            self._add_problem(source_key, "is empty; give a path, or leave it out")
             return
-        given = Given(value, self._source, written, dialect, weak)
-        other = self.layer.given.get(where)
-        if other is None or (other.weak and not weak):
-            self.layer.given[where] = given
-        elif other.value != value and other.weak:
-            self._note(written, f"gives way to {other.written}: {places.show(where)} is one setting")
-        elif other.value != value and not weak:
-            message = f"is {shown(value)}, but {other.written} says {shown(other.value)}; both mean "
-            self._problem(written, f"{message}{places.show(where)}: keep one")
+        provenance = Provenance(value, self._source, source_key, dialect, is_implied)
+        existing = self.layer.values.get(key_path)
+        if existing is None or (existing.is_implied and not is_implied):
+            self.layer.values[key_path] = provenance
+        elif existing.value != value and existing.is_implied:
+            self._add_warning(
+                source_key, f"gives way to {existing.source_key}: {places.format_path(key_path)} is one setting"
+            )
+        elif existing.value != value and not is_implied:
+            message = (
+                f"is {format_value(value)}, but {existing.source_key} says {format_value(existing.value)}; both mean "
+            )
+            self._add_problem(source_key, f"{message}{places.format_path(key_path)}: keep one")
 
-    def _dataset_lists(self, lists: Mapping[str, JSON], lead: str, dialect: str) -> None:
+    def _translate_dataset_lists(self, lists: Mapping[str, JSON], prefix: str, dialect: str) -> None:
         if len(lists) > 1:
-            self._problem(lead + list(lists)[1], f"gives datasets, and so does {lead}{next(iter(lists))}: keep one")
+            self._add_problem(
+                prefix + list(lists)[1], f"gives datasets, and so does {prefix}{next(iter(lists))}: keep one"
+            )
             return
-        for written, value in lists.items():
-            name = written.removeprefix("--")
-            self.layer.replaced.add(("datasets",))
+        for source_key, value in lists.items():
+            name = source_key.removeprefix("--")
+            self.layer.replaced_lists.add(("datasets",))
             if name == "datasets":
-                self._entries(value, lead + name, dialect)
+                self._translate_dataset_entries(value, prefix + name, dialect)
             elif name == "data_backend_config":
-                self._dataset_file(value, lead + written)
+                self._translate_dataset_file(value, prefix + source_key)
             else:
-                self._entry(value, 0, lead + written, AI_TOOLKIT if name == "dataset" else SIMPLETUNER)
+                self._translate_dataset_entry(
+                    value, 0, prefix + source_key, AI_TOOLKIT if name == "dataset" else SIMPLETUNER
+                )
 
-    def _entries(self, value: JSON, written: str, dialect: str) -> None:
+    def _translate_dataset_entries(self, value: JSON, source_key: str, dialect: str) -> None:
         if self._source.is_text and isinstance(value, str):
-            value = from_text(value)
+            value = parse_text(value)
         if not isinstance(value, list):
-            self._problem(written, f"{shown(value)} is not a list of datasets")
+            self._add_problem(source_key, f"{format_value(value)} is not a list of datasets")
             return
         for index, entry in enumerate(value):
-            self._entry(entry, self._datasets, f"{written}[{index}]", dialect)
+            self._translate_dataset_entry(entry, self._dataset_count, f"{source_key}[{index}]", dialect)
 
-    def _dataset_file(self, value: JSON, written: str) -> None:
+    def _translate_dataset_file(self, value: JSON, source_key: str) -> None:
         """SimpleTuner keeps its datasets in a file of their own."""
-        opened = self._opened(value, written)
-        if opened is not None:
-            outer, self._source = self._source, opened[0]
-            self._entries(opened[1], "", SIMPLETUNER)
-            self._source = outer
+        source_and_tree = self._read_attached_file(value, source_key)
+        if source_and_tree is not None:
+            outer_source, self._source = self._source, source_and_tree[0]
+            self._translate_dataset_entries(source_and_tree[1], "", SIMPLETUNER)
+            self._source = outer_source
 
-    def _lycoris_file(self, value: JSON, written: str, block: Mapping[str, JSON]) -> None:
+    def _translate_lycoris_file(self, value: JSON, source_key: str, block: Mapping[str, JSON]) -> None:
         """And what it tells LyCORIS in another."""
-        if beside(block, "lora_type") != "lycoris":
-            self._note(written, 'has an effect only with lora_type: "lycoris"')
+        if sibling_value(block, "lora_type") != "lycoris":
+            self._add_warning(source_key, 'has an effect only with lora_type: "lycoris"')
             return
-        opened = self._opened(value, written)
-        if opened is None:
+        source_and_tree = self._read_attached_file(value, source_key)
+        if source_and_tree is None:
             return
-        outer, self._source = self._source, opened[0]
-        if isinstance(opened[1], Mapping):
-            for name, outcome in lycoris_dialect.read(opened[1]):
-                self._outcome(outcome, Row(SIMPLETUNER, name), (), name, (opened[1].get(name), None), False)
+        outer_source, self._source = self._source, source_and_tree[0]
+        if isinstance(source_and_tree[1], Mapping):
+            for name, outcome in lycoris_dialect.convert_lycoris_config(source_and_tree[1]):
+                self._apply_outcome(
+                    outcome, DialectKey(SIMPLETUNER, name), (), name, (source_and_tree[1].get(name), None), False
+                )
         else:
-            self._problem("", f"{shown(opened[1])} is not a block of settings")
-        self._source = outer
+            self._add_problem("", f"{format_value(source_and_tree[1])} is not a block of settings")
+        self._source = outer_source
 
-    def _opened(self, value: JSON, written: str) -> tuple[Source, JSON] | None:
+    def _read_attached_file(self, value: JSON, source_key: str) -> tuple[ConfigSource, JSON] | None:
         """Another file that this one names, and what is in it; None: the problem is told."""
         if not isinstance(value, str) or not value:
-            self._problem(written, f"{shown(value)} is not the path of a file")
+            self._add_problem(source_key, f"{format_value(value)} is not the path of a file")
             return None
         path = self._source.folder / os.path.expanduser(value)
         try:
@@ -234,99 +305,110 @@ class Translation:
             tree = parse_bytes(content, path.name)
         except ConfigError as error:
             for problem in error.problems:
-                self._problem(written, problem.message)
+                self._add_problem(source_key, problem.message)
             return None
         self.layer.attachments[path.name] = content
-        return Source(path.name, path.parent), tree
+        return ConfigSource(path.name, path.parent), tree
 
-    def _entry(self, entry: JSON, index: int, written: str, dialect: str) -> None:
+    def _translate_dataset_entry(self, entry: JSON, index: int, source_key: str, dialect: str) -> None:
         if not isinstance(entry, Mapping):
-            self._problem(written, not_a_block("datasets[]", entry))
+            self._add_problem(source_key, not_a_block_message("datasets[]", entry))
             return
-        dialect = dialect or dialect_of(entry)
-        rows = dataset_rows(dialect)
-        where: Place = ("datasets", index)
+        dialect = dialect or detect_dialect(entry)
+        dialect_keys = dataset_keys(dialect)
+        key_path: KeyPath = ("datasets", index)
         if entry.get("disabled") is True or entry.get("disable") is True:
-            self._note(written, "is disabled and left out")
-        elif entry.get("dataset_type") in CACHES:
-            self._note(written, "describes a cache, not samples; only its cache_dir is read")
-            self._cache_entry(entry, rows, written)
+            self._add_warning(source_key, "is disabled and left out")
+        elif entry.get("dataset_type") in CACHE_DATASET_TYPES:
+            self._add_warning(source_key, "describes a cache, not samples; only its cache_dir is read")
+            self._translate_cache_entry(entry, dialect_keys, source_key)
         elif entry.get("dataset_type") == "conditioning":
-            self._problem(
-                f"{written}.dataset_type", '"conditioning" is not available; allowed: "image", "video", "audio"'
+            self._add_problem(
+                f"{source_key}.dataset_type", '"conditioning" is not available; allowed: "image", "video", "audio"'
             )
         else:
-            self._datasets = max(self._datasets, index + 1)
-            self.layer.given[where] = Given({}, self._source, written)
-            self._block(entry, where, rows, "", f"{written}.")
+            self._dataset_count = max(self._dataset_count, index + 1)
+            self.layer.values[key_path] = Provenance({}, self._source, source_key)
+            self._translate_block(entry, key_path, dialect_keys, "", f"{source_key}.")
 
-    def _cache_entry(self, entry: Mapping[str, JSON], rows: Mapping[str, Row], written: str) -> None:
+    def _translate_cache_entry(
+        self, entry: Mapping[str, JSON], dialect_keys: Mapping[str, DialectKey], source_key: str
+    ) -> None:
         for name, value in entry.items():
             if name == "cache_dir":
-                self._row(rows[name], value, entry, ("datasets", 0), f"{written}.{name}")
-            elif name not in rows and name not in places.names_in("datasets[]"):
-                self._problem(f"{written}.{name}", unknown_key(name, "datasets[]"))
+                self._translate_dialect_key(dialect_keys[name], value, entry, ("datasets", 0), f"{source_key}.{name}")
+            elif name not in dialect_keys and name not in places.names_in_block("datasets[]"):
+                self._add_problem(f"{source_key}.{name}", unknown_key_message(name, "datasets[]"))
 
-    def _inherit(self, for_all: Mapping[str, JSON], lead: str) -> None:
+    def _apply_inherited_values(self, inherited_values: Mapping[str, JSON], prefix: str) -> None:
         """Give every dataset what the root says for all, where it says nothing itself."""
-        block = {inherited()[name.removeprefix("--")][1]: value for name, value in for_all.items()}
-        for written, value in for_all.items():
-            dialect, inner = inherited()[written.removeprefix("--")]
-            if not self._datasets:
-                other = "" if self._source.is_file else f"; set datasets[0].{inner}"
-                self._note(lead + written, f"has no effect: there is no dataset here that it could apply to{other}")
-            for index in range(self._datasets):
-                rows = dataset_rows(dialect)
-                row = rows.get(inner) or Row(dialect, written, to(inner))
-                self._row(row, _argument(value), block, ("datasets", index), lead + written, weak=True)
+        block = {inherited_keys()[name.removeprefix("--")][1]: value for name, value in inherited_values.items()}
+        for source_key, value in inherited_values.items():
+            dialect, dataset_key = inherited_keys()[source_key.removeprefix("--")]
+            if not self._dataset_count:
+                remedy = "" if self._source.is_file else f"; set datasets[0].{dataset_key}"
+                self._add_warning(
+                    prefix + source_key, f"has no effect: there is no dataset here that it could apply to{remedy}"
+                )
+            for index in range(self._dataset_count):
+                dialect_keys = dataset_keys(dialect)
+                dialect_key = dialect_keys.get(dataset_key) or DialectKey(dialect, source_key, rename_to(dataset_key))
+                self._translate_dialect_key(
+                    dialect_key,
+                    _parse_argument(value),
+                    block,
+                    ("datasets", index),
+                    prefix + source_key,
+                    is_implied=True,
+                )
 
-    def _problem(self, written: str, message: str) -> None:
-        self.layer.problems.append(Problem(self._named(written), message))
+    def _add_problem(self, source_key: str, message: str) -> None:
+        self.layer.problems.append(ConfigProblem(self._qualified_key(source_key), message))
 
-    def _note(self, written: str, message: str) -> None:
-        self.layer.notes.append(Warned(self._named(written), message))
+    def _add_warning(self, source_key: str, message: str) -> None:
+        self.layer.warnings.append(WarningEvent(self._qualified_key(source_key), message))
 
-    def _named(self, written: str) -> str:
+    def _qualified_key(self, source_key: str) -> str:
         """The name that was written, with the source where it is not the file that everybody thinks of."""
-        is_main_file = self._source.is_file and self._source is self._main
-        return written if is_main_file else f"{self._source.name}: {written}"
+        is_main_file = self._source.is_file and self._source is self._main_source
+        return source_key if is_main_file else f"{self._source.name}: {source_key}"
 
 
-_LYCORIS = ("lycoris_config", "--lycoris_config")
-_DATASETS = ("datasets", "dataset", "data_backend", "data_backend_config", "--data_backend_config")
+_LYCORIS_KEYS = ("lycoris_config", "--lycoris_config")
+_DATASET_LIST_KEYS = ("datasets", "dataset", "data_backend", "data_backend_config", "--data_backend_config")
 
 
-def _dataset(at: Place) -> Place:
+def _dataset_path(key_path: KeyPath) -> KeyPath:
     """The dataset that a place is inside of; nothing elsewhere."""
-    return at[:2] if at[:1] == ("datasets",) else ()
+    return key_path[:2] if key_path[:1] == ("datasets",) else ()
 
 
-def _unknown(name: str, at: Place, inside: str) -> str:
+def _unknown_key_message(name: str, block_path: KeyPath, dialect_path: str) -> str:
     """What to say of an unknown key in our block at `at`, or in the foreign block `inside` where it is not ours."""
-    if places.pattern(at) in places.blocks():
-        return unknown_key(name, places.pattern(at))
-    return unknown_key(name, places.pattern(_dataset(at)), inside)
+    if places.pattern(block_path) in places.blocks():
+        return unknown_key_message(name, places.pattern(block_path))
+    return unknown_key_message(name, places.pattern(_dataset_path(block_path)), dialect_path)
 
 
-def _argument(value: JSON) -> JSON:
-    return from_text(value) if isinstance(value, str) else value
+def _parse_argument(value: JSON) -> JSON:
+    return parse_text(value) if isinstance(value, str) else value
 
 
-def _nested(where: Place, value: JSON) -> dict[str, JSON]:
+def _nested_mapping(key_path: KeyPath, value: JSON) -> dict[str, JSON]:
     """`("a", "b")` and a value → `{"a": {"b": value}}`."""
-    for step in reversed(where):
+    for step in reversed(key_path):
         value = {str(step): value}
     assert isinstance(value, dict)
     return value
 
 
-def leaves(tree: JSON, at: Place = ()) -> Iterator[tuple[Place, JSON]]:
+def iter_settings(tree: JSON, key_path: KeyPath = ()) -> Iterator[tuple[KeyPath, JSON]]:
     """Every setting of a canonical tree with its place."""
-    if isinstance(tree, Mapping) and places.key_at(at) is None:
+    if isinstance(tree, Mapping) and places.setting_at(key_path) is None:
         for name, inner in tree.items():
-            yield from leaves(inner, (*at, name))
-    elif isinstance(tree, list | tuple) and places.pattern((*at, 0)) in places.blocks():
+            yield from iter_settings(inner, (*key_path, name))
+    elif isinstance(tree, list | tuple) and places.pattern((*key_path, 0)) in places.blocks():
         for index, inner in enumerate(tree):
-            yield from leaves(inner, (*at, index))
+            yield from iter_settings(inner, (*key_path, index))
     else:
-        yield at, tree
+        yield key_path, tree

@@ -7,10 +7,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from supertuner.config.settings.block import Block
+from supertuner.config.settings.block import SettingsBlock
 
 
-class ArenaSettings(Block):
+class ArenaSettings(SettingsBlock):
     home: Path | None = None
     """Folder for datasets of type "in_memory"; unset: a folder of this user's on tmpfs, /dev/shm/supertuner-<uid>."""
     disk_home: Path | None = None

@@ -19,35 +19,35 @@ def name_or_folder(*words: str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Remark:
+class SettingsIssue:
     """Something about settings that are fine one by one: a contradiction, or something unwise."""
 
     field: str
     """The key to change, relative to its block; empty for the block as a whole."""
     message: str
-    also: tuple[str, ...] = ()
+    related_fields: tuple[str, ...] = ()
     """Other keys of the block that the remark rests on."""
 
 
-class Block(BaseModel):
+class SettingsBlock(BaseModel):
     """A block of settings. Fields are documented under themselves; the text goes into the JSON Schema."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=False, allow_inf_nan=False
     )
 
-    def contradictions(self) -> Iterator[Remark]:
+    def contradictions(self) -> Iterator[SettingsIssue]:
         """What cannot work: refused."""
         yield from ()
 
-    def doubts(self) -> Iterator[Remark]:
+    def warnings(self) -> Iterator[SettingsIssue]:
         """What works and is unwise: warned about."""
         yield from ()
 
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> Self:
-        found = list(self.contradictions())
-        if found:
-            text = "; ".join(f"{r.field} {r.message}" for r in found)
-            raise PydanticCustomError(CONTRADICTION, "{text}", {"text": text, "remarks": found})
+        contradictions = list(self.contradictions())
+        if contradictions:
+            text = "; ".join(f"{issue.field} {issue.message}" for issue in contradictions)
+            raise PydanticCustomError(CONTRADICTION, "{text}", {"text": text, "remarks": contradictions})
         return self

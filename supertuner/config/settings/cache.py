@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from supertuner.config.settings.block import Block, Remark
+from supertuner.config.settings.block import SettingsBlock, SettingsIssue
 
 
-class CacheConfig(Block):
+class CacheConfig(SettingsBlock):
     vae_cache_type: Literal["unified_memory", "disk", "none"] = "unified_memory"
     """Where encoded images, videos and sounds live: one shared copy in RAM, a mapped file, or nowhere."""
     text_cache_type: Literal["unified_memory", "disk", "none"] = "unified_memory"
@@ -19,8 +19,8 @@ class CacheConfig(Block):
     persistent_cache: bool = False
     """Keep what was encoded in `cache_dir`, so that the next run need not encode it again."""
 
-    def doubts(self) -> Iterator[Remark]:
+    def warnings(self) -> Iterator[SettingsIssue]:
         if self.persistent_cache and self.vae_cache_type == self.text_cache_type == "none":
-            yield Remark("persistent_cache", "has no effect: there is no cache to keep")
+            yield SettingsIssue("persistent_cache", "has no effect: there is no cache to keep")
         elif self.cache_dir is not None and not self.persistent_cache:
-            yield Remark("cache_dir", "has no effect while persistent_cache is false")
+            yield SettingsIssue("cache_dir", "has no effect while persistent_cache is false")

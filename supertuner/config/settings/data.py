@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from supertuner.config.settings.block import Block, Remark
+from supertuner.config.settings.block import SettingsBlock, SettingsIssue
 from supertuner.core.types import MediaKind
 
 
@@ -19,24 +19,24 @@ def _one_or_several(value: Any) -> Any:
     return (value,) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
-Side = Annotated[int, Field(ge=16, le=16384)]
-Count = Annotated[int, Field(ge=1, le=100_000)]
-Sides = Annotated[
-    tuple[Side, ...],
+PixelSide = Annotated[int, Field(ge=16, le=16384)]
+FrameCount = Annotated[int, Field(ge=1, le=100_000)]
+PixelSides = Annotated[
+    tuple[PixelSide, ...],
     Field(min_length=1, max_length=64),
-    BeforeValidator(_one_or_several, json_schema_input_type=Side | tuple[Side, ...]),
+    BeforeValidator(_one_or_several, json_schema_input_type=PixelSide | tuple[PixelSide, ...]),
 ]
-Counts = Annotated[
-    tuple[Count, ...],
+FrameCounts = Annotated[
+    tuple[FrameCount, ...],
     Field(min_length=1, max_length=64),
-    BeforeValidator(_one_or_several, json_schema_input_type=Count | tuple[Count, ...]),
+    BeforeValidator(_one_or_several, json_schema_input_type=FrameCount | tuple[FrameCount, ...]),
 ]
 _ID = {"allowed": "text of letters, digits and . _ - that starts with a letter or digit"}
 _ENDING = {"allowed": 'the ending of a file name, such as ".txt"'}
-Share = Annotated[float, Field(ge=0, le=1)]
+UnitFraction = Annotated[float, Field(ge=0, le=1)]
 
 
-class InMemory(Block):
+class InMemorySettings(SettingsBlock):
     compression: Literal["none", "auto", "lz4", "snappy", "zlib", "zstd"] | None = None
     """How files are stored in RAM: unset or "none": as they are; "auto": compressed where it saves at least 5 %."""
     memory_limit_gb: Annotated[float | None, Field(gt=0)] = None
@@ -45,7 +45,7 @@ class InMemory(Block):
     """Threads that stage; unset: the CPUs this process may use, at most 72."""
 
 
-class Captions(Block):
+class CaptionSettings(SettingsBlock):
     source: Literal["auto", "sidecar", "metadata", "filename", "constant", "none"] = "auto"
     """Where captions come from; "auto": `constant`, else a metadata file, else files beside the samples, else none."""
     extension: Annotated[str, Field(pattern=r"^\.[A-Za-z0-9_.-]+$", json_schema_extra=_ENDING)] = ".txt"
@@ -64,7 +64,7 @@ class Captions(Block):
     """Which of several captions is used: a seeded choice for each epoch, or always the first."""
     trigger_word: str | None = None
     """Replaces `[trigger]` in a caption, or is put in front where the caption does not contain it."""
-    dropout: Share = 0.0
+    dropout: UnitFraction = 0.0
     """Share of samples whose caption is empty, chosen anew each epoch."""
     shuffle_tags: bool = False
     """Shuffle the caption's tags anew each epoch."""
@@ -73,20 +73,20 @@ class Captions(Block):
     tag_separator: Annotated[str, Field(min_length=1)] = ","
     """What separates tags."""
 
-    def contradictions(self) -> Iterator[Remark]:
+    def contradictions(self) -> Iterator[SettingsIssue]:
         if self.source == "constant" and self.constant is None:
-            yield Remark("constant", 'source is "constant" and needs the caption here', ("source",))
+            yield SettingsIssue("constant", 'source is "constant" and needs the caption here', ("source",))
 
-    def doubts(self) -> Iterator[Remark]:
+    def warnings(self) -> Iterator[SettingsIssue]:
         if self.keep_tags and not self.shuffle_tags:
-            yield Remark("keep_tags", "has no effect while shuffle_tags is false")
+            yield SettingsIssue("keep_tags", "has no effect while shuffle_tags is false")
         if self.constant is not None and self.source not in ("auto", "constant"):
-            yield Remark("constant", f'has no effect with source "{self.source}"')
+            yield SettingsIssue("constant", f'has no effect with source "{self.source}"')
         if self.metadata_file is not None and self.source not in ("auto", "metadata"):
-            yield Remark("metadata_file", f'has no effect with source "{self.source}"')
+            yield SettingsIssue("metadata_file", f'has no effect with source "{self.source}"')
 
 
-class AudioSettings(Block):
+class AudioSettings(SettingsBlock):
     sample_rate: Annotated[int, Field(ge=1000, le=768_000)] = 44_100
     """Samples per second that sounds are resampled to."""
     channels: Annotated[int, Field(ge=1, le=64)] = 2
@@ -96,27 +96,27 @@ class AudioSettings(Block):
     step_seconds: Annotated[float, Field(gt=0)] = 1.0
     """Lengths are cut down to a multiple of this, so that sounds share batches."""
 
-    def contradictions(self) -> Iterator[Remark]:
+    def contradictions(self) -> Iterator[SettingsIssue]:
         if self.step_seconds > self.max_seconds:
-            yield Remark("step_seconds", f"{self.step_seconds:g} is above max_seconds {self.max_seconds:g}")
+            yield SettingsIssue("step_seconds", f"{self.step_seconds:g} is above max_seconds {self.max_seconds:g}")
 
 
-class Augment(Block):
-    flip: Share = 0.0
+class AugmentSettings(SettingsBlock):
+    flip: UnitFraction = 0.0
     """Probability that a sample is mirrored left to right."""
-    crop_jitter: Share = 0.0
+    crop_jitter: UnitFraction = 0.0
     """How far the crop may move from the centre: 0 not at all, 1 anywhere inside the image."""
-    brightness: Share = 0.0
+    brightness: UnitFraction = 0.0
     """Brightness is multiplied by a number drawn from 1 - this to 1 + this."""
-    contrast: Share = 0.0
+    contrast: UnitFraction = 0.0
     """Contrast is multiplied by a number drawn from 1 - this to 1 + this."""
-    saturation: Share = 0.0
+    saturation: UnitFraction = 0.0
     """Saturation is multiplied by a number drawn from 1 - this to 1 + this."""
     hue: Annotated[float, Field(ge=0, le=0.5)] = 0.0
     """Hue is turned by a number drawn from -this to this, in turns of the colour circle."""
 
 
-class Dataset(Block):
+class DatasetSettings(SettingsBlock):
     id: Annotated[str, Field(max_length=200, pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]*)?$", json_schema_extra=_ID)] = ""
     """Unique name; unset: the name of the folder."""
     type: Literal["in_memory", "disk"] = "in_memory"
@@ -127,11 +127,11 @@ class Dataset(Block):
     """A folder of files, a WebDataset .tar or a folder of them, or a Hugging Face dataset saved on disk."""
     format: Literal["auto", "folder", "webdataset", "huggingface"] = "auto"
     """What `instance_data_dir` is; "auto" looks at it."""
-    in_memory: InMemory = InMemory()
+    in_memory: InMemorySettings = InMemorySettings()
     """How staging stores the files, and how much memory it may take."""
-    captions: Captions = Captions()
+    captions: CaptionSettings = CaptionSettings()
     """Where captions come from and what is done to them."""
-    resolution: Sides = (1024,)
+    resolution: PixelSides = (1024,)
     """Side of the square whose area a sample is resized to, or several such sides."""
     resolution_mode: Literal["best", "each"] = "best"
     """With several resolutions: a sample is used at the best one, or once at each."""
@@ -141,7 +141,7 @@ class Dataset(Block):
     """Longest side over shortest; samples beyond it are cropped to it."""
     upscale: bool = True
     """Enlarge samples that are smaller than the resolution; otherwise they go to a bucket that they fill."""
-    frames: Counts = (1,)
+    frames: FrameCounts = (1,)
     """Video: frames per sample, or several such numbers; a clip takes the largest that it can fill."""
     fps: Annotated[float | None, Field(gt=0, le=1000)] = None
     """Video: frames per second that clips are resampled to; unset: as in the file."""
@@ -151,11 +151,11 @@ class Dataset(Block):
     """Filter for resizing."""
     crop: Literal["center", "random"] = "center"
     """Which part is kept where a sample does not fit its bucket; "random" moves the crop, seeded, each epoch."""
-    augment: Augment = Augment()
+    augment: AugmentSettings = AugmentSettings()
     """Seeded changes to each sample, new ones each epoch."""
     conditioning_dir: Path | None = None
     """A folder of pictures named like the samples: what each of them was made from, for models that edit."""
-    conditioning_resolution: Side = 1024
+    conditioning_resolution: PixelSide = 1024
     """Side of the square whose area pictures of `conditioning_dir` are resized to."""
     repeats: Annotated[int, Field(ge=1, le=1_000_000)] = 1
     """How often each sample is seen in one epoch."""
@@ -169,7 +169,7 @@ class Dataset(Block):
     mask_dir: Path | None = None
     """A folder of pictures named like the samples: a sample is learnt from where its mask is white, and not where it is
     black."""
-    mask_floor: Share = 0.0
+    mask_floor: UnitFraction = 0.0
     """What black places of a mask count; white ones count 1."""
     prior: bool = False
     """Prior preservation: its samples keep what the model knew, as their target is what it predicts untrained."""
@@ -177,7 +177,7 @@ class Dataset(Block):
     """Use only so many samples; for a first try."""
     strict: bool = False
     """Stop at the first broken file instead of setting it aside."""
-    max_broken_share: Share = 0.05
+    max_broken_share: UnitFraction = 0.05
     """Stop when more than this share of the files is broken."""
     check: Literal["structure", "decode"] = "structure"
     """How staging checks files: by their headers and structure, or by decoding each one."""
@@ -190,69 +190,73 @@ class Dataset(Block):
     variations: Annotated[int, Field(ge=1, le=1000)] = 1
     """static: so many different changes of each sample are cached."""
 
-    def contradictions(self) -> Iterator[Remark]:
+    def contradictions(self) -> Iterator[SettingsIssue]:
         small = [side for side in self.resolution if side < self.bucket_step]
         if small:
-            yield Remark("resolution", f"{small[0]} is below bucket_step {self.bucket_step}", ("bucket_step",))
+            yield SettingsIssue("resolution", f"{small[0]} is below bucket_step {self.bucket_step}", ("bucket_step",))
         if self.dataset_type is not MediaKind.VIDEO and self.frames != (1,):
-            yield Remark(
+            yield SettingsIssue(
                 "frames",
-                f'{_plain(self.frames)} needs dataset_type "video", not "{self.dataset_type}"',
+                f'{_numbers_text(self.frames)} needs dataset_type "video", not "{self.dataset_type}"',
                 ("dataset_type",),
             )
         for name, field in (("frames", self.frames), ("resolution", self.resolution)):
             if len(set(field)) != len(field):
-                yield Remark(name, f"{_plain(field)} names one value twice")
+                yield SettingsIssue(name, f"{_numbers_text(field)} names one value twice")
         if self.dataset_type is MediaKind.AUDIO:
             for key in ("flip", "crop_jitter", "brightness", "contrast", "saturation", "hue"):
                 if getattr(self.augment, key):
-                    yield Remark(f"augment.{key}", "has no meaning for sound; remove it", ("dataset_type",))
+                    yield SettingsIssue(f"augment.{key}", "has no meaning for sound; remove it", ("dataset_type",))
             if self.mask_dir is not None:
-                yield Remark("mask_dir", "has no meaning for sound; remove it", ("dataset_type",))
+                yield SettingsIssue("mask_dir", "has no meaning for sound; remove it", ("dataset_type",))
         if self.conditioning_dir is not None:
-            yield from self._paired()
+            yield from self._conditioning_contradictions()
 
-    def _paired(self) -> Iterator[Remark]:
+    def _conditioning_contradictions(self) -> Iterator[SettingsIssue]:
         """A sample and what it was made from are shown as they are, and once."""
         if self.dataset_type is not MediaKind.IMAGE:
-            yield Remark(
+            yield SettingsIssue(
                 "conditioning_dir", f'needs dataset_type "image", not "{self.dataset_type}"', ("dataset_type",)
             )
         changed = [f"augment.{name}" for name, value in self.augment if value]
         for name in (*changed, *(["crop"] if self.crop == "random" else [])):
-            yield Remark(name, "would change a sample and not what it was made from; remove it", ("conditioning_dir",))
+            yield SettingsIssue(
+                name, "would change a sample and not what it was made from; remove it", ("conditioning_dir",)
+            )
         if self.resolution_mode == "each" and len(self.resolution) > 1:
-            yield Remark("resolution_mode", 'is not available with conditioning_dir; use "best"', ("conditioning_dir",))
+            yield SettingsIssue(
+                "resolution_mode", 'is not available with conditioning_dir; use "best"', ("conditioning_dir",)
+            )
 
-    def doubts(self) -> Iterator[Remark]:
+    def warnings(self) -> Iterator[SettingsIssue]:
         if "conditioning_resolution" in self.model_fields_set and self.conditioning_dir is None:
-            yield Remark("conditioning_resolution", "has an effect only with conditioning_dir")
+            yield SettingsIssue("conditioning_resolution", "has an effect only with conditioning_dir")
         uneven = [side for side in self.resolution if side % self.bucket_step]
         if uneven and self.dataset_type is not MediaKind.AUDIO:
             message = (
                 f"{uneven[0]} is not a multiple of bucket_step {self.bucket_step}; buckets come as close as they can"
             )
-            yield Remark("resolution", message)
+            yield SettingsIssue("resolution", message)
         odd = [count for count in self.frames if count % 4 != 1]
         if self.dataset_type is MediaKind.VIDEO and odd:
-            yield Remark(
+            yield SettingsIssue(
                 "frames", f"{odd[0]} is not 4n + 1, which the encoders of video models want; they cut the rest"
             )
         if "mask_floor" in self.model_fields_set and self.mask_dir is None:
-            yield Remark("mask_floor", "has no effect without mask_dir")
+            yield SettingsIssue("mask_floor", "has no effect without mask_dir")
         if self.prior and self.held_out:
-            yield Remark("prior", "has no effect: the dataset is held out")
+            yield SettingsIssue("prior", "has no effect: the dataset is held out")
         if self.fps is not None and self.dataset_type is not MediaKind.VIDEO:
-            yield Remark("fps", f'has no effect with dataset_type "{self.dataset_type}"')
+            yield SettingsIssue("fps", f'has no effect with dataset_type "{self.dataset_type}"')
         varies = self.crop == "random" or self.captions.shuffle_tags or any(value for _, value in self.augment)
         if self.variations > 1 and not varies:
             message = (
                 f'{self.variations} variations are all the same: set augment, captions.shuffle_tags, or crop: "random"'
             )
-            yield Remark("variations", message)
+            yield SettingsIssue("variations", message)
 
 
-class LoaderSettings(Block):
+class LoaderSettings(SettingsBlock):
     prefetch_batches: Annotated[int | None, Field(ge=0, le=1024)] = None
     """Batches made ahead of the one in use, beside it; unset: 2, and none where the model computes on the CPU and all
     samples are cached: making them beside it would only slow it down."""
@@ -262,10 +266,10 @@ class LoaderSettings(Block):
     """Leave out a bucket's last batch of an epoch when it is not full."""
 
     @property
-    def ahead(self) -> int:
+    def batches_ahead(self) -> int:
         """Batches made ahead where something else computes meanwhile."""
         return 2 if self.prefetch_batches is None else self.prefetch_batches
 
 
-def _plain(numbers: tuple[int, ...]) -> str:
+def _numbers_text(numbers: tuple[int, ...]) -> str:
     return str(numbers[0]) if len(numbers) == 1 else str(list(numbers))

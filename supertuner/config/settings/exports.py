@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from supertuner.config.sources.environment import VARIABLES
+from supertuner.config.sources.environment import SETTING_BY_VARIABLE
 
 
 @dataclass(frozen=True, slots=True)
-class Export:
+class ExportedVariable:
     """One variable of a GH200 job."""
 
     name: str
@@ -28,33 +28,37 @@ class Export:
     @property
     def setting(self) -> str:
         """The setting that it gives, unless a configuration says otherwise."""
-        return VARIABLES[self.name]
+        return SETTING_BY_VARIABLE[self.name]
 
 
-EXPORTS: Final = (
-    Export("SIMPLETUNER_GH200_ENABLE_UVM_HINTS", "1", "residency hints (memory/hints/api.py)"),
-    Export(
+GH200_EXPORTS: Final = (
+    ExportedVariable("SIMPLETUNER_GH200_ENABLE_UVM_HINTS", "1", "residency hints (memory/hints/api.py)"),
+    ExportedVariable(
         "GH200_UVM_OVERSUBSCRIPTION_RATIO", "5.0", "the overflow allocator's hard limit (memory/overflow/plugin.py)"
     ),
-    Export("GH200_UVM_ACCESS_PATTERN", "gpu_first", "where the overflow allocator's managed memory prefers to be"),
-    Export("ACCELERATE_MIXED_PRECISION", "bf16", "the trainer; and Accelerate itself, in programs that use it"),
+    ExportedVariable(
+        "GH200_UVM_ACCESS_PATTERN", "gpu_first", "where the overflow allocator's managed memory prefers to be"
+    ),
+    ExportedVariable(
+        "ACCELERATE_MIXED_PRECISION", "bf16", "the trainer; and Accelerate itself, in programs that use it"
+    ),
 )
 
 
-def effective(environ: Mapping[str, str]) -> dict[str, str]:
+def effective_values(environ: Mapping[str, str]) -> dict[str, str]:
     """The value of each variable after sourcing: what was set before wins, an empty value included."""
-    return {export.name: environ.get(export.name, export.value) for export in EXPORTS}
+    return {export.name: environ.get(export.name, export.value) for export in GH200_EXPORTS}
 
 
-def lines(environ: Mapping[str, str]) -> list[str]:
+def export_lines(environ: Mapping[str, str]) -> list[str]:
     """The exports as lines for `eval` in a POSIX shell.
 
     A variable that this process does not see may still be set in the shell and not exported: the shell looks itself.
     """
-    return [_line(export, environ.get(export.name)) for export in EXPORTS]
+    return [_export_line(export, environ.get(export.name)) for export in GH200_EXPORTS]
 
 
-def _line(export: Export, value: str | None) -> str:
+def _export_line(export: ExportedVariable, value: str | None) -> str:
     if value is None:
         return f'export {export.name}="${{{export.name}-{export.value}}}"'
     return f"export {export.name}={shlex.quote(value)}"

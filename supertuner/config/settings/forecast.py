@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from supertuner.config.settings.block import Block
+from supertuner.config.settings.block import SettingsBlock
 
 
-class ForecastSettings(Block):
+class ForecastSettings(SettingsBlock):
     before_training: Literal["auto", "always", "never"] = "auto"
     """Work out whether the run fits into memory before anything is loaded, and say so in one line; "auto": on a GPU,
     and on a CPU where the model is not small beside its memory."""

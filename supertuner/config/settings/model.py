@@ -8,16 +8,16 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from supertuner.config.settings.block import Block, Remark, name_or_folder
+from supertuner.config.settings.block import SettingsBlock, SettingsIssue, name_or_folder
 
 _MODEL = name_or_folder("tiny")
 _TARGETS = {"allowed": "the name of a preset in quotes, or a list of endings of module names"}
 
 
-Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1, max_length=256)]
+ModuleNames = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1, max_length=256)]
 
 
-class ModelSettings(Block):
+class ModelSettings(SettingsBlock):
     family: Literal["wan2.2", "flux", "qwen-image", "qwen-image-edit", "sdxl", "sd3.5"] | None = None
     """Which family of models; training needs it."""
     path: Annotated[str | None, Field(min_length=1, json_schema_extra=_MODEL)] = None
@@ -45,55 +45,61 @@ class ModelSettings(Block):
     compile: bool = False
     """Compile the blocks of the model with torch.compile: slow to start, faster afterwards."""
 
-    def contradictions(self) -> Iterator[Remark]:
+    def contradictions(self) -> Iterator[SettingsIssue]:
         if self.path is not None and self.family is None:
-            yield Remark("family", "is missing: path names a model, and its family says how it is trained", ("path",))
-        alone = f'is not there: a model of family "{self.family}" has one denoiser'
+            yield SettingsIssue(
+                "family", "is missing: path names a model, and its family says how it is trained", ("path",)
+            )
+        message = f'is not there: a model of family "{self.family}" has one denoiser'
         if self._has_one_denoiser and self.experts != "all":
-            yield Remark("experts", f'"{self.experts}" {alone}', ("family",))
+            yield SettingsIssue("experts", f'"{self.experts}" {message}', ("family",))
         if self._has_one_denoiser and self.single_file_low_noise is not None:
-            yield Remark("single_file_low_noise", f"{alone}; its weights come from single_file", ("family",))
+            yield SettingsIssue("single_file_low_noise", f"{message}; its weights come from single_file", ("family",))
 
     @property
     def _has_one_denoiser(self) -> bool:
         return self.family not in (None, "wan2.2")
 
-    def doubts(self) -> Iterator[Remark]:
+    def warnings(self) -> Iterator[SettingsIssue]:
         if "switch_boundary_every" in self.model_fields_set and (self._has_one_denoiser or self.experts != "all"):
-            yield Remark(
+            yield SettingsIssue(
                 "switch_boundary_every", "has no effect: one expert is trained, so there is nothing to switch to"
             )
         if self.revision is not None and self.path is not None and (self.path == "tiny" or self.path.startswith("/")):
-            yield Remark("revision", "has an effect only for a model on the hub; path names a model on this machine")
+            yield SettingsIssue(
+                "revision", "has an effect only for a model on the hub; path names a model on this machine"
+            )
         if self.attention.lower().lstrip("_").startswith("sage"):
-            yield Remark("attention", f'"{self.attention}" computes no gradient, and training refuses it; use "native"')
+            yield SettingsIssue(
+                "attention", f'"{self.attention}" computes no gradient, and training refuses it; use "native"'
+            )
 
 
-Rank = Annotated[int, Field(ge=1, le=4096)]
-Alpha = Annotated[float, Field(gt=0)]
-Targets = Annotated[str | Names, Field(json_schema_extra=_TARGETS)]
+AdapterRank = Annotated[int, Field(ge=1, le=4096)]
+AdapterAlpha = Annotated[float, Field(gt=0)]
+AdapterTargets = Annotated[str | ModuleNames, Field(json_schema_extra=_TARGETS)]
 
 
-class ModuleAdapter(Block):
+class ModuleAdapterSettings(SettingsBlock):
     """Another rank or alpha for some of the layers that an adapter is put on."""
 
     match: Annotated[str, Field(min_length=1)] = "*"
     """Which layers: a module's name or the end of it, `*` for any letters, such as "ffn.net.2" or "blocks.1*.attn1.*".
     The first entry that fits a layer counts."""
-    rank: Rank | None = None
+    rank: AdapterRank | None = None
     """Their rank; unset: the adapter's."""
-    alpha: Alpha | None = None
+    alpha: AdapterAlpha | None = None
     """Their alpha; unset: the adapter's, and where that is unset too, their rank."""
 
 
-class ExpertAdapter(Block):
+class ExpertAdapterSettings(SettingsBlock):
     """What is different on one of two experts."""
 
-    rank: Rank | None = None
+    rank: AdapterRank | None = None
     """Rank on this expert; unset: `adapter.rank`."""
-    alpha: Alpha | None = None
+    alpha: AdapterAlpha | None = None
     """Alpha on this expert; unset: `adapter.alpha`, and where that is unset too, the rank."""
-    targets: Targets | None = None
+    targets: AdapterTargets | None = None
     """What the adapter is put on in this expert; unset: `adapter.targets`."""
     start_from: Path | None = None
     """The file that this expert's adapter begins with; unset: `adapter.start_from`."""
@@ -101,18 +107,18 @@ class ExpertAdapter(Block):
     """The file of the adapter that is frozen below this expert's; unset: `adapter.frozen`."""
 
 
-class AdapterSettings(Block):
+class AdapterSettings(SettingsBlock):
     type: Literal["lora", "locon", "loha", "lokr", "diff", "full"] = "lora"
     """What is trained: a low-rank adapter (by peft); one of LyCORIS, low-rank (locon), of Hadamard products (loha), of
     Kronecker products (lokr) or the targets' whole weights, kept as a difference (diff); or all weights of the
     expert (full)."""
-    rank: Rank = 16
+    rank: AdapterRank = 16
     """Rank of the adapter."""
-    alpha: Alpha | None = None
+    alpha: AdapterAlpha | None = None
     """The adapter's output is scaled by alpha / rank; unset: equal to the rank."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the adapter's inputs that is dropped while training (with LyCORIS: of its outputs)."""
-    targets: Targets = "attention"
+    targets: AdapterTargets = "attention"
     """What the adapter is put on: a preset of the family ("attention", "attention_mlp", "all_linear"; with sdxl also
     "all_layers", which has the convolutions too), or endings of module names."""
     dora: bool = False
@@ -128,34 +134,34 @@ class AdapterSettings(Block):
     ranks."""
     frozen: Path | None = None
     """Train on top of this adapter, a .safetensors file: it is added to the weights, and stays as it is."""
-    modules: Annotated[tuple[ModuleAdapter, ...], Field(max_length=256)] = ()
+    modules: Annotated[tuple[ModuleAdapterSettings, ...], Field(max_length=256)] = ()
     """Other ranks and alphas for some layers."""
-    high_noise: ExpertAdapter = ExpertAdapter()
+    high_noise: ExpertAdapterSettings = ExpertAdapterSettings()
     """What is different on the high-noise expert."""
-    low_noise: ExpertAdapter = ExpertAdapter()
+    low_noise: ExpertAdapterSettings = ExpertAdapterSettings()
     """What is different on the low-noise expert."""
 
-    def contradictions(self) -> Iterator[Remark]:
+    def contradictions(self) -> Iterator[SettingsIssue]:
         if self.dora and self.type != "lora":
-            yield Remark("dora", f'is done by peft, with type: "lora" and not "{self.type}"', ("type",))
+            yield SettingsIssue("dora", f'is done by peft, with type: "lora" and not "{self.type}"', ("type",))
         if self.lokr_factor == 0:
-            yield Remark("lokr_factor", "is 0; a factor is -1 or at least 1")
+            yield SettingsIssue("lokr_factor", "is 0; a factor is -1 or at least 1")
 
-    def doubts(self) -> Iterator[Remark]:
-        for name in _WITHOUT_EFFECT.get(self.type, ()):
+    def warnings(self) -> Iterator[SettingsIssue]:
+        for name in _UNUSED_FIELDS_BY_TYPE.get(self.type, ()):
             if name in self.model_fields_set:
-                yield Remark(name, f'has no effect with type: "{self.type}"')
+                yield SettingsIssue(name, f'has no effect with type: "{self.type}"')
         if self.type not in ("lokr", "full", "diff"):
             for name in ("lokr_factor", "lokr_full_matrix"):
                 if name in self.model_fields_set:
-                    yield Remark(name, 'has an effect only with type: "lokr"')
+                    yield SettingsIssue(name, 'has an effect only with type: "lokr"')
 
 
-_SIZES = ("rank", "alpha", "dropout", "rslora", "lokr_factor", "lokr_full_matrix", "modules")
-_WITHOUT_EFFECT = {"full": (*_SIZES, "targets", "start_from"), "diff": _SIZES}
+_SIZE_FIELDS = ("rank", "alpha", "dropout", "rslora", "lokr_factor", "lokr_full_matrix", "modules")
+_UNUSED_FIELDS_BY_TYPE = {"full": (*_SIZE_FIELDS, "targets", "start_from"), "diff": _SIZE_FIELDS}
 
 
-class ObjectiveSettings(Block):
+class ObjectiveSettings(SettingsBlock):
     timesteps: Literal["uniform", "logit_normal"] | None = None
     """How noise levels are drawn; unset: evenly for a model that predicts epsilon or v, as such models were trained,
     and logit_normal for flow matching."""
@@ -179,14 +185,14 @@ class ObjectiveSettings(Block):
     huber_delta: Annotated[float, Field(gt=0)] = 0.1
     """huber: the error around which the square ends."""
 
-    def doubts(self) -> Iterator[Remark]:
+    def warnings(self) -> Iterator[SettingsIssue]:
         if self.timesteps == "uniform":
             for name in ("logit_mean", "logit_std"):
                 if name in self.model_fields_set:
-                    yield Remark(name, 'has an effect only with timesteps: "logit_normal"')
+                    yield SettingsIssue(name, 'has an effect only with timesteps: "logit_normal"')
         if "snr_gamma" in self.model_fields_set and self.weighting != "min_snr":
-            yield Remark("snr_gamma", 'has an effect only with weighting: "min_snr"')
+            yield SettingsIssue("snr_gamma", 'has an effect only with weighting: "min_snr"')
         if "flow_snr" in self.model_fields_set and self.weighting not in ("min_snr", "debiased"):
-            yield Remark("flow_snr", 'has an effect only with weighting: "min_snr" or "debiased"')
+            yield SettingsIssue("flow_snr", 'has an effect only with weighting: "min_snr" or "debiased"')
         if "huber_delta" in self.model_fields_set and self.loss != "huber":
-            yield Remark("huber_delta", 'has an effect only with loss: "huber"')
+            yield SettingsIssue("huber_delta", 'has an effect only with loss: "huber"')

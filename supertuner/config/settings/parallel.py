@@ -6,10 +6,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from supertuner.config.settings.block import Block
+from supertuner.config.settings.block import SettingsBlock
 
 
-class ParallelSettings(Block):
+class ParallelSettings(SettingsBlock):
     strategy: Literal["auto", "ddp", "fsdp"] = "auto"
     """How processes share the work: "ddp": each has the whole model, and gradients are added up; "fsdp": each has a
     part of the weights, and a block's are brought together while it is computed; "auto": what the launcher says,

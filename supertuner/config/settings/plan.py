@@ -7,10 +7,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from supertuner.config.settings.block import Block, Remark
+from supertuner.config.settings.block import SettingsBlock, SettingsIssue
 
 
-class PlanSettings(Block):
+class PlanSettings(SettingsBlock):
     act: Literal["auto", "never"] = "auto"
     """Follow a plan: keep in GPU memory what fits there, and move the rest to host memory and back while the GPU
     computes; "auto": where the forecast made one, or a setting below asks for it."""
@@ -30,17 +30,17 @@ class PlanSettings(Block):
     """Windows between two comparisons of what was measured with what was planned; 0: none, and the plan stays."""
 
     @property
-    def wishes(self) -> dict[str, str]:
+    def explicit_choices(self) -> dict[str, str]:
         """What is asked for whatever was planned."""
-        asked = {
+        choices = {
             "weights": self.weights,
             "activations": self.activations,
             "optimizer": self.optimizer,
             "idle_experts": self.idle_experts,
         }
-        return {name: value for name, value in asked.items() if value != "auto"}
+        return {name: value for name, value in choices.items() if value != "auto"}
 
-    def doubts(self) -> Iterator[Remark]:
-        for name in self.wishes:
+    def warnings(self) -> Iterator[SettingsIssue]:
+        for name in self.explicit_choices:
             if self.act == "never":
-                yield Remark(name, 'has no effect while act is "never"')
+                yield SettingsIssue(name, 'has no effect while act is "never"')

@@ -7,12 +7,12 @@ from typing import Annotated
 
 from pydantic import Field
 
-from supertuner.config.settings.block import Block
+from supertuner.config.settings.block import SettingsBlock
 
 _NAME = {"allowed": "text of letters, digits, spaces and . _ - that starts with a letter or digit"}
 
 
-class RunSettings(Block):
+class RunSettings(SettingsBlock):
     name: Annotated[
         str | None, Field(max_length=200, pattern=r"^[A-Za-z0-9][A-Za-z0-9._ -]*$", json_schema_extra=_NAME)
     ] = None

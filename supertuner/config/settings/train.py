@@ -6,13 +6,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from supertuner.config.settings.block import Block, name_or_folder
+from supertuner.config.settings.block import SettingsBlock, name_or_folder
 
 _DEVICES = r"^(auto|cpu|(cuda|xpu|mps|npu|hpu)(:[0-9]{1,4})?)$"
 _DEVICE = {"allowed": '"auto", or a device such as "cpu", "cuda" or "cuda:1"'}
 
 
-class TrainSettings(Block):
+class TrainSettings(SettingsBlock):
     batch_size: Annotated[int, Field(ge=1, le=1 << 20)] = 1
     """Samples in one micro-batch of one process."""
     gradient_accumulation_steps: Annotated[int, Field(ge=1)] = 1
@@ -35,7 +35,7 @@ class TrainSettings(Block):
     """Where to compute: a GPU if there is one ("auto"), or a device by its name in PyTorch."""
 
 
-class CheckpointSettings(Block):
+class CheckpointSettings(SettingsBlock):
     every_steps: Annotated[int, Field(ge=0)] = 500
     """Optimizer steps between checkpoints; 0: only at the end, on request and on a signal."""
     keep: Annotated[int, Field(ge=1)] = 3
@@ -47,7 +47,7 @@ class CheckpointSettings(Block):
     """What a run that is started again goes on from: "latest", a checkpoint's folder, or "never": it must be new."""
 
 
-class ReportSettings(Block):
+class ReportSettings(SettingsBlock):
     tensorboard: bool = True
     """Write TensorBoard files into the run's folder."""
     wandb: Annotated[str | None, Field(min_length=1)] = None

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterator
 
 from supertuner.config.settings.arena import ArenaSettings
-from supertuner.config.settings.block import Block, Remark
+from supertuner.config.settings.block import SettingsBlock, SettingsIssue
 from supertuner.config.settings.cache import CacheConfig
-from supertuner.config.settings.data import Dataset, LoaderSettings
+from supertuner.config.settings.data import DatasetSettings, LoaderSettings
 from supertuner.config.settings.forecast import ForecastSettings
 from supertuner.config.settings.memory import Gh200Optimizations, MemorySettings
 from supertuner.config.settings.model import AdapterSettings, ModelSettings, ObjectiveSettings
@@ -20,7 +20,7 @@ from supertuner.config.settings.train import CheckpointSettings, ReportSettings,
 from supertuner.config.settings.validation import ValidationSettings
 
 
-class RunConfig(Block):
+class RunConfig(SettingsBlock):
     """Everything a run is told."""
 
     run: RunSettings = RunSettings()
@@ -31,7 +31,7 @@ class RunConfig(Block):
     """What is trained of it."""
     objective: ObjectiveSettings = ObjectiveSettings()
     """What the model learns to predict, and from how much noise."""
-    datasets: tuple[Dataset, ...] = ()
+    datasets: tuple[DatasetSettings, ...] = ()
     """What to train on."""
     arena: ArenaSettings = ArenaSettings()
     """Memory that all processes of a node share."""
@@ -60,68 +60,78 @@ class RunConfig(Block):
     report: ReportSettings = ReportSettings()
     """Where figures go while training."""
 
-    def contradictions(self) -> Iterator[Remark]:
+    def contradictions(self) -> Iterator[SettingsIssue]:
         seen = Counter(dataset.id for dataset in self.datasets if dataset.id)
         for index, dataset in enumerate(self.datasets):
             if seen[dataset.id] > 1:
-                yield Remark(
+                yield SettingsIssue(
                     f"datasets[{index}].id", f'"{dataset.id}" names {seen[dataset.id]} datasets; ids are unique'
                 )
         if self.datasets and all(dataset.held_out for dataset in self.datasets):
-            yield Remark("datasets[0].held_out", "every dataset is held out: there is nothing to train on")
-        yield from self._adapter()
-        yield from self._ramp()
+            yield SettingsIssue("datasets[0].held_out", "every dataset is held out: there is nothing to train on")
+        yield from self._adapter_contradictions()
+        yield from self._ramp_contradictions()
 
-    def doubts(self) -> Iterator[Remark]:
+    def warnings(self) -> Iterator[SettingsIssue]:
         if self.model.family is None and "validation" in self.model_fields_set:
-            yield Remark("validation", "has no effect without a model: set model.family and model.path")
+            yield SettingsIssue("validation", "has no effect without a model: set model.family and model.path")
         if self.train.ema_decay is not None and self.optimizer.name == "schedule_free":
             message = "averages what schedule_free averages already; the two together follow slowly"
-            yield Remark("train.ema_decay", message)
-        yield from self._untrained_experts()
+            yield SettingsIssue("train.ema_decay", message)
+        yield from self._untrained_expert_warnings()
         caches = self.cache_config
         for index, dataset in enumerate(self.datasets):
             if (
                 caches.vae_cache_type == caches.text_cache_type == "none"
                 and dataset.augmentations_cache_mode is not None
             ):
-                yield Remark(f"datasets[{index}].augmentations_cache_mode", "has no effect: cache_config has no cache")
+                yield SettingsIssue(
+                    f"datasets[{index}].augmentations_cache_mode", "has no effect: cache_config has no cache"
+                )
 
-    def _untrained_experts(self) -> Iterator[Remark]:
+    def _untrained_expert_warnings(self) -> Iterator[SettingsIssue]:
         """Settings of experts that are not there, or not trained."""
-        alone = self.model.family not in (None, "wan2.2")
-        why = f'a model of family "{self.model.family}" has one denoiser' if alone else "this expert is not trained"
+        has_one_denoiser = self.model.family not in (None, "wan2.2")
+        reason = (
+            f'a model of family "{self.model.family}" has one denoiser'
+            if has_one_denoiser
+            else "this expert is not trained"
+        )
         for stage in ("high_noise", "low_noise"):
-            if alone or self.model.experts not in ("all", stage):
-                if stage in self.adapter.model_fields_set and not alone:
-                    yield Remark(f"adapter.{stage}", f'has no effect: {why}, model.experts is "{self.model.experts}"')
+            if has_one_denoiser or self.model.experts not in ("all", stage):
+                if stage in self.adapter.model_fields_set and not has_one_denoiser:
+                    yield SettingsIssue(
+                        f"adapter.{stage}", f'has no effect: {reason}, model.experts is "{self.model.experts}"'
+                    )
                 for name in sorted(self.optimizer.model_fields_set):
                     if name.startswith(f"{stage}_"):
-                        yield Remark(f"optimizer.{name}", f"has no effect: {why}")
+                        yield SettingsIssue(f"optimizer.{name}", f"has no effect: {reason}")
 
-    def _adapter(self) -> Iterator[Remark]:
+    def _adapter_contradictions(self) -> Iterator[SettingsIssue]:
         base, kind = self.model.base_weights, self.adapter.type
         if kind in ("full", "diff") and base != "as_computed":
-            of = "all" if kind == "full" else "its targets"
-            message = f'"{base}" is for weights that are not trained, and adapter.type "{kind}" trains {of}'
-            yield Remark("model.base_weights", message, ("adapter.type",))
+            trained_weights = "all" if kind == "full" else "its targets"
+            message = (
+                f'"{base}" is for weights that are not trained, and adapter.type "{kind}" trains {trained_weights}'
+            )
+            yield SettingsIssue("model.base_weights", message, ("adapter.type",))
         if self.adapter.dora and base != "as_computed":
             message = f'"{base}" cannot be used with adapter.dora, which needs the weights themselves'
-            yield Remark("model.base_weights", message, ("adapter.dora",))
+            yield SettingsIssue("model.base_weights", message, ("adapter.dora",))
         if self.model.family not in (None, "wan2.2"):
             for stage in ("high_noise", "low_noise"):
                 if stage in self.adapter.model_fields_set:
                     message = f'is not there: a model of family "{self.model.family}" has one denoiser'
-                    yield Remark(f"adapter.{stage}", message, ("model.family",))
+                    yield SettingsIssue(f"adapter.{stage}", message, ("model.family",))
 
-    def _ramp(self) -> Iterator[Remark]:
+    def _ramp_contradictions(self) -> Iterator[SettingsIssue]:
         ramp = self.gh200_optimizations
         start, constant = (
             ramp.initial_effective_batch_size,
             self.train.batch_size * self.train.gradient_accumulation_steps,
         )
         if ramp.enable_batch_size_rampup and start and ramp.target_effective_batch_size is None and start > constant:
-            yield Remark(
+            yield SettingsIssue(
                 "gh200_optimizations.initial_effective_batch_size",
                 f"{start} is above what the ramp would end at, train.batch_size × train.gradient_accumulation_steps = "
                 f"{constant}; give target_effective_batch_size",

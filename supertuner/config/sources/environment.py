@@ -8,17 +8,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from supertuner.config.dialects.translate import Translation
-from supertuner.config.problems import nearest
+from supertuner.config.dialects.translate import SourceTranslator
+from supertuner.config.problems import closest_match
 from supertuner.config.sources import accelerate, alloc_conf
 from supertuner.config.sources import key_path as places
-from supertuner.config.sources.parse import Unreadable, check_plain
-from supertuner.config.sources.provenance import Layer, Source
-from supertuner.core.errors import Problem
+from supertuner.config.sources.parse import ConfigSyntaxError, check_plain_values
+from supertuner.config.sources.provenance import ConfigLayer, ConfigSource
+from supertuner.core.errors import ConfigProblem
 
-PREFIX = "SUPERTUNER_"
+VARIABLE_PREFIX = "SUPERTUNER_"
 
-VARIABLES: Mapping[str, str] = {
+SETTING_BY_VARIABLE: Mapping[str, str] = {
     "SIMPLETUNER_GH200_ENABLE_UVM_HINTS": "gh200_optimizations.enable_uvm_hints",
     "GH200_UVM_OVERSUBSCRIPTION_RATIO": "memory.overflow.oversubscription_ratio",
     "GH200_UVM_ACCESS_PATTERN": "memory.overflow.access_pattern",
@@ -27,60 +27,68 @@ VARIABLES: Mapping[str, str] = {
 """Variables with names of their own, and the setting each one gives."""
 
 
-def current() -> Mapping[str, str]:
+def current_environment() -> Mapping[str, str]:
     """The environment of this process, as it is now."""
     return dict(os.environ)
 
 
-def variable_of(setting: str) -> str:
+def variable_name(setting: str) -> str:
     """`train.batch_size` → `SUPERTUNER_TRAIN__BATCH_SIZE`."""
-    return PREFIX + setting.replace(".", "__").upper()
+    return VARIABLE_PREFIX + setting.replace(".", "__").upper()
 
 
-def settable() -> tuple[str, ...]:
+def settings_with_variables() -> tuple[str, ...]:
     """Settings that a variable can give: all but those inside a list."""
     return tuple(name for name in places.settings() if "[]" not in name)
 
 
-def layers(environ: Mapping[str, str], folder: Path) -> Iterator[Layer]:
+def environment_layers(environ: Mapping[str, str], folder: Path) -> Iterator[ConfigLayer]:
     """One layer per variable that is set and not empty; ours stand above the seeds', those above a launcher's, and
     those above torch's."""
-    by_variable = {variable_of(name): name for name in settable()}
-    for variable in alloc_conf.VARIABLES:
+    by_variable = {variable_name(name): name for name in settings_with_variables()}
+    for variable in alloc_conf.ALLOC_CONF_VARIABLES:
         yield from _alloc_conf_layers(variable, environ.get(variable, ""), folder)
-    for said in accelerate.heard(environ):
-        if isinstance(said, Problem):
-            yield Layer(problems=[said])
+    for launcher_item in accelerate.launcher_settings(environ):
+        if isinstance(launcher_item, ConfigProblem):
+            yield ConfigLayer(problems=[launcher_item])
         else:
-            yield _layer(said.variable, said.setting, said.text, folder)
-    for variable, setting in VARIABLES.items():
+            yield _variable_layer(launcher_item.variable, launcher_item.setting, launcher_item.text, folder)
+    for variable, setting in SETTING_BY_VARIABLE.items():
         if environ.get(variable, ""):
-            yield _layer(variable, setting, environ[variable], folder)
+            yield _variable_layer(variable, setting, environ[variable], folder)
     for variable in sorted(environ):
-        if not variable.startswith(PREFIX) or not environ[variable]:
+        if not variable.startswith(VARIABLE_PREFIX) or not environ[variable]:
             continue
         if variable in by_variable:
-            yield _layer(variable, by_variable[variable], environ[variable], folder)
+            yield _variable_layer(variable, by_variable[variable], environ[variable], folder)
         else:
-            yield Layer(problems=[Problem(f"environment: {variable}", _unknown(variable, tuple(by_variable)))])
+            yield ConfigLayer(
+                problems=[
+                    ConfigProblem(f"environment: {variable}", _unknown_variable_message(variable, tuple(by_variable)))
+                ]
+            )
 
 
-def keep_from_torch() -> tuple[str, ...]:
+def strip_uvm_keys_for_torch() -> tuple[str, ...]:
     """Take the seeds' keys out of torch's variables, before torch starts CUDA and refuses them; the variables changed.
 
     What they say goes into variables of ours, unless it is said there already: a configuration that is loaded later, or
     by a child, gets the same settings.
     """
     changed = []
-    for variable in reversed(alloc_conf.VARIABLES):  # the newer one's word counts
+    for variable in reversed(alloc_conf.ALLOC_CONF_VARIABLES):  # the newer one's word counts
         text = os.environ.get(variable, "")
-        rest = alloc_conf.without_ours(text)
+        rest = alloc_conf.strip_uvm_keys(text)
         if rest == text:
             continue
-        for one in reversed(alloc_conf.entries(text)):
-            setting = alloc_conf.SETTINGS.get(one.key)
-            if setting is not None and one.value and not any(os.environ.get(name) for name in _said_by(setting)):
-                os.environ[variable_of(setting)] = one.value
+        for entry in reversed(alloc_conf.parse_entries(text)):
+            setting = alloc_conf.SETTING_BY_KEY.get(entry.key)
+            if (
+                setting is not None
+                and entry.value
+                and not any(os.environ.get(name) for name in _variables_giving(setting))
+            ):
+                os.environ[variable_name(setting)] = entry.value
         if rest:
             os.environ[variable] = rest
         else:
@@ -89,33 +97,40 @@ def keep_from_torch() -> tuple[str, ...]:
     return tuple(changed)
 
 
-def _said_by(setting: str) -> tuple[str, ...]:
+def _variables_giving(setting: str) -> tuple[str, ...]:
     """The variables that give a setting and stand above torch's."""
-    return (variable_of(setting), *(name for name, other in VARIABLES.items() if other == setting))
+    return (variable_name(setting), *(name for name, other in SETTING_BY_VARIABLE.items() if other == setting))
 
 
-def _alloc_conf_layers(variable: str, text: str, folder: Path) -> Iterator[Layer]:
-    yield from (Layer(problems=[Problem(f"environment: {variable}", message)]) for message in alloc_conf.wrong(text))
-    for one in alloc_conf.entries(text):
-        if one.key in alloc_conf.SETTINGS and one.value:
-            yield _layer(f"{variable} {one.key}", alloc_conf.SETTINGS[one.key], one.value, folder)
+def _alloc_conf_layers(variable: str, text: str, folder: Path) -> Iterator[ConfigLayer]:
+    yield from (
+        ConfigLayer(problems=[ConfigProblem(f"environment: {variable}", message)])
+        for message in alloc_conf.alloc_conf_problems(text)
+    )
+    for entry in alloc_conf.parse_entries(text):
+        if entry.key in alloc_conf.SETTING_BY_KEY and entry.value:
+            yield _variable_layer(f"{variable} {entry.key}", alloc_conf.SETTING_BY_KEY[entry.key], entry.value, folder)
 
 
-def _layer(variable: str, setting: str, text: str, folder: Path) -> Layer:
-    source = Source(f"environment: {variable}", folder, is_file=False, is_text=True)
-    where = places.parse(setting)
-    assert where is not None
+def _variable_layer(variable: str, setting: str, text: str, folder: Path) -> ConfigLayer:
+    source = ConfigSource(f"environment: {variable}", folder, is_file=False, is_text=True)
+    key_path = places.parse_path(setting)
+    assert key_path is not None
     try:
-        check_plain(text)
-    except Unreadable as error:
-        return Layer(problems=[Problem(source.name, str(error))])
-    layer = Translation(source).at(where, text)
-    layer.given = {w: replace(one, dialect="") for w, one in layer.given.items()}  # a variable is nobody's dialect
+        check_plain_values(text)
+    except ConfigSyntaxError as error:
+        return ConfigLayer(problems=[ConfigProblem(source.name, str(error))])
+    layer = SourceTranslator(source).translate_value(key_path, text)
+    layer.values = {
+        path: replace(provenance, dialect="") for path, provenance in layer.values.items()
+    }  # a variable is nobody's dialect
     return layer
 
 
-def _unknown(variable: str, known: tuple[str, ...]) -> str:
-    guess = nearest(variable.lower(), [name.lower() for name in known])
-    if guess is None:
-        return f"not a setting; {PREFIX}A__B gives the setting a.b, such as {variable_of('train.batch_size')}"
-    return f"not a setting; did you mean {guess.upper()}?"
+def _unknown_variable_message(variable: str, known_variables: tuple[str, ...]) -> str:
+    suggestion = closest_match(variable.lower(), [name.lower() for name in known_variables])
+    if suggestion is None:
+        return (
+            f"not a setting; {VARIABLE_PREFIX}A__B gives the setting a.b, such as {variable_name('train.batch_size')}"
+        )
+    return f"not a setting; did you mean {suggestion.upper()}?"

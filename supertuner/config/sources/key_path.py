@@ -9,17 +9,17 @@ from functools import cache
 from types import UnionType
 from typing import Any, TypeAlias, Union, get_args, get_origin
 
-from supertuner.config.settings.block import Block
+from supertuner.config.settings.block import SettingsBlock
 from supertuner.config.settings.tree import RunConfig
 
-Place: TypeAlias = tuple[str | int, ...]
+KeyPath: TypeAlias = tuple[str | int, ...]
 """Keys and list positions from the root down."""
 
-_STEP = re.compile(r"(?:^|\.)([^.\[\]]+)|\[(\d{1,6})\]")
+_PATH_STEP = re.compile(r"(?:^|\.)([^.\[\]]+)|\[(\d{1,6})\]")
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class SettingSchema:
     """One setting that holds a value (not a block)."""
 
     pattern: str
@@ -28,38 +28,38 @@ class Key:
     """Its node of the JSON Schema, references resolved."""
 
     @property
-    def pending(self) -> str:
+    def pending_reader(self) -> str:
         """Who will read it, if nothing does yet."""
         return str(self.schema.get("pending", ""))
 
     @property
-    def types(self) -> frozenset[str]:
+    def json_types(self) -> frozenset[str]:
         """JSON types it accepts."""
-        return frozenset(str(node["type"]) for node in alternatives(self.schema) if "type" in node)
+        return frozenset(str(node["type"]) for node in schema_alternatives(self.schema) if "type" in node)
 
     @property
     def is_path(self) -> bool:
-        return any(node.get("format") == "path" for node in alternatives(self.schema))
+        return any(node.get("format") == "path" for node in schema_alternatives(self.schema))
 
     def may_be_folder(self, text: str) -> bool:
         """It takes a folder or a name, and the text is none of the words that always are names."""
         return self.schema.get("format") == "name-or-folder" and text not in self.schema["words"]
 
 
-def show(place: Place) -> str:
+def format_path(key_path: KeyPath) -> str:
     """`("datasets", 0, "type")` → `datasets[0].type`."""
     text = ""
-    for step in place:
+    for step in key_path:
         text += f"[{step}]" if isinstance(step, int) else f".{step}" if text else step
     return text
 
 
-def parse(text: str) -> Place | None:
+def parse_path(text: str) -> KeyPath | None:
     """The inverse of `show`; None if the text is no place."""
     steps: list[str | int] = []
     position = 0
     while position < len(text):
-        match = _STEP.match(text, position)
+        match = _PATH_STEP.match(text, position)
         if match is None:
             return None
         steps.append(match[1] if match[1] is not None else int(match[2]))
@@ -67,64 +67,66 @@ def parse(text: str) -> Place | None:
     return tuple(steps) if steps and isinstance(steps[0], str) else None
 
 
-def pattern(place: Place) -> str:
-    return "".join("[]" if isinstance(s, int) else f".{s}" for s in place).lstrip(".")
+def pattern(key_path: KeyPath) -> str:
+    return "".join("[]" if isinstance(s, int) else f".{s}" for s in key_path).lstrip(".")
 
 
-def key_at(place: Place) -> Key | None:
+def setting_at(key_path: KeyPath) -> SettingSchema | None:
     """The setting at `place`, or the one whose list `place` points into."""
-    while place and isinstance(place[-1], int) and pattern(place) not in blocks():
-        place = place[:-1]
-    return settings().get(pattern(place))
+    while key_path and isinstance(key_path[-1], int) and pattern(key_path) not in blocks():
+        key_path = key_path[:-1]
+    return settings().get(pattern(key_path))
 
 
-def names_in(block: str) -> tuple[str, ...]:
+def names_in_block(block: str) -> tuple[str, ...]:
     """Names of the settings and blocks directly inside the block with this pattern."""
     return tuple(blocks()[block].model_fields)
 
 
 @cache
-def blocks() -> Mapping[str, type[Block]]:
+def blocks() -> Mapping[str, type[SettingsBlock]]:
     """Every block by its pattern; the root is the empty one, `datasets[]` one entry of that list."""
     return dict(_blocks_below("", RunConfig))
 
 
 @cache
-def settings() -> Mapping[str, Key]:
+def settings() -> Mapping[str, SettingSchema]:
     """Every setting by its pattern."""
     root = RunConfig.model_json_schema()
-    found = {}
+    schemas = {}
     for name, block in blocks().items():
         properties = root["properties"] if block is RunConfig else root["$defs"][block.__name__]["properties"]
         for field in block.model_fields:
-            where = f"{name}.{field}".lstrip(".")
-            if where not in blocks() and f"{where}[]" not in blocks():
-                found[where] = Key(where, _resolved(properties[field], root["$defs"]))
-    return found
+            setting_pattern = f"{name}.{field}".lstrip(".")
+            if setting_pattern not in blocks() and f"{setting_pattern}[]" not in blocks():
+                schemas[setting_pattern] = SettingSchema(
+                    setting_pattern, _resolve_reference(properties[field], root["$defs"])
+                )
+    return schemas
 
 
-def alternatives(schema: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+def schema_alternatives(schema: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
     """The alternatives of a JSON Schema node; itself if it has none."""
     return tuple(schema["anyOf"]) if "anyOf" in schema else (schema,)
 
 
-def _blocks_below(name: str, block: type[Block]) -> Iterator[tuple[str, type[Block]]]:
-    yield name, block
+def _blocks_below(block_pattern: str, block: type[SettingsBlock]) -> Iterator[tuple[str, type[SettingsBlock]]]:
+    yield block_pattern, block
     for field, info in block.model_fields.items():
-        where = f"{name}.{field}".lstrip(".")
+        inner_pattern = f"{block_pattern}.{field}".lstrip(".")
         inner: Any = info.annotation
         if get_origin(inner) is tuple and _is_block(get_args(inner)[0]):
-            yield from _blocks_below(f"{where}[]", get_args(inner)[0])
+            yield from _blocks_below(f"{inner_pattern}[]", get_args(inner)[0])
         elif _is_block(inner):
-            yield from _blocks_below(where, inner)
+            yield from _blocks_below(inner_pattern, inner)
 
 
 def _is_block(annotation: Any) -> bool:
     assert get_origin(annotation) not in (Union, UnionType) or not any(map(_is_block, get_args(annotation)))
-    return isinstance(annotation, type) and issubclass(annotation, Block)
+    return isinstance(annotation, type) and issubclass(annotation, SettingsBlock)
 
 
-def _resolved(node: Mapping[str, Any], definitions: Mapping[str, Any]) -> dict[str, Any]:
+def _resolve_reference(node: Mapping[str, Any], definitions: Mapping[str, Any]) -> dict[str, Any]:
     """The node with `$ref` replaced by what it names; only simple types are referred to below a block."""
     flat = dict(node)
     if "$ref" in flat:

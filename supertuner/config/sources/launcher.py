@@ -6,90 +6,98 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from supertuner.core.errors import ConfigError, Problem
+from supertuner.core.errors import ConfigError, ConfigProblem
 
 
 @dataclass(frozen=True, slots=True)
-class Launched:
+class LauncherEnvironment:
     """Where this process stands among those of its job."""
 
     rank: int = 0
-    ranks: int = 1
+    world_size: int = 1
     local_rank: int = 0
-    local_ranks: int = 1
+    local_world_size: int = 1
     error_file: Path | None = None
     """Where the launcher looks for why this process failed."""
 
     @property
-    def first(self) -> bool:
+    def is_main_process(self) -> bool:
         """Whether it is the one that writes and speaks for all."""
         return self.rank == 0
 
 
-ALONE = Launched()
-RANK, RANKS, LOCAL_RANK, LOCAL_RANKS = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
-ADDRESS, PORT = "MASTER_ADDR", "MASTER_PORT"
+SINGLE_PROCESS_ENVIRONMENT = LauncherEnvironment()
+RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
+MASTER_ADDR, MASTER_PORT = "MASTER_ADDR", "MASTER_PORT"
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-COUNTS: Mapping[str, str] = {
+OTHER_LAUNCHER_BY_VARIABLE: Mapping[str, str] = {
     "OMPI_COMM_WORLD_SIZE": "mpirun",
     "PMI_SIZE": "mpirun",
     "MV2_COMM_WORLD_SIZE": "mpirun",
     "SLURM_STEP_NUM_TASKS": "srun",
 }
 """How many processes others than torchrun have started, and who did."""
-BY_ACCELERATE_ALONE = "ACCELERATE_USE_CPU"
+ACCELERATE_SINGLE_START = "ACCELERATE_USE_CPU"
 """Set where `accelerate launch` starts its command once, whatever number it was given."""
-HOW = "start with torchrun, once on each node, as docs/scaling.md shows"
+LAUNCH_REMEDY = "start with torchrun, once on each node, as docs/scaling.md shows"
 
 
-def launched(environ: Mapping[str, str]) -> Launched:
+def read_launcher_environment(environ: Mapping[str, str]) -> LauncherEnvironment:
     """This process as its launcher numbered it; without a launcher it is alone. Refused: processes that would each
     train the whole run, because nobody told them of each other."""
-    if RANK not in environ and RANKS not in environ:
-        _require_alone(environ)
-        return ALONE
-    names = (RANK, RANKS, LOCAL_RANK, LOCAL_RANKS)
+    if RANK not in environ and WORLD_SIZE not in environ:
+        _refuse_uncoordinated_processes(environ)
+        return SINGLE_PROCESS_ENVIRONMENT
+    names = (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE)
     if missing := [name for name in names if not environ.get(name, "").strip()]:
-        there = ", ".join(f"{name}={environ[name]}" for name in names if name not in missing)
-        raise _refused(", ".join(missing), f"not set, beside {there or 'nothing'}: which process is this? {HOW}")
-    rank, ranks, local_rank, local_ranks = (_number(environ, name) for name in names)
-    if not (0 <= rank < ranks and 0 <= local_rank < local_ranks <= ranks and local_rank <= rank):
-        said = f"{RANK}={rank} {RANKS}={ranks} {LOCAL_RANK}={local_rank} {LOCAL_RANKS}={local_ranks}"
-        raise _refused("", f"{said} is no place among processes; {HOW}")
-    if ranks > 1 and (missing := [name for name in (ADDRESS, PORT) if not environ.get(name)]):
-        raise _refused(", ".join(missing), f"not set: where do the {ranks} processes meet? {HOW}")
+        present = ", ".join(f"{name}={environ[name]}" for name in names if name not in missing)
+        raise _environment_error(
+            ", ".join(missing), f"not set, beside {present or 'nothing'}: which process is this? {LAUNCH_REMEDY}"
+        )
+    rank, world_size, local_rank, local_world_size = (_read_number(environ, name) for name in names)
+    if not (0 <= rank < world_size and 0 <= local_rank < local_world_size <= world_size and local_rank <= rank):
+        variables_text = (
+            f"{RANK}={rank} {WORLD_SIZE}={world_size} {LOCAL_RANK}={local_rank} {LOCAL_WORLD_SIZE}={local_world_size}"
+        )
+        raise _environment_error("", f"{variables_text} is no place among processes; {LAUNCH_REMEDY}")
+    if world_size > 1 and (missing := [name for name in (MASTER_ADDR, MASTER_PORT) if not environ.get(name)]):
+        raise _environment_error(
+            ", ".join(missing), f"not set: where do the {world_size} processes meet? {LAUNCH_REMEDY}"
+        )
     error_file = environ.get(ERROR_FILE)
-    return Launched(rank, ranks, local_rank, local_ranks, Path(error_file) if error_file else None)
+    return LauncherEnvironment(rank, world_size, local_rank, local_world_size, Path(error_file) if error_file else None)
 
 
-def require_one_process(environ: Mapping[str, str], command: str) -> None:
+def require_single_process(environ: Mapping[str, str], command: str) -> None:
     """Refuse a command that works for itself where a launcher started it several times: each would do the same, to the
     same files. Both numbers are a launcher's own; a container may have one of its job's in all its shells."""
-    count = environ.get(RANKS, "").strip()
+    count = environ.get(WORLD_SIZE, "").strip()
     if environ.get(LOCAL_RANK, "").strip() and count.isdecimal() and int(count) > 1:
         remedy = f"start `supertuner {command}` without torchrun or accelerate launch"
-        what = f"{count} processes of `supertuner {command}` were started, which is for one"
-        raise _refused(RANKS, f"{what}; {remedy}; training stages and encodes by itself, with all its processes")
+        reason = f"{count} processes of `supertuner {command}` were started, which is for one"
+        raise _environment_error(
+            WORLD_SIZE, f"{reason}; {remedy}; training stages and encodes by itself, with all its processes"
+        )
 
 
-def _require_alone(environ: Mapping[str, str]) -> None:
-    for name, starter in COUNTS.items():
+def _refuse_uncoordinated_processes(environ: Mapping[str, str]) -> None:
+    for name, launcher in OTHER_LAUNCHER_BY_VARIABLE.items():
         count = environ.get(name, "").strip()
         if count.isdecimal() and int(count) > 1:
-            what = f"{starter} started {count} processes that do not know of each other: {RANK} and {RANKS} are not set"
-            raise _refused(name, f"{what}, and each would train the whole run; {HOW}")
-    if environ.get(BY_ACCELERATE_ALONE) and environ.get(PORT):
-        what = "accelerate was asked for more than one process, and started this one alone"
+            reason = f"{launcher} started {count} processes that do not know of each other: {RANK} and {WORLD_SIZE} are not set"
+            raise _environment_error(name, f"{reason}, and each would train the whole run; {LAUNCH_REMEDY}")
+    if environ.get(ACCELERATE_SINGLE_START) and environ.get(MASTER_PORT):
+        reason = "accelerate was asked for more than one process, and started this one alone"
         remedy = "give it a configuration of distributed_type FSDP or MULTI_GPU and do not say --cpu, or start torchrun"
-        raise _refused(PORT, f"{environ[PORT]} without {RANK}: {what}; {remedy}")
+        raise _environment_error(MASTER_PORT, f"{environ[MASTER_PORT]} without {RANK}: {reason}; {remedy}")
 
 
-def _number(environ: Mapping[str, str], name: str) -> int:
+def _read_number(environ: Mapping[str, str], name: str) -> int:
     text = environ[name].strip()
     if not text.isdecimal():
-        raise _refused(name, f"{text!r} is not a number; {HOW}")
+        raise _environment_error(name, f"{text!r} is not a number; {LAUNCH_REMEDY}")
     return int(text)
 
 
-def _refused(name: str, message: str) -> ConfigError:
-    return ConfigError("the environment", [Problem(name, message)])
+def _environment_error(name: str, message: str) -> ConfigError:
+    return ConfigError("the environment", [ConfigProblem(name, message)])

@@ -6,46 +6,48 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from supertuner.config.dialects.translate import Translation
+from supertuner.config.dialects.translate import SourceTranslator
 from supertuner.config.sources import key_path as places
-from supertuner.config.sources.parse import Unreadable, check_plain
-from supertuner.config.sources.provenance import Layer, Source
-from supertuner.config.sources.values import from_text
-from supertuner.core.errors import Problem
+from supertuner.config.sources.parse import ConfigSyntaxError, check_plain_values
+from supertuner.config.sources.provenance import ConfigLayer, ConfigSource
+from supertuner.config.sources.values import parse_text
+from supertuner.core.errors import ConfigProblem
 
 
-def from_set(text: str, folder: Path) -> Layer:
+def layer_from_set(text: str, folder: Path) -> ConfigLayer:
     """The layer of one `--set`. The value is JSON if it reads as JSON, else text."""
     path, equals, value = text.partition("=")
-    where = places.parse(path.strip())
-    if not equals or where is None:
+    key_path = places.parse_path(path.strip())
+    if not equals or key_path is None:
         form = "write path=value, for example train.batch_size=4 or datasets[0].type=disk"
-        return Layer(problems=[Problem(f"--set {text}", f"not understood; {form}")])
-    read = from_text(value)
-    structured = isinstance(read, list | dict)
-    return _layer(Source(f"--set {text}", folder, False, not structured), where, read if structured else value)
+        return ConfigLayer(problems=[ConfigProblem(f"--set {text}", f"not understood; {form}")])
+    parsed = parse_text(value)
+    structured = isinstance(parsed, list | dict)
+    return _override_layer(
+        ConfigSource(f"--set {text}", folder, False, not structured), key_path, parsed if structured else value
+    )
 
 
-def from_code(path: str, value: Any, folder: Path) -> Layer:
+def layer_from_code(path: str, value: Any, folder: Path) -> ConfigLayer:
     """The layer of one override given by code; the value counts as it is."""
-    where = places.parse(path)
-    if where is None:
-        return Layer(problems=[Problem(f"code: {path}", "not the path of a setting")])
-    return _layer(Source("code", folder, False), where, _plain(value))
+    key_path = places.parse_path(path)
+    if key_path is None:
+        return ConfigLayer(problems=[ConfigProblem(f"code: {path}", "not the path of a setting")])
+    return _override_layer(ConfigSource("code", folder, False), key_path, _to_plain_json(value))
 
 
-def _layer(source: Source, where: places.Place, value: Any) -> Layer:
+def _override_layer(source: ConfigSource, key_path: places.KeyPath, value: Any) -> ConfigLayer:
     try:
-        check_plain(value)
-    except Unreadable as error:
-        return Layer(problems=[Problem(source.name, str(error))])
-    return Translation(source).at(where, value)
+        check_plain_values(value)
+    except ConfigSyntaxError as error:
+        return ConfigLayer(problems=[ConfigProblem(source.name, str(error))])
+    return SourceTranslator(source).translate_value(key_path, value)
 
 
-def _plain(value: Any) -> Any:
+def _to_plain_json(value: Any) -> Any:
     """Code may give paths and tuples; files have text and lists."""
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, Mapping):
-        return {str(name): _plain(inner) for name, inner in value.items()}
-    return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else value
+        return {str(name): _to_plain_json(inner) for name, inner in value.items()}
+    return [_to_plain_json(inner) for inner in value] if isinstance(value, list | tuple) else value

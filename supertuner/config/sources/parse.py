@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import yaml
 
-from supertuner.core.errors import ConfigError, Problem
+from supertuner.core.errors import ConfigError, ConfigProblem
 from supertuner.core.types import JSON, MIB, bytes_text
 
 MAX_BYTES = 4 * MIB
@@ -23,11 +23,11 @@ MAX_VALUES = 100_000
 """YAML aliases can make a few lines mean billions of values; no configuration needs more than this."""
 
 
-_PLACE = re.compile(r"\d+:\d+: ")
-_TOO_LONG = "a number has more digits than any setting can have"
+_LINE_AND_COLUMN = re.compile(r"\d+:\d+: ")
+_TOO_MANY_DIGITS = "a number has more digits than any setting can have"
 
 
-class Unreadable(Exception):
+class ConfigSyntaxError(Exception):
     """The text is not what its ending says, or not plain values. Turned into a ConfigError where the file is known."""
 
     def __init__(self, message: str, path: str = "") -> None:
@@ -40,84 +40,90 @@ def read_bytes(path: Path) -> bytes:
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # a pipe would be waited for, and nobody might write
-                raise ConfigError(path.name, [Problem("", f"cannot read {path}: it is not a file")])
+                raise ConfigError(path.name, [ConfigProblem("", f"cannot read {path}: it is not a file")])
             content = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
-        raise ConfigError(path.name, [Problem("", f"there is no file {path}")]) from None
+        raise ConfigError(path.name, [ConfigProblem("", f"there is no file {path}")]) from None
     except (OSError, ValueError) as error:
-        raise ConfigError(path.name or str(path), [Problem("", f"cannot read {path}: {_reason(error)}")]) from None
+        raise ConfigError(
+            path.name or str(path), [ConfigProblem("", f"cannot read {path}: {_reason(error)}")]
+        ) from None
     if len(content) > MAX_BYTES:
         message = f"larger than {bytes_text(MAX_BYTES)}; this is no configuration"
-        raise ConfigError(path.name, [Problem("", message)])
+        raise ConfigError(path.name, [ConfigProblem("", message)])
     return content
 
 
 def parse_bytes(content: bytes, name: str) -> JSON:
     """Plain JSON values from the content of a file called `name`, whose ending says the language."""
-    reader = _READERS.get(Path(name).suffix.lower())
-    if reader is None:
-        raise ConfigError(name, [Problem("", f"the ending says the language: one of {', '.join(_READERS)}")])
+    parser = _PARSER_BY_SUFFIX.get(Path(name).suffix.lower())
+    if parser is None:
+        raise ConfigError(
+            name, [ConfigProblem("", f"the ending says the language: one of {', '.join(_PARSER_BY_SUFFIX)}")]
+        )
     try:
-        value: JSON = reader(content.decode("utf-8-sig"))
-        check_plain(value)
+        value: JSON = parser(content.decode("utf-8-sig"))
+        check_plain_values(value)
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise ConfigError(
-            name, [Problem("", f"{name}:{line}: not UTF-8 (byte 0x{content[error.start]:02x})")]
+            name, [ConfigProblem("", f"{name}:{line}: not UTF-8 (byte 0x{content[error.start]:02x})")]
         ) from None
     except RecursionError:
-        raise ConfigError(name, [Problem("", f"nested deeper than {MAX_DEPTH} levels")]) from None
-    except Unreadable as error:
+        raise ConfigError(name, [ConfigProblem("", f"nested deeper than {MAX_DEPTH} levels")]) from None
+    except ConfigSyntaxError as error:
         text = str(error)
-        raise ConfigError(name, [Problem(error.path, f"{name}:{text}" if _PLACE.match(text) else text)]) from None
+        raise ConfigError(
+            name, [ConfigProblem(error.path, f"{name}:{text}" if _LINE_AND_COLUMN.match(text) else text)]
+        ) from None
     return value
 
 
-def _json(text: str) -> Any:
+def _parse_json(text: str) -> Any:
     try:
-        return json.loads(text, object_pairs_hook=_unique)
+        return json.loads(text, object_pairs_hook=_refuse_duplicate_keys)
     except json.JSONDecodeError as error:
-        raise Unreadable(f"{error.lineno}:{error.colno}: {error.msg}") from None
+        raise ConfigSyntaxError(f"{error.lineno}:{error.colno}: {error.msg}") from None
     except ValueError:  # a number with thousands of digits
-        raise Unreadable(_TOO_LONG) from None
+        raise ConfigSyntaxError(_TOO_MANY_DIGITS) from None
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+def _refuse_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    mapping = dict(pairs)
+    if len(mapping) != len(pairs):
         names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise Unreadable(f'the key "{twice}" stands twice in one block')
-    return found
+        duplicate = next(name for name in names if names.count(name) > 1)
+        raise ConfigSyntaxError(f'the key "{duplicate}" stands twice in one block')
+    return mapping
 
 
-def _toml(text: str) -> Any:
+def _parse_toml(text: str) -> Any:
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         message = str(error)
-        place = re.search(r" \(at line (\d+), column (\d+)\)$", message)
-        where = f"{place[1]}:{place[2]}: " if place else ""
-        raise Unreadable(where + (message[: place.start()] if place else message)) from None
+        position = re.search(r" \(at line (\d+), column (\d+)\)$", message)
+        location = f"{position[1]}:{position[2]}: " if position else ""
+        raise ConfigSyntaxError(location + (message[: position.start()] if position else message)) from None
     except ValueError:
-        raise Unreadable(_TOO_LONG) from None
+        raise ConfigSyntaxError(_TOO_MANY_DIGITS) from None
 
 
-def _yaml(text: str) -> Any:
+def _parse_yaml(text: str) -> Any:
     try:
-        value = yaml.load(text, Loader=Loader)  # noqa: S506 -- a subclass of the safe loader
+        value = yaml.load(text, Loader=Yaml12Loader)  # noqa: S506 -- a subclass of the safe loader
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        where = f"{mark.line + 1}:{mark.column + 1}: " if mark else ""
-        raise Unreadable(where + _yaml_words(error.problem or error.context or "not YAML")) from None
+        location = f"{mark.line + 1}:{mark.column + 1}: " if mark else ""
+        raise ConfigSyntaxError(location + _yaml_message(error.problem or error.context or "not YAML")) from None
     except yaml.YAMLError as error:
-        raise Unreadable(str(error).splitlines()[0]) from None
+        raise ConfigSyntaxError(str(error).splitlines()[0]) from None
     except ValueError:
-        raise Unreadable(_TOO_LONG) from None
+        raise ConfigSyntaxError(_TOO_MANY_DIGITS) from None
     return {} if value is None else value
 
 
-def _yaml_words(problem: str) -> str:
+def _yaml_message(problem: str) -> str:
     """The library's words, or better ones where those say what the library wanted instead of what to do."""
     if problem == "but found another document":
         return "a second document begins here (---); one file is one configuration"
@@ -125,7 +131,12 @@ def _yaml_words(problem: str) -> str:
     return f"tags are not read ({tag[1]}); write the plain value" if tag else problem
 
 
-_READERS: dict[str, Callable[[str], Any]] = {".json": _json, ".yaml": _yaml, ".yml": _yaml, ".toml": _toml}
+_PARSER_BY_SUFFIX: dict[str, Callable[[str], Any]] = {
+    ".json": _parse_json,
+    ".yaml": _parse_yaml,
+    ".yml": _parse_yaml,
+    ".toml": _parse_toml,
+}
 
 
 def _yaml_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
@@ -155,7 +166,7 @@ def _resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
     return table
 
 
-class Loader(yaml.SafeLoader):
+class Yaml12Loader(yaml.SafeLoader):
     """YAML by the rules of version 1.2, so that `1e-6` is a number, `no` is text and a date is text, as in JSON."""
 
     yaml_implicit_resolvers = _resolvers()
@@ -182,25 +193,25 @@ class Loader(yaml.SafeLoader):
         """Merge keys are refused above, so there is nothing to flatten."""
 
 
-def check_plain(value: Any, path: str = "", depth: int = 0, count: list[int] | None = None) -> None:
+def check_plain_values(value: Any, path: str = "", depth: int = 0, value_count: list[int] | None = None) -> None:
     """Refuse what JSON cannot say, numbers that are not finite, and trees that are too deep or too large."""
-    count = [0] if count is None else count
-    count[0] += 1
+    value_count = [0] if value_count is None else value_count
+    value_count[0] += 1
     if depth > MAX_DEPTH:
-        raise Unreadable(f"nested deeper than {MAX_DEPTH} levels")
-    if count[0] > MAX_VALUES:
-        raise Unreadable(f"more than {MAX_VALUES} values; YAML aliases count each time")
+        raise ConfigSyntaxError(f"nested deeper than {MAX_DEPTH} levels")
+    if value_count[0] > MAX_VALUES:
+        raise ConfigSyntaxError(f"more than {MAX_VALUES} values; YAML aliases count each time")
     if isinstance(value, dict):
         for name, inner in value.items():
-            check_plain(name, path, depth + 1, count)
-            check_plain(inner, f"{path}.{name}".lstrip("."), depth + 1, count)
+            check_plain_values(name, path, depth + 1, value_count)
+            check_plain_values(inner, f"{path}.{name}".lstrip("."), depth + 1, value_count)
     elif isinstance(value, list):
         for index, inner in enumerate(value):
-            check_plain(inner, f"{path}[{index}]", depth + 1, count)
+            check_plain_values(inner, f"{path}[{index}]", depth + 1, value_count)
     else:
         refusal = _scalar_refusal(value)
         if refusal:
-            raise Unreadable(refusal, path)
+            raise ConfigSyntaxError(refusal, path)
 
 
 def _scalar_refusal(value: Any) -> str:

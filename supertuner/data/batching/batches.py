@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from supertuner.core.types import MediaKind
-from supertuner.data.batching.render import caption_of, render
+from supertuner.data.batching.render import caption_for_sample, render_sample
 from supertuner.data.corpus import Corpus
 from supertuner.data.ordering.buckets import Bucket
 from supertuner.data.ordering.windows import MicroBatch
@@ -24,87 +24,92 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Batch:
+class DecodedBatch:
     bucket: Bucket
     media: torch.Tensor
     """uint8 BCHW of pictures, uint8 BCFHW of clips, float32 BCT of sound."""
     captions: tuple[str, ...]
-    datasets: tuple[int, ...]
+    dataset_indices: tuple[int, ...]
     """For each sample its dataset's place in the corpus."""
-    samples: tuple[int, ...]
+    sample_indices: tuple[int, ...]
     """For each sample its number in its dataset."""
-    keys: tuple[str, ...]
+    sample_keys: tuple[str, ...]
     """For each sample its name in its dataset."""
     positions: tuple[int, ...]
     """For each sample its position in the order."""
-    turns: tuple[int, ...]
+    cycles: tuple[int, ...]
     """For each sample the turn that its changes and its caption were drawn for."""
 
     def __len__(self) -> int:
         return len(self.positions)
 
 
-class Pending:
+class PendingBatch:
     """A batch in the making."""
 
-    def __init__(self, batch: Batch, rows: Sequence[Future[None]]) -> None:
+    def __init__(self, batch: DecodedBatch, row_futures: Sequence[Future[None]]) -> None:
         self._batch = batch
-        self._rows = rows
+        self._row_futures = row_futures
 
-    def result(self) -> Batch:
+    def result(self) -> DecodedBatch:
         """The batch, when all its samples are there; the first sample's error if one could not be made."""
-        for row in self._rows:
+        for row in self._row_futures:
             row.result()
         return self._batch
 
     def cancel(self) -> None:
-        for row in self._rows:
+        for row in self._row_futures:
             row.cancel()
 
 
-class Decoders:
+class DecoderPool:
     """Threads that make batches of a corpus. A context manager: leaving it ends the threads."""
 
     def __init__(self, corpus: Corpus, threads: int) -> None:
         self._corpus = corpus
         self.threads = threads
-        self._pool = pinned_pool(threads)
+        self._pool = single_threaded_torch_pool(threads)
 
-    def start(self, micro: MicroBatch) -> Pending:
+    def submit(self, micro_batch: MicroBatch) -> PendingBatch:
         """Begin a batch and return at once. Samples are made in the order of the batches that were started."""
         import torch
 
-        draws, corpus = micro.draws, self._corpus
+        draws, corpus = micro_batch.draws, self._corpus
         groups = [corpus.order.groups[group] for group in draws.group]
-        samples, turns = draws.sample.tolist(), draws.cycle.tolist()
-        parts = [corpus.parts[group.dataset] for group in groups]
-        dtype = torch.float32 if micro.bucket.kind is MediaKind.AUDIO else torch.uint8
-        media = torch.empty((len(micro), *micro.bucket.shape), dtype=dtype)
-        batch = Batch(
-            bucket=micro.bucket,
+        samples, cycles = draws.sample.tolist(), draws.cycle.tolist()
+        datasets = [corpus.datasets[group.dataset] for group in groups]
+        dtype = torch.float32 if micro_batch.bucket.kind is MediaKind.AUDIO else torch.uint8
+        media = torch.empty((len(micro_batch), *micro_batch.bucket.shape), dtype=dtype)
+        batch = DecodedBatch(
+            bucket=micro_batch.bucket,
             media=media,
-            captions=tuple(caption_of(corpus.seed, *which) for which in zip(parts, samples, turns, strict=True)),
-            datasets=tuple(group.dataset for group in groups),
-            samples=tuple(samples),
-            keys=tuple(part.samples.key(sample) for part, sample in zip(parts, samples, strict=True)),
+            captions=tuple(
+                caption_for_sample(corpus.seed, *sample_args)
+                for sample_args in zip(datasets, samples, cycles, strict=True)
+            ),
+            dataset_indices=tuple(group.dataset for group in groups),
+            sample_indices=tuple(samples),
+            sample_keys=tuple(dataset.samples.key(sample) for dataset, sample in zip(datasets, samples, strict=True)),
             positions=tuple(draws.position.tolist()),
-            turns=tuple(turns),
+            cycles=tuple(cycles),
         )
-        rows = [
-            self._pool.submit(render, corpus.seed, parts[i], samples[i], turns[i], micro.bucket, media[i])
-            for i in range(len(micro))
+        row_futures = [
+            self._pool.submit(
+                render_sample, corpus.seed, datasets[i], samples[i], cycles[i], micro_batch.bucket, media[i]
+            )
+            for i in range(len(micro_batch))
         ]
-        return Pending(batch, rows)
+        return PendingBatch(batch, row_futures)
 
-    def make(self, micro: MicroBatch) -> Batch:
+    def decode(self, micro_batch: MicroBatch) -> DecodedBatch:
         """A batch, waited for."""
-        return self.start(micro).result()
+        return self.submit(micro_batch).result()
 
     def close(self) -> None:
         """End the threads; what they are in the middle of is finished, what has not begun is dropped."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def __enter__(self) -> Decoders:
+    def __enter__(self) -> DecoderPool:
         return self
 
     def __exit__(
@@ -113,7 +118,7 @@ class Decoders:
         self.close()
 
 
-def pinned_pool(threads: int) -> ThreadPoolExecutor:
+def single_threaded_torch_pool(threads: int) -> ThreadPoolExecutor:
     """Threads in which torch computes alone, while the rest of the process keeps its number of threads.
 
     Torch's setting is per thread once a thread has looked at it, and the number set last is what a new thread finds:
@@ -121,17 +126,17 @@ def pinned_pool(threads: int) -> ThreadPoolExecutor:
     """
     import torch
 
-    before = torch.get_num_threads()
+    previous_threads = torch.get_num_threads()
     ready = Barrier(threads + 1)
 
-    def pin() -> None:
+    def limit_torch_threads() -> None:
         torch.get_num_threads()
         torch.set_num_threads(1)
         ready.wait()
 
-    pool = ThreadPoolExecutor(threads, thread_name_prefix="decode", initializer=pin)
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="decode", initializer=limit_torch_threads)
     for _ in range(threads):
         pool.submit(int)
     ready.wait()
-    torch.set_num_threads(before)
+    torch.set_num_threads(previous_threads)
     return pool

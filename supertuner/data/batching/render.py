@@ -10,88 +10,100 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from supertuner.core.types import MediaKind
-from supertuner.data.batching.augment import Change, apply_colour, change_for, colour_map
-from supertuner.data.batching.captions import caption_for
-from supertuner.data.batching.resize import crop_box, resized
-from supertuner.data.batching.sample_rng import Chance
-from supertuner.data.corpus import Part
-from supertuner.data.decode import broken_means
-from supertuner.data.decode.image import RGB
-from supertuner.data.ordering.assign import block_of
+from supertuner.data.batching.augment import AugmentationParams, apply_colour_map, colour_map, draw_augmentation
+from supertuner.data.batching.captions import draw_caption
+from supertuner.data.batching.resize import crop_and_resize, crop_box
+from supertuner.data.batching.sample_rng import SampleRng
+from supertuner.data.corpus import CorpusDataset
+from supertuner.data.decode import raising_broken_media
+from supertuner.data.decode.image import RGBImage
+from supertuner.data.ordering.assign import slice_metadata
 from supertuner.data.ordering.buckets import Bucket, frames_available
 
 if TYPE_CHECKING:
     import torch
 
 
-def chance_of(seed: int, part: Part, sample: int, turn: int) -> Chance:
-    return Chance(seed, part.samples.id, part.samples.key(sample), turn)
+def rng_for_sample(seed: int, dataset: CorpusDataset, sample: int, cycle: int) -> SampleRng:
+    return SampleRng(seed, dataset.samples.id, dataset.samples.key(sample), cycle)
 
 
-def caption_of(seed: int, part: Part, sample: int, turn: int) -> str:
-    return caption_for(part.samples.captions(sample), part.settings.captions, chance_of(seed, part, sample, turn))
+def caption_for_sample(seed: int, dataset: CorpusDataset, sample: int, cycle: int) -> str:
+    return draw_caption(
+        dataset.samples.captions(sample), dataset.settings.captions, rng_for_sample(seed, dataset, sample, cycle)
+    )
 
 
-def change_of(seed: int, part: Part, sample: int, turn: int) -> Change:
-    settings = part.settings
-    return change_for(settings.augment, settings.crop == "random", chance_of(seed, part, sample, turn))
+def augmentation_for_sample(seed: int, dataset: CorpusDataset, sample: int, cycle: int) -> AugmentationParams:
+    settings = dataset.settings
+    return draw_augmentation(settings.augment, settings.crop == "random", rng_for_sample(seed, dataset, sample, cycle))
 
 
-def render(seed: int, part: Part, sample: int, turn: int, bucket: Bucket, row: torch.Tensor) -> None:
+def render_sample(
+    seed: int, dataset: CorpusDataset, sample: int, cycle: int, bucket: Bucket, out: torch.Tensor
+) -> None:
     """Write the sample into `row`, which has the bucket's shape. Bytes that do not decode are a BrokenMedia.
 
     Whoever changes what comes out of the same bytes and settings raises `RENDER_VERSION` (data/content.py).
     """
-    change = change_of(seed, part, sample, turn)
+    augmentation = augmentation_for_sample(seed, dataset, sample, cycle)
     if bucket.kind is MediaKind.AUDIO:
-        _sound(part, sample, change, bucket, row)
+        _render_audio(dataset, sample, augmentation, bucket, out)
     elif bucket.kind is MediaKind.VIDEO:
-        for number, picture in enumerate(_clip(part, sample, change, bucket)):
-            _picture(picture, part, change, bucket, row[:, number])
+        for number, picture in enumerate(_decode_clip(dataset, sample, augmentation, bucket)):
+            _render_image(picture, dataset, augmentation, bucket, out[:, number])
     else:
-        _picture(_still(part, sample, bucket), part, change, bucket, row)
+        _render_image(_decode_still(dataset, sample, bucket), dataset, augmentation, bucket, out)
 
 
-def _name(part: Part, sample: int) -> str:
-    return f"datasets[{part.samples.id}], sample {part.samples.key(sample)!r}"
+def _sample_label(dataset: CorpusDataset, sample: int) -> str:
+    return f"datasets[{dataset.samples.id}], sample {dataset.samples.key(sample)!r}"
 
 
-def _still(part: Part, sample: int, bucket: Bucket) -> RGB:
+def _decode_still(dataset: CorpusDataset, sample: int, bucket: Bucket) -> RGBImage:
     from supertuner.data.decode.image import decode_image
 
-    payload = part.samples.media(sample)
-    with broken_means(_name(part, sample)):
+    payload = dataset.samples.media(sample)
+    with raising_broken_media(_sample_label(dataset, sample)):
         return decode_image(payload, (bucket.width, bucket.height))
 
 
-def _clip(part: Part, sample: int, change: Change, bucket: Bucket) -> Iterator[RGB]:
+def _decode_clip(
+    dataset: CorpusDataset, sample: int, augmentation: AugmentationParams, bucket: Bucket
+) -> Iterator[RGBImage]:
     from supertuner.data.decode.video import decode_video
 
-    fps = part.settings.fps
-    one = block_of(part.samples, sample, sample + 1)
-    spare = max(0, int(frames_available(one.frames, one.fps, fps)[0]) - bucket.frames)
-    payload = part.samples.media(sample)
-    with broken_means(_name(part, sample)):
-        yield from decode_video(payload, round(change.along * spare), bucket.frames, fps)
+    fps = dataset.settings.fps
+    metadata = slice_metadata(dataset.samples, sample, sample + 1)
+    spare_frames = max(0, int(frames_available(metadata.frames, metadata.fps, fps)[0]) - bucket.frames)
+    payload = dataset.samples.media(sample)
+    with raising_broken_media(_sample_label(dataset, sample)):
+        yield from decode_video(payload, round(augmentation.crop_time * spare_frames), bucket.frames, fps)
 
 
-def _sound(part: Part, sample: int, change: Change, bucket: Bucket, row_CT: torch.Tensor) -> None:
+def _render_audio(
+    dataset: CorpusDataset, sample: int, augmentation: AugmentationParams, bucket: Bucket, out_CT: torch.Tensor
+) -> None:
     import torch
 
     from supertuner.data.decode.audio import decode_audio
 
-    spare_s = max(0.0, float(part.samples.seconds[sample]) - bucket.samples / bucket.sample_rate)
-    payload = part.samples.media(sample)
-    with broken_means(_name(part, sample)):
-        sound = decode_audio(payload, change.along * spare_s, bucket.samples, bucket.sample_rate, bucket.channels)
-    row_CT.copy_(torch.from_numpy(sound))
+    spare_s = max(0.0, float(dataset.samples.seconds[sample]) - bucket.samples / bucket.sample_rate)
+    payload = dataset.samples.media(sample)
+    with raising_broken_media(_sample_label(dataset, sample)):
+        sound = decode_audio(
+            payload, augmentation.crop_time * spare_s, bucket.samples, bucket.sample_rate, bucket.channels
+        )
+    out_CT.copy_(torch.from_numpy(sound))
 
 
-def _picture(picture: RGB, part: Part, change: Change, bucket: Bucket, row_CHW: torch.Tensor) -> None:
-    height, width = picture.shape[:2]
-    box = crop_box(width, height, bucket.width, bucket.height, change.across, change.down)
-    scaled = resized(picture, box, bucket.width, bucket.height, part.settings.resize_filter)
-    colours = colour_map(change)
+def _render_image(
+    image: RGBImage, dataset: CorpusDataset, augmentation: AugmentationParams, bucket: Bucket, out_CHW: torch.Tensor
+) -> None:
+    height, width = image.shape[:2]
+    box = crop_box(width, height, bucket.width, bucket.height, augmentation.crop_x, augmentation.crop_y)
+    scaled = crop_and_resize(image, box, bucket.width, bucket.height, dataset.settings.resize_filter)
+    colours = colour_map(augmentation)
     if colours is not None:
-        apply_colour(scaled, colours)
-    row_CHW.copy_(scaled.flip(-1) if change.flip else scaled)
+        apply_colour_map(scaled, colours)
+    out_CHW.copy_(scaled.flip(-1) if augmentation.flip else scaled)

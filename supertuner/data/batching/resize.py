@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     import torch
 
-LANCZOS_SINCE = (2, 13)
+LANCZOS_TORCH_VERSION = (2, 13)
 """The torch that resizes 8-bit pictures by Lanczos, on AVX2 and NEON (pytorch pull request 177320)."""
 
-Filter: TypeAlias = Literal["lanczos", "bicubic", "bilinear", "area"]
+ResizeFilter: TypeAlias = Literal["lanczos", "bicubic", "bilinear", "area"]
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
+class CropBox:
     """A part of a picture, in whole pixels."""
 
     left: int
@@ -31,43 +31,49 @@ class Box:
     height: int
 
 
-def crop_box(width: int, height: int, to_width: int, to_height: int, across: float, down: float) -> Box:
+def crop_box(width: int, height: int, target_width: int, target_height: int, crop_x: float, crop_y: float) -> CropBox:
     """The largest part of width × height with the ratio of to_width × to_height (to the nearest pixel).
 
     `across` and `down`, from 0 to 1, say where it lies in what is cut off.
     """
-    if width * to_height > height * to_width:
-        part_width, part_height = max(1, round(height * to_width / to_height)), height
+    if width * target_height > height * target_width:
+        crop_width, crop_height = max(1, round(height * target_width / target_height)), height
     else:
-        part_width, part_height = width, max(1, round(width * to_height / to_width))
-    part_width, part_height = min(part_width, width), min(part_height, height)
-    return Box(round((width - part_width) * across), round((height - part_height) * down), part_width, part_height)
+        crop_width, crop_height = width, max(1, round(width * target_height / target_width))
+    crop_width, crop_height = min(crop_width, width), min(crop_height, height)
+    return CropBox(
+        round((width - crop_width) * crop_x), round((height - crop_height) * crop_y), crop_width, crop_height
+    )
 
 
-def resized(picture_HWC: NDArray[np.uint8], box: Box, width: int, height: int, by: Filter) -> torch.Tensor:
+def crop_and_resize(
+    picture_HWC: NDArray[np.uint8], box: CropBox, width: int, height: int, resize_filter: ResizeFilter
+) -> torch.Tensor:
     """The part `box` of an RGB picture at width × height, as uint8 CHW."""
     import torch
 
-    part = picture_HWC[box.top : box.top + box.height, box.left : box.left + box.width]
+    crop = picture_HWC[box.top : box.top + box.height, box.left : box.left + box.width]
     if (box.width, box.height) == (width, height):
-        return torch.from_numpy(np.ascontiguousarray(part)).permute(2, 0, 1)
-    if not torch_has(by):
-        return _by_pillow(part, width, height, by)
-    planes = torch.from_numpy(np.ascontiguousarray(part)).permute(2, 0, 1).unsqueeze(0)
-    scaled = torch.nn.functional.interpolate(planes, (height, width), mode=by, antialias=True)
+        return torch.from_numpy(np.ascontiguousarray(crop)).permute(2, 0, 1)
+    if not torch_supports_filter(resize_filter):
+        return _resize_with_pillow(crop, width, height, resize_filter)
+    planes = torch.from_numpy(np.ascontiguousarray(crop)).permute(2, 0, 1).unsqueeze(0)
+    scaled = torch.nn.functional.interpolate(planes, (height, width), mode=resize_filter, antialias=True)
     return scaled[0]
 
 
-def torch_has(by: Filter) -> bool:
+def torch_supports_filter(resize_filter: ResizeFilter) -> bool:
     """Whether this torch resizes 8-bit pictures by the filter."""
     import torch
 
-    if by != "lanczos":
-        return by != "area"
-    return tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2]) >= LANCZOS_SINCE
+    if resize_filter != "lanczos":
+        return resize_filter != "area"
+    return tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2]) >= LANCZOS_TORCH_VERSION
 
 
-def _by_pillow(part_HWC: NDArray[np.uint8], width: int, height: int, by: Filter) -> torch.Tensor:
+def _resize_with_pillow(
+    part_HWC: NDArray[np.uint8], width: int, height: int, resize_filter: ResizeFilter
+) -> torch.Tensor:
     import torch
     from PIL import Image
 
@@ -77,5 +83,5 @@ def _by_pillow(part_HWC: NDArray[np.uint8], width: int, height: int, by: Filter)
         "bilinear": Image.Resampling.BILINEAR,
         "area": Image.Resampling.BOX,
     }
-    picture = Image.fromarray(np.ascontiguousarray(part_HWC)).resize((width, height), filters[by])
+    picture = Image.fromarray(np.ascontiguousarray(part_HWC)).resize((width, height), filters[resize_filter])
     return torch.from_numpy(np.array(picture)).permute(2, 0, 1)

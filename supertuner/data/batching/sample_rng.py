@@ -7,24 +7,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from supertuner.data.ordering.bijection import key_of
+from supertuner.data.ordering.bijection import hash_key
 
 
 @dataclass(frozen=True, slots=True)
-class Chance:
+class SampleRng:
     seed: int
     dataset_id: str
     sample_key: str
-    turn: int
+    cycle: int
     """The draw's cycle: with repeats 1 and weight 1 the epoch; more often drawn samples get a new turn each time."""
 
-    def uniform(self, name: str, number: int = 0) -> float:
+    def uniform(self, name: str, index: int = 0) -> float:
         """From [0, 1), with 53 random bits."""
-        return (key_of(name, number, self.seed, self.dataset_id, self.sample_key, self.turn) >> 11) / (1 << 53)
+        return (hash_key(name, index, self.seed, self.dataset_id, self.sample_key, self.cycle) >> 11) / (1 << 53)
 
-    def between(self, low: float, high: float, name: str) -> float:
+    def uniform_between(self, low: float, high: float, name: str) -> float:
         return low + (high - low) * self.uniform(name)
 
-    def below(self, count: int, name: str, number: int = 0) -> int:
+    def integer_below(self, count: int, name: str, index: int = 0) -> int:
         """From 0 to count - 1."""
-        return min(int(self.uniform(name, number) * count), count - 1)
+        return min(int(self.uniform(name, index) * count), count - 1)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from supertuner.core.errors import BrokenMedia
+from supertuner.core.errors import BrokenMediaError
 
 
 @contextmanager
-def broken_means(name: str) -> Iterator[None]:
+def raising_broken_media(label: str) -> Iterator[None]:
     """Whatever goes wrong inside is the fault of the bytes of `name`, and says so.
 
     Decoders raise dozens of types on damaged bytes, struct.error and MemoryError among them; none is more telling
@@ -17,7 +17,7 @@ def broken_means(name: str) -> Iterator[None]:
     """
     try:
         yield
-    except BrokenMedia as error:
-        raise BrokenMedia(f"{name}: {error}") from error
+    except BrokenMediaError as error:
+        raise BrokenMediaError(f"{label}: {error}") from error
     except Exception as error:
-        raise BrokenMedia(f"{name}: cannot be decoded ({type(error).__name__}: {error})") from error
+        raise BrokenMediaError(f"{label}: cannot be decoded ({type(error).__name__}: {error})") from error

@@ -13,93 +13,93 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from supertuner.core.errors import BrokenMedia
+from supertuner.core.errors import BrokenMediaError
 from supertuner.data.probe.audio import MAX_SECONDS
 from supertuner.data.probe.sniff import HEAD_BYTES, sniff
-from supertuner.data.probe.window import Window
+from supertuner.data.probe.window import MemoryviewFile
 
-Sound = NDArray[np.float32]
+AudioArray = NDArray[np.float32]
 
-BEFORE_S, AFTER_S = 0.25, 0.05
+MARGIN_BEFORE_S, MARGIN_AFTER_S = 0.25, 0.05
 """Read around the stretch and cut off again: a resampler's filter then meets sound and not silence at the edges, and
 MP3, whose frames borrow from earlier ones, has recovered from the jump."""
 
-SLACK_S = 0.1
+MAX_MISSING_S = 0.1
 """A stretch that ends so much early is filled with silence: codecs pad and cut a few milliseconds."""
 
 
-def decode_audio(payload: memoryview, begin_s: float, samples: int, rate: int, channels: int) -> Sound:
+def decode_audio(payload: memoryview, begin_s: float, samples: int, rate: int, channels: int) -> AudioArray:
     """`samples` of sound at `rate`, from `begin_s` on, as channels × samples."""
-    before = min(begin_s, BEFORE_S)
-    read_s = before + samples / rate + AFTER_S
-    by_av = sniff(bytes(payload[:HEAD_BYTES])) in ("mp4", "matroska", "aac")
-    stretch, file_rate = (_by_av if by_av else _by_soundfile)(payload, begin_s - before, read_s)
-    sound = resampled(mixed(stretch, channels), file_rate, rate)
-    skip = round(before * rate)
+    margin_s = min(begin_s, MARGIN_BEFORE_S)
+    read_s = margin_s + samples / rate + MARGIN_AFTER_S
+    needs_av = sniff(bytes(payload[:HEAD_BYTES])) in ("mp4", "matroska", "aac")
+    segment, file_rate = (_read_with_av if needs_av else _read_with_soundfile)(payload, begin_s - margin_s, read_s)
+    sound = resample(mix_channels(segment, channels), file_rate, rate)
+    skip = round(margin_s * rate)
     sound = sound[:, skip : skip + samples]
     missing = samples - sound.shape[1]
-    if missing > SLACK_S * rate:
-        raise BrokenMedia(f"ends {missing / rate:.2f} s before the length that its header states")
+    if missing > MAX_MISSING_S * rate:
+        raise BrokenMediaError(f"ends {missing / rate:.2f} s before the length that its header states")
     return np.ascontiguousarray(np.pad(sound, ((0, 0), (0, missing))))
 
 
-def mixed(sound: Sound, channels: int) -> Sound:
+def mix_channels(audio: AudioArray, channels: int) -> AudioArray:
     """The sound with that many channels."""
-    if sound.shape[0] == channels:
-        return sound
+    if audio.shape[0] == channels:
+        return audio
     if channels == 1:
-        return _mean(sound)
-    if sound.shape[0] > channels:
-        return sound[:channels]
-    return np.repeat(_mean(sound), channels, axis=0)
+        return _mix_to_mono(audio)
+    if audio.shape[0] > channels:
+        return audio[:channels]
+    return np.repeat(_mix_to_mono(audio), channels, axis=0)
 
 
-def _mean(sound: Sound) -> Sound:
-    one: Sound = sound.mean(axis=0, keepdims=True, dtype=np.float32)
-    return one
+def _mix_to_mono(audio: AudioArray) -> AudioArray:
+    mono: AudioArray = audio.mean(axis=0, keepdims=True, dtype=np.float32)
+    return mono
 
 
-def resampled(sound: Sound, rate: int, to_rate: int) -> Sound:
+def resample(audio: AudioArray, rate: int, target_rate: int) -> AudioArray:
     """The sound at another rate; each channel by itself, so that any number of them is treated alike."""
-    if rate == to_rate:
-        return sound
-    return np.concatenate([_resampled_mono(channel, rate, to_rate) for channel in sound])
+    if rate == target_rate:
+        return audio
+    return np.concatenate([_resample_mono(channel, rate, target_rate) for channel in audio])
 
 
-def _resampled_mono(channel: Sound, rate: int, to_rate: int) -> Sound:
+def _resample_mono(channel: AudioArray, rate: int, target_rate: int) -> AudioArray:
     import av
 
-    resampler = av.AudioResampler(format="fltp", layout="mono", rate=to_rate)
+    resampler = av.AudioResampler(format="fltp", layout="mono", rate=target_rate)
     frame = av.AudioFrame.from_ndarray(np.ascontiguousarray(channel)[None], format="fltp", layout="mono")
     frame.sample_rate = rate
     parts = [*resampler.resample(frame), *resampler.resample(None)]
-    joined: Sound = np.concatenate([part.to_ndarray() for part in parts], axis=1)
+    joined: AudioArray = np.concatenate([part.to_ndarray() for part in parts], axis=1)
     return joined
 
 
-def _by_soundfile(payload: memoryview, begin_s: float, length_s: float) -> tuple[Sound, int]:
+def _read_with_soundfile(payload: memoryview, begin_s: float, length_s: float) -> tuple[AudioArray, int]:
     import soundfile
 
-    with soundfile.SoundFile(Window(payload)) as file:
+    with soundfile.SoundFile(MemoryviewFile(payload)) as file:
         if file.frames > MAX_SECONDS * file.samplerate:
-            raise BrokenMedia(f"{file.frames} samples are more than {MAX_SECONDS:g} s")
+            raise BrokenMediaError(f"{file.frames} samples are more than {MAX_SECONDS:g} s")
         file.seek(min(round(begin_s * file.samplerate), file.frames))
-        stretch = file.read(ceil(length_s * file.samplerate), dtype="float32", always_2d=True)
-        return _checked(stretch.T), file.samplerate
+        segment = file.read(ceil(length_s * file.samplerate), dtype="float32", always_2d=True)
+        return _require_valid_audio(segment.T), file.samplerate
 
 
-def _by_av(payload: memoryview, begin_s: float, length_s: float) -> tuple[Sound, int]:
+def _read_with_av(payload: memoryview, begin_s: float, length_s: float) -> tuple[AudioArray, int]:
     """Decodes from the file's beginning: what compressed sound sounds like depends on what came before."""
     import av
 
-    parts: list[Sound] = []
-    with av.open(Window(payload), mode="r", metadata_errors="replace") as container:
+    parts: list[AudioArray] = []
+    with av.open(MemoryviewFile(payload), mode="r", metadata_errors="replace") as container:
         if not container.streams.audio:
-            raise BrokenMedia("no sound stream")
+            raise BrokenMediaError("no sound stream")
         stream = container.streams.audio[0]
         codec: Any = stream.codec_context
         if codec is None:
-            raise BrokenMedia("a codec that FFmpeg does not know")
+            raise BrokenMediaError("a codec that FFmpeg does not know")
         rate: int = codec.sample_rate
         begin, end = round(begin_s * rate), round(begin_s * rate) + ceil(length_s * rate)
         planar = av.AudioResampler(format="fltp", layout=codec.layout, rate=rate)
@@ -112,13 +112,13 @@ def _by_av(payload: memoryview, begin_s: float, length_s: float) -> tuple[Sound,
             if at >= end:
                 break
     if not parts:
-        raise BrokenMedia("holds no sound where some was expected")
-    return _checked(np.concatenate(parts, axis=1)), rate
+        raise BrokenMediaError("holds no sound where some was expected")
+    return _require_valid_audio(np.concatenate(parts, axis=1)), rate
 
 
-def _checked(sound: Sound) -> Sound:
-    if not sound.size:
-        raise BrokenMedia("holds no sound where some was expected")
-    if not np.isfinite(sound).all():
-        raise BrokenMedia("holds values that are not numbers")
-    return sound
+def _require_valid_audio(audio: AudioArray) -> AudioArray:
+    if not audio.size:
+        raise BrokenMediaError("holds no sound where some was expected")
+    if not np.isfinite(audio).all():
+        raise BrokenMediaError("holds values that are not numbers")
+    return audio

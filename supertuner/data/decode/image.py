@@ -15,47 +15,47 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from supertuner.core.errors import BrokenMedia
+from supertuner.core.errors import BrokenMediaError
 from supertuner.core.types import MediaKind
 from supertuner.data.probe import probe
-from supertuner.data.probe.window import Window
+from supertuner.data.probe.window import MemoryviewFile
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-RGB: TypeAlias = NDArray[np.uint8]
+RGBImage: TypeAlias = NDArray[np.uint8]
 
 BACKGROUND = (255, 255, 255)
 """What shows through transparent pixels: white."""
 
-REDUCING_GAP = 2
+MIN_REDUCED_SCALE = 2
 """A JPEG may be decoded at 1/2, 1/4 or 1/8 of its size if this many times the size that is wanted remains."""
 
 
-def decode_image(payload: memoryview, wanted: tuple[int, int] | None = None) -> RGB:
+def decode_image(payload: memoryview, target_size: tuple[int, int] | None = None) -> RGBImage:
     """The picture as HWC. With `wanted` (width, height) it may come smaller, never below REDUCING_GAP times that."""
-    facts = probe(payload, MediaKind.IMAGE)
-    with _opened(facts.format, payload) as picture:
-        profile = _foreign_profile(picture)
-        if facts.format == "jpeg" and profile is None:
-            reduced = _reduction(facts.width, facts.height, wanted)
-            stored = _turbo(payload, reduced)
+    info = probe(payload, MediaKind.IMAGE)
+    with _open_with_pillow(info.format, payload) as picture:
+        profile = _non_srgb_profile(picture)
+        if info.format == "jpeg" and profile is None:
+            reduction = _reduction_factor(info.width, info.height, target_size)
+            stored = _decode_with_turbojpeg(payload, reduction)
             if stored is not None:
-                return upright(stored, facts.orientation)
-        return upright(_pillow(picture, profile), facts.orientation)
+                return apply_orientation(stored, info.orientation)
+        return apply_orientation(_decode_with_pillow(picture, profile), info.orientation)
 
 
-def _opened(format: str, payload: memoryview) -> Image:
+def _open_with_pillow(format: str, payload: memoryview) -> Image:
     """The picture's header, by Pillow. `Image.open` would warn of bombs at half the size that `probe` accepts."""
     from PIL.JpegImagePlugin import JpegImageFile
     from PIL.PngImagePlugin import PngImageFile
     from PIL.WebPImagePlugin import WebPImageFile
 
     readers: dict[str, Callable[[Any], Image]] = {"jpeg": JpegImageFile, "png": PngImageFile, "webp": WebPImageFile}
-    return readers[format](Window(payload))
+    return readers[format](MemoryviewFile(payload))
 
 
-def upright(stored: RGB, orientation: int) -> RGB:
+def apply_orientation(stored: RGBImage, orientation: int) -> RGBImage:
     """Apply an EXIF orientation, 1 to 8."""
     if orientation in (5, 6, 7, 8):
         stored = stored.transpose(1, 0, 2)
@@ -66,52 +66,52 @@ def upright(stored: RGB, orientation: int) -> RGB:
     return np.ascontiguousarray(stored)
 
 
-def _reduction(width: int, height: int, wanted: tuple[int, int] | None) -> int:
-    if wanted is None:
+def _reduction_factor(width: int, height: int, target_size: tuple[int, int] | None) -> int:
+    if target_size is None:
         return 1
-    spare = min(width / wanted[0], height / wanted[1]) / REDUCING_GAP
+    spare = min(width / target_size[0], height / target_size[1]) / MIN_REDUCED_SCALE
     return max((factor for factor in (1, 2, 4, 8) if factor <= spare), default=1)
 
 
-def _turbo(payload: memoryview, reduced: int) -> RGB | None:
+def _decode_with_turbojpeg(payload: memoryview, reduction: int) -> RGBImage | None:
     """None where Pillow should try: other colour spaces, and files with faults that may or may not matter."""
     import simplejpeg
 
-    height, width, space, _ = simplejpeg.decode_jpeg_header(payload)
-    if space not in ("YCbCr", "RGB", "Gray"):
+    height, width, color_space, _ = simplejpeg.decode_jpeg_header(payload)
+    if color_space not in ("YCbCr", "RGB", "Gray"):
         return None
-    least = {} if reduced == 1 else {"min_width": -(-width // reduced), "min_height": -(-height // reduced)}
+    min_size = {} if reduction == 1 else {"min_width": -(-width // reduction), "min_height": -(-height // reduction)}
     try:
-        decoded: RGB = simplejpeg.decode_jpeg(payload, **least)
+        decoded: RGBImage = simplejpeg.decode_jpeg(payload, **min_size)
     except ValueError:  # libjpeg warned or failed; Pillow passes over warnings and says what a failure is
         return None
     return decoded
 
 
-def _pillow(picture: Image, profile: Any) -> RGB:
+def _decode_with_pillow(picture: Image, profile: Any) -> RGBImage:
     from PIL import Image
 
     picture.load()
     if picture.mode.startswith("I") or picture.mode == "F":
-        return _deep_grey(picture)
+        return _decode_deep_grey(picture)
     if picture.has_transparency_data:
         layer = picture.convert("RGBA")
         picture = Image.new("RGB", picture.size, BACKGROUND)
         picture.paste(layer, mask=layer.getchannel("A"))
     if profile is not None:
-        picture = _to_srgb(picture, profile)
+        picture = _convert_to_srgb(picture, profile)
     return np.array(picture.convert("RGB"))
 
 
-def _deep_grey(picture: Image) -> RGB:
+def _decode_deep_grey(picture: Image) -> RGBImage:
     values = np.asarray(picture).astype(np.float64)
     if values.min() < 0 or values.max() > 65535:
-        raise BrokenMedia(f"grey values from {values.min():g} to {values.max():g}; 0 to 65535 can be used")
+        raise BrokenMediaError(f"grey values from {values.min():g} to {values.max():g}; 0 to 65535 can be used")
     grey = np.rint(values / 257).astype(np.uint8)
     return np.repeat(grey[:, :, None], 3, axis=2)
 
 
-def _foreign_profile(picture: Image) -> Any:
+def _non_srgb_profile(picture: Image) -> Any:
     """The picture's colour profile, if it has one that can be read and is not sRGB itself."""
     embedded = picture.info.get("icc_profile")
     if not embedded:
@@ -125,15 +125,15 @@ def _foreign_profile(picture: Image) -> Any:
         return None
 
 
-def _to_srgb(picture: Image, profile: Any) -> Image:
+def _convert_to_srgb(picture: Image, profile: Any) -> Image:
     from PIL import ImageCms
 
-    space = {"RGB ": "RGB", "GRAY": "L", "CMYK": "CMYK"}.get(profile.profile.xcolor_space)
-    if space is None or (picture.mode != space and "CMYK" in (picture.mode, space)):
+    color_mode = {"RGB ": "RGB", "GRAY": "L", "CMYK": "CMYK"}.get(profile.profile.xcolor_space)
+    if color_mode is None or (picture.mode != color_mode and "CMYK" in (picture.mode, color_mode)):
         return picture
     try:
         converted = ImageCms.profileToProfile(
-            picture if picture.mode == space else picture.convert(space),
+            picture if picture.mode == color_mode else picture.convert(color_mode),
             profile,
             ImageCms.createProfile("sRGB"),
             renderingIntent=ImageCms.Intent.RELATIVE_COLORIMETRIC,

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from supertuner.core.errors import BrokenMedia
-from supertuner.data.decode.image import RGB
+from supertuner.core.errors import BrokenMediaError
+from supertuner.data.decode.image import RGBImage
 from supertuner.data.probe.facts import MAX_PIXELS
-from supertuner.data.probe.window import Window
+from supertuner.data.probe.window import MemoryviewFile
 
 if TYPE_CHECKING:
     from av.container import InputContainer
@@ -25,27 +25,27 @@ if TYPE_CHECKING:
     from av.video.reformatter import VideoReformatter
     from av.video.stream import VideoStream
 
-MAX_PICTURES = 2_000_000
+MAX_FRAMES = 2_000_000
 """Frames in one file beyond which we do not even list them: nine hours at 60 a second."""
 
 SD_LINES = 576
-_UNNAMED = 2
+_COLORSPACE_UNSPECIFIED = 2
 """AVCOL_SPC_UNSPECIFIED."""
 
 
-def decode_video(payload: memoryview, first: int, count: int, fps: float | None) -> Iterator[RGB]:
+def decode_video(payload: memoryview, first: int, count: int, fps: float | None) -> Iterator[RGBImage]:
     """`count` frames as HWC, beginning with the clip's `first` one; both counted at `fps`, or as the file has them."""
     import av
 
-    with av.open(Window(payload), mode="r", metadata_errors="replace") as container:
-        stream = _stream(container)
-        stamps = _timestamps(container, stream)
-        picks = chosen(stamps.seconds, first, count, fps)
-        yield from _decoded(container, stream, stamps, picks)
+    with av.open(MemoryviewFile(payload), mode="r", metadata_errors="replace") as container:
+        stream = _video_stream(container)
+        timestamps = _read_timestamps(container, stream)
+        picks = choose_frames(timestamps.seconds, first, count, fps)
+        yield from _decode_frames(container, stream, timestamps, picks)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Stamps:
+class FrameTimestamps:
     """When each frame is shown, ascending."""
 
     seconds: NDArray[np.float64]
@@ -53,7 +53,7 @@ class Stamps:
     """In the stream's time base; None for files that do not say (AVI never does), whose frames are counted."""
 
 
-def chosen(seconds: NDArray[np.float64], first: int, count: int, fps: float | None) -> NDArray[np.int64]:
+def choose_frames(seconds: NDArray[np.float64], first: int, count: int, fps: float | None) -> NDArray[np.int64]:
     """Which frames to take, given when each is shown. Ascending; one is repeated where the rate asks for it.
 
     A beginning too close to the end moves forward, so that a header that promised a frame too many costs nothing.
@@ -61,93 +61,97 @@ def chosen(seconds: NDArray[np.float64], first: int, count: int, fps: float | No
     if fps is None:
         begin = max(0, min(first, len(seconds) - count))
         if begin + count > len(seconds):
-            raise BrokenMedia(f"{len(seconds)} frames where {count} were expected")
+            raise BrokenMediaError(f"{len(seconds)} frames where {count} were expected")
         return np.arange(begin, begin + count)
-    frame = (seconds[-1] - seconds[0]) / max(1, len(seconds) - 1)
-    available = max(1, int(np.floor((seconds[-1] - seconds[0] + frame) * fps + 1e-3)))
+    frame_seconds = (seconds[-1] - seconds[0]) / max(1, len(seconds) - 1)
+    available = max(1, int(np.floor((seconds[-1] - seconds[0] + frame_seconds) * fps + 1e-3)))
     if count > available + 1:
-        raise BrokenMedia(f"{available} frames at {fps:g} fps where {count} were expected")
+        raise BrokenMediaError(f"{available} frames at {fps:g} fps where {count} were expected")
     begin = max(0, min(first, available - count))
-    wanted = seconds[0] + (begin + np.arange(count)) / fps
-    picks: NDArray[np.int64] = np.maximum(0, np.searchsorted(seconds, wanted + 1e-4, side="right") - 1)
+    wanted_seconds = seconds[0] + (begin + np.arange(count)) / fps
+    picks: NDArray[np.int64] = np.maximum(0, np.searchsorted(seconds, wanted_seconds + 1e-4, side="right") - 1)
     return picks
 
 
-def _stream(container: InputContainer) -> VideoStream:
+def _video_stream(container: InputContainer) -> VideoStream:
     if not container.streams.video:
-        raise BrokenMedia("no video stream")
+        raise BrokenMediaError("no video stream")
     stream = container.streams.video[0]
     codec: Any = stream.codec_context
     if codec is None:
-        raise BrokenMedia("a codec that FFmpeg does not know")
+        raise BrokenMediaError("a codec that FFmpeg does not know")
     codec.thread_type, codec.thread_count = "NONE", 1  # samples are decoded side by side: threads would only compete
     return stream
 
 
-def _timestamps(container: InputContainer, stream: VideoStream) -> Stamps:
-    found: list[int | None] = []
+def _read_timestamps(container: InputContainer, stream: VideoStream) -> FrameTimestamps:
+    packet_pts: list[int | None] = []
     for packet in container.demux(stream):
         if packet.size and not packet.is_discard:
-            found.append(packet.pts)
-        if len(found) > MAX_PICTURES:
-            raise BrokenMedia(f"more than {MAX_PICTURES} frames")
-    known = [pts for pts in found if pts is not None]
-    if not found:
-        raise BrokenMedia("no frames")
-    if len(known) < len(found) or not stream.time_base or "avi" in container.format.name:
+            packet_pts.append(packet.pts)
+        if len(packet_pts) > MAX_FRAMES:
+            raise BrokenMediaError(f"more than {MAX_FRAMES} frames")
+    known_pts = [pts for pts in packet_pts if pts is not None]
+    if not packet_pts:
+        raise BrokenMediaError("no frames")
+    if len(known_pts) < len(packet_pts) or not stream.time_base or "avi" in container.format.name:
         if not stream.average_rate:
-            raise BrokenMedia("neither timestamps nor a rate; put the video into an MP4 or MKV container")
-        return Stamps(np.arange(len(found)) / float(stream.average_rate), None)
-    pts = np.unique(np.array(known, np.int64))
-    return Stamps((pts * float(stream.time_base)).astype(np.float64), pts)
+            raise BrokenMediaError("neither timestamps nor a rate; put the video into an MP4 or MKV container")
+        return FrameTimestamps(np.arange(len(packet_pts)) / float(stream.average_rate), None)
+    pts = np.unique(np.array(known_pts, np.int64))
+    return FrameTimestamps((pts * float(stream.time_base)).astype(np.float64), pts)
 
 
-def _decoded(container: InputContainer, stream: VideoStream, stamps: Stamps, picks: NDArray[np.int64]) -> Iterator[RGB]:
+def _decode_frames(
+    container: InputContainer, stream: VideoStream, timestamps: FrameTimestamps, picks: NDArray[np.int64]
+) -> Iterator[RGBImage]:
     """The picked frames: from the key frame before them on, or from the beginning where there is no way to jump."""
     from av.video.reformatter import VideoReformatter
 
     convert = VideoReformatter()
-    wanted = picks if stamps.pts is None else stamps.pts[picks]
-    frames = _numbered(container, stream, stamps, None if stamps.pts is None else int(wanted[0]))
+    targets = picks if timestamps.pts is None else timestamps.pts[picks]
+    frames = _frames_from(container, stream, timestamps, None if timestamps.pts is None else int(targets[0]))
     number, frame = next(frames, (0, None))
-    if frame is None or number > wanted[0]:  # the file's index led astray
-        frames = _numbered(container, stream, stamps, None)
+    if frame is None or number > targets[0]:  # the file's index led astray
+        frames = _frames_from(container, stream, timestamps, None)
         number, frame = next(frames, (0, None))
-    for target in wanted:
+    for target in targets:
         while frame is not None and number < target:
             number, frame = next(frames, (0, None))
         if frame is None:
-            raise BrokenMedia("ends before the last frame that its packets promise")
-        yield _rgb(frame, convert)
+            raise BrokenMediaError("ends before the last frame that its packets promise")
+        yield _to_rgb(frame, convert)
 
 
-def _numbered(
-    container: InputContainer, stream: VideoStream, stamps: Stamps, target: int | None
+def _frames_from(
+    container: InputContainer, stream: VideoStream, timestamps: FrameTimestamps, target: int | None
 ) -> Iterator[tuple[int, VideoFrame]]:
     """Frames with their timestamps, or counted, from the key frame before `target` on, or from the beginning."""
     container.seek(min(0, stream.start_time or 0) if target is None else target, stream=stream, backward=True)
     for count, frame in enumerate(container.decode(stream)):
-        if stamps.pts is None:
+        if timestamps.pts is None:
             yield count, frame
         elif frame.pts is not None:
             yield frame.pts, frame
 
 
-def _rgb(frame: VideoFrame, convert: VideoReformatter) -> RGB:
+def _to_rgb(frame: VideoFrame, convert: VideoReformatter) -> RGBImage:
     if frame.width * frame.height > MAX_PIXELS:
-        raise BrokenMedia(f"a frame of {frame.width}×{frame.height} pixels")
+        raise BrokenMediaError(f"a frame of {frame.width}×{frame.height} pixels")
     if frame.is_corrupt:
-        raise BrokenMedia("a damaged frame")
+        raise BrokenMediaError("a damaged frame")
     picture = (
-        convert.reformat(frame, format="rgb24", src_colorspace=_matrix(frame)).to_ndarray().astype(np.uint8, copy=False)
+        convert.reformat(frame, format="rgb24", src_colorspace=_source_colorspace(frame))
+        .to_ndarray()
+        .astype(np.uint8, copy=False)
     )
     turns = round(frame.rotation / 90)
     return np.ascontiguousarray(np.rot90(picture, turns)) if turns % 4 else picture
 
 
-def _matrix(frame: VideoFrame) -> int | None:
+def _source_colorspace(frame: VideoFrame) -> int | None:
     from av.video.reformatter import Colorspace
 
-    if frame.colorspace != _UNNAMED:
+    if frame.colorspace != _COLORSPACE_UNSPECIFIED:
         return None
     return int(Colorspace.ITU709 if frame.height > SD_LINES else Colorspace.ITU601)

@@ -20,7 +20,7 @@ ROUNDS = 24
 """Rounds of the network. With 8 a chi-square test still sees that the permutations of 6 are not equally likely, with 10
 it does not; the rest is margin for large domains."""
 
-BLOCK = 4096
+BLOCK_SIZE = 4096
 """Indices that go through the network together: their round keys stay in the CPU's cache."""
 
 MAX_SIZE = 1 << 62
@@ -29,7 +29,7 @@ MAX_SIZE = 1 << 62
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
-def key_of(*parts: int | str) -> int:
+def hash_key(*parts: int | str) -> int:
     """64 bits from what a shuffle depends on. Parts are length-prefixed: ("ab", "c") and ("a", "bc") differ."""
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
@@ -38,39 +38,39 @@ def key_of(*parts: int | str) -> int:
     return int.from_bytes(digest.digest(), "little")
 
 
-def keys_below(key: U64, counter: U64) -> U64:
+def derive_keys(key: U64, counter: U64) -> U64:
     """A key of its own for each `counter` under each `key`."""
     return _mix(_mix(key) + counter * np.uint64(_GOLDEN))
 
 
 def permute(index: U64, size: U64, key: U64) -> U64:
     """Where the bijection of [0, size) under `key` sends each `index`; the three are arrays of one shape."""
-    return _network(index, size, key, slice(None))
+    return _swap_or_not(index, size, key, slice(None))
 
 
 def inverse(image: U64, size: U64, key: U64) -> U64:
     """The index that `permute` sends to each `image`."""
-    return _network(image, size, key, slice(None, None, -1))
+    return _swap_or_not(image, size, key, slice(None, None, -1))
 
 
-def _network(index: U64, size: U64, key: U64, rounds: slice) -> U64:
+def _swap_or_not(index: U64, size: U64, key: U64, rounds: slice) -> U64:
     assert index.shape == size.shape == key.shape, "index, size and key go together"
     assert not index.size or (bool((index < size).all()) and int(size.max()) <= MAX_SIZE), "an index outside its domain"
-    blocks = [slice(begin, begin + BLOCK) for begin in range(0, len(index), BLOCK)]
+    blocks = [slice(begin, begin + BLOCK_SIZE) for begin in range(0, len(index), BLOCK_SIZE)]
     if len(blocks) > 1:
-        return np.concatenate([_block(index[b], size[b], key[b], rounds) for b in blocks])
-    return _block(index, size, key, rounds)
+        return np.concatenate([_swap_or_not_block(index[b], size[b], key[b], rounds) for b in blocks])
+    return _swap_or_not_block(index, size, key, rounds)
 
 
-def _block(here: U64, size: U64, key: U64, rounds: slice) -> U64:
+def _swap_or_not_block(index: U64, size: U64, key: U64, rounds: slice) -> U64:
     counters = (np.arange(1, ROUNDS + 1, dtype=np.uint64) * np.uint64(_GOLDEN))[rounds]
     round_keys = _mix(key + counters[:, None])
     sums = round_keys % size + size
     for round_key, total in zip(round_keys, sums, strict=True):
-        there = total - here
-        there = np.where(there >= size, there - size, there)
-        here = np.where(_coin(round_key ^ np.maximum(here, there)), there, here)
-    return here
+        partner = total - index
+        partner = np.where(partner >= size, partner - size, partner)
+        index = np.where(_top_bit(round_key ^ np.maximum(index, partner)), partner, index)
+    return index
 
 
 def _mix(value: U64) -> U64:
@@ -80,7 +80,7 @@ def _mix(value: U64) -> U64:
     return value ^ (value >> np.uint64(31))
 
 
-def _coin(value: U64) -> NDArray[np.bool_]:
+def _top_bit(value: U64) -> NDArray[np.bool_]:
     """The uppermost bit of `_mix`, which its last line does not change."""
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from supertuner.core.types import MediaKind
 
-Ints = NDArray[np.int32]
+Int32Array = NDArray[np.int32]
 
 NO_BUCKET = -1
 """In an array of bucket numbers: this sample fits none."""
@@ -24,10 +24,10 @@ NO_BUCKET = -1
 AREA_TOLERANCE = Fraction(1, 5)
 """Of resolution²: with sides of only a few steps, some ratios have no size of about the right area."""
 
-RUNG = Fraction(7, 8)
+LADDER_RATIO = Fraction(7, 8)
 """Where samples are not enlarged, each smaller resolution is about this share of the one before."""
 
-FPS_TOLERANCE = 1e-3
+FRAME_TOLERANCE = 1e-3
 """Of a frame: 80.9999 frames are 81, whatever the rounding of a header's rate."""
 
 
@@ -62,33 +62,35 @@ class Bucket:
         return f"{size}, {self.frames} frames" if self.kind is MediaKind.VIDEO else size
 
 
-def sizes(resolution: int, step: int, max_ratio: float) -> tuple[tuple[int, int], ...]:
+def bucket_sizes(resolution: int, step: int, max_ratio: float) -> tuple[tuple[int, int], ...]:
     """Width and height of the buckets of one resolution, from the tallest to the widest.
 
     Sides are multiples of `step`; for every width there is the height that brings the area closest to resolution²,
     and the other way round, where that is close enough; the square is always there.
     """
-    square = max(1, _nearest(Fraction(resolution, step)))
-    found = {(square, square)}
+    square = max(1, _round_half_up(Fraction(resolution, step)))
+    sizes_in_steps = {(square, square)}
     for across in range(1, ceil(resolution * max(1.0, max_ratio) / step) + 1):
-        down = max(1, _nearest(Fraction(resolution * resolution, across * step * step)))
-        close = abs(Fraction(across * down * step * step, resolution * resolution) - 1) <= AREA_TOLERANCE
-        if close and max(across, down) <= max_ratio * min(across, down):
-            found |= {(across, down), (down, across)}
-    return tuple((w * step, h * step) for w, h in sorted(found, key=lambda side: (Fraction(side[0], side[1]), side)))
+        down = max(1, _round_half_up(Fraction(resolution * resolution, across * step * step)))
+        is_close = abs(Fraction(across * down * step * step, resolution * resolution) - 1) <= AREA_TOLERANCE
+        if is_close and max(across, down) <= max_ratio * min(across, down):
+            sizes_in_steps |= {(across, down), (down, across)}
+    return tuple(
+        (w * step, h * step) for w, h in sorted(sizes_in_steps, key=lambda side: (Fraction(side[0], side[1]), side))
+    )
 
 
-def ladder(resolutions: Sequence[int], step: int, upscale: bool) -> tuple[int, ...]:
+def resolution_ladder(resolutions: Sequence[int], step: int, upscale: bool) -> tuple[int, ...]:
     """Resolutions to try, largest first: those asked for and, where samples are not enlarged, smaller ones too."""
     rungs = set(resolutions)
-    below = Fraction(min(resolutions))
-    while not upscale and below > step:
-        below *= RUNG
-        rungs.add(max(1, _nearest(below / step)) * step)
+    next_rung = Fraction(min(resolutions))
+    while not upscale and next_rung > step:
+        next_rung *= LADDER_RATIO
+        rungs.add(max(1, _round_half_up(next_rung / step)) * step)
     return tuple(sorted(rungs, reverse=True))
 
 
-def nearest_size(width: Ints, height: Ints, table: Sequence[tuple[int, int]]) -> Ints:
+def nearest_size(width: Int32Array, height: Int32Array, table: Sequence[tuple[int, int]]) -> Int32Array:
     """For each sample the number of the size whose ratio is nearest (by its logarithm); a tie goes to the taller one.
 
     Among sizes of one ratio the larger area wins.
@@ -99,7 +101,7 @@ def nearest_size(width: Ints, height: Ints, table: Sequence[tuple[int, int]]) ->
     return keep[np.searchsorted(borders, width / height, side="left")].astype(np.int32)
 
 
-def fills(width: Ints, height: Ints, size: Ints) -> NDArray[np.bool_]:
+def covers_size(width: Int32Array, height: Int32Array, size: Int32Array) -> NDArray[np.bool_]:
     """Whether each sample covers its size (rows of width, height) without being enlarged."""
     return (width >= size[:, 0]) & (height >= size[:, 1])
 
@@ -112,67 +114,67 @@ class SizeRule:
     step: int
     max_ratio: float
     upscale: bool
-    each: bool
+    every_resolution: bool
     """Use a sample at every resolution, not only at the best one."""
 
-    def tables(self) -> dict[int, tuple[tuple[int, int], ...]]:
+    def size_tables(self) -> dict[int, tuple[tuple[int, int], ...]]:
         """The sizes of each resolution, largest resolution first; numbers count through all of them."""
-        rungs = ladder(self.resolutions, self.step, self.upscale)
-        return {rung: sizes(rung, self.step, self.max_ratio) for rung in rungs}
+        rungs = resolution_ladder(self.resolutions, self.step, self.upscale)
+        return {rung: bucket_sizes(rung, self.step, self.max_ratio) for rung in rungs}
 
 
-def size_numbers(width: Ints, height: Ints, rule: SizeRule) -> list[Ints]:
+def size_indices(width: Int32Array, height: Int32Array, rule: SizeRule) -> list[Int32Array]:
     """Each sample's number in the rule's tables: at the best resolution, or one column for each resolution.
 
     The best is the largest that the sample fills without being enlarged, else the smallest. Where samples are not
     enlarged, the ladder goes on below the smallest, down to the step itself; a shorter side fits nothing.
     """
-    tables = rule.tables()
-    begin, last = 0, min(tables)
+    tables = rule.size_tables()
+    begin, smallest_rung = 0, min(tables)
     best = np.full(len(width), NO_BUCKET, np.int32)
-    columns: list[Ints] = []
+    columns: list[Int32Array] = []
     for rung, table in tables.items():
-        asked = rule.each and rung in rule.resolutions
-        rows = np.arange(len(width)) if asked else np.flatnonzero(best == NO_BUCKET)
+        is_requested = rule.every_resolution and rung in rule.resolutions
+        rows = np.arange(len(width)) if is_requested else np.flatnonzero(best == NO_BUCKET)
         nearest = nearest_size(width[rows], height[rows], table)
-        fine = fills(width[rows], height[rows], np.array(table, np.int32)[nearest])
-        if rule.upscale and (asked or rung == last):
-            fine[:] = True
-        number = np.where(fine, nearest + np.int32(begin), np.int32(NO_BUCKET)).astype(np.int32)
-        best[rows] = np.where(best[rows] == NO_BUCKET, number, best[rows])
-        if asked:
-            columns.append(number)
+        fits = covers_size(width[rows], height[rows], np.array(table, np.int32)[nearest])
+        if rule.upscale and (is_requested or rung == smallest_rung):
+            fits[:] = True
+        size_index = np.where(fits, nearest + np.int32(begin), np.int32(NO_BUCKET)).astype(np.int32)
+        best[rows] = np.where(best[rows] == NO_BUCKET, size_index, best[rows])
+        if is_requested:
+            columns.append(size_index)
         begin += len(table)
-    return _each_or_best(columns, best) if rule.each else [best]
+    return _each_or_best(columns, best) if rule.every_resolution else [best]
 
 
-def _each_or_best(columns: list[Ints], best: Ints) -> list[Ints]:
+def _each_or_best(columns: list[Int32Array], best: Int32Array) -> list[Int32Array]:
     """A sample that no asked resolution takes goes to the best one below them, once."""
-    nowhere = np.all([column == NO_BUCKET for column in columns], axis=0)
-    return [*columns[:-1], np.where(nowhere, best, columns[-1])]
+    unassigned = np.all([column == NO_BUCKET for column in columns], axis=0)
+    return [*columns[:-1], np.where(unassigned, best, columns[-1])]
 
 
-def frames_available(frames: Ints, fps: NDArray[np.float32], target_fps: float | None) -> NDArray[np.int64]:
+def frames_available(frames: Int32Array, fps: NDArray[np.float32], target_fps: float | None) -> NDArray[np.int64]:
     """Frames that a clip gives at `target_fps`; a clip of unknown rate is taken as it is."""
     if target_fps is None:
         return frames.astype(np.int64)
     rate = np.where(fps > 0, target_fps / np.where(fps > 0, fps, 1).astype(np.float64), 1.0)
-    whole: NDArray[np.int64] = np.floor(frames * rate + FPS_TOLERANCE).astype(np.int64)
-    return whole
+    whole_frames: NDArray[np.int64] = np.floor(frames * rate + FRAME_TOLERANCE).astype(np.int64)
+    return whole_frames
 
 
-def frame_bucket(available: NDArray[np.int64], choices: Sequence[int]) -> Ints:
+def frame_bucket_indices(available: NDArray[np.int64], choices: Sequence[int]) -> Int32Array:
     """The number, in sorted `choices`, of the largest that a clip can fill; NO_BUCKET where it is too short for all."""
     return (np.searchsorted(np.array(sorted(choices)), available, side="right") - 1).astype(np.int32)
 
 
-def audio_steps(seconds: NDArray[np.float32], step_seconds: float, max_seconds: float) -> Ints:
+def audio_steps(seconds: NDArray[np.float32], step_seconds: float, max_seconds: float) -> Int32Array:
     """Whole steps that each sound fills, up to the most that max_seconds holds; 0 where it is too short for one."""
-    most = floor(max_seconds / step_seconds + 1e-6)
-    steps: Ints = np.minimum(np.floor(seconds / step_seconds + 1e-4), most).astype(np.int32)
+    max_steps = floor(max_seconds / step_seconds + 1e-6)
+    steps: Int32Array = np.minimum(np.floor(seconds / step_seconds + 1e-4), max_steps).astype(np.int32)
     return steps
 
 
-def _nearest(value: Fraction) -> int:
+def _round_half_up(value: Fraction) -> int:
     """Rounded, a half upwards."""
     return floor(value + Fraction(1, 2))

@@ -18,14 +18,14 @@ I64 = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Layout:
+class EpochLayout:
     epoch: int
     begin: int
     """Global position of the epoch's first sample; all other positions here count from it."""
     length: int
-    batch: int
+    batch_size: int
     key: int
-    first: I64
+    stream_begin: I64
     """For each group, the place in its stream where the epoch begins."""
     chunk_begin: I64
     """For each group its first chunk, and at the end the number of chunks."""
@@ -33,82 +33,84 @@ class Layout:
     """Slots of the short chunks, ascending."""
     short_ends: I64
     """Positions where those chunks end."""
-    missing: I64
+    missing_before: I64
     """For each i, how many samples the first i short chunks lack."""
 
     @property
-    def slots(self) -> int:
+    def slot_count(self) -> int:
         return int(self.chunk_begin[-1])
 
     def slot_at(self, position: I64) -> I64:
-        return self.numbered(position)[0]
+        return self.slot_and_offset(position)[0]
 
     def slot_begin(self, slot: I64) -> I64:
         """Position where a slot begins; the slot after the last begins at the epoch's end."""
-        return slot * self.batch - self.missing[np.searchsorted(self.short_slots, slot, side="left")]
+        return slot * self.batch_size - self.missing_before[np.searchsorted(self.short_slots, slot, side="left")]
 
-    def where(self, group: I64, place: I64) -> I64:
+    def position_of(self, group: I64, stream_index: I64) -> I64:
         """Position of each place in the groups' streams: the inverse of `locate`."""
-        number, offset = np.divmod(place - self.first[group], self.batch)
-        slot = inverse(*self.keyed(self.chunk_begin[group] + number)).astype(np.int64)
+        chunk_in_group, offset = np.divmod(stream_index - self.stream_begin[group], self.batch_size)
+        slot = inverse(*self.permutation_args(self.chunk_begin[group] + chunk_in_group)).astype(np.int64)
         return self.slot_begin(slot) + offset
 
-    def numbered(self, position: I64) -> tuple[I64, I64]:
+    def slot_and_offset(self, position: I64) -> tuple[I64, I64]:
         """The slot of each position, and its offset there."""
-        return np.divmod(self._as_if_full(position), self.batch)
+        return np.divmod(self._padded_position(position), self.batch_size)
 
-    def place(self, chunk: I64, offset: I64) -> tuple[I64, I64]:
+    def stream_index(self, chunk: I64, offset: I64) -> tuple[I64, I64]:
         group = np.searchsorted(self.chunk_begin, chunk, side="right") - 1
-        return group, self.first[group] + (chunk - self.chunk_begin[group]) * self.batch + offset
+        return group, self.stream_begin[group] + (chunk - self.chunk_begin[group]) * self.batch_size + offset
 
-    def keyed(self, number: I64) -> tuple[U64, U64, U64]:
-        return _keyed(number, self.slots, self.key)
+    def permutation_args(self, index: I64) -> tuple[U64, U64, U64]:
+        return _permutation_args(index, self.slot_count, self.key)
 
-    def _as_if_full(self, position: I64) -> I64:
+    def _padded_position(self, position: I64) -> I64:
         """The position as it would be if every chunk before it were full."""
-        return position + self.missing[np.searchsorted(self.short_ends, position, side="right")]
+        return position + self.missing_before[np.searchsorted(self.short_ends, position, side="right")]
 
 
-def locate(parts: Sequence[tuple[Layout, I64]]) -> tuple[I64, I64]:
+def locate_positions(parts: Sequence[tuple[EpochLayout, I64]]) -> tuple[I64, I64]:
     """Group, and place in the group's stream, of positions in several epochs, one after the other. The network's cost
     is per call, and short epochs are many: all of them go through it together."""
-    numbered = [layout.numbered(position) for layout, position in parts]
-    keyed = [layout.keyed(slot) for (layout, _), (slot, _) in zip(parts, numbered, strict=True)]
-    chunks = permute(*map(np.concatenate, zip(*keyed, strict=True))).astype(np.int64)
-    ends = np.cumsum([len(position) for _, position in parts])[:-1]
-    found = [
-        layout.place(chunk, offset)
-        for (layout, _), (_, offset), chunk in zip(parts, numbered, np.split(chunks, ends), strict=True)
+    slots_and_offsets = [layout.slot_and_offset(position) for layout, position in parts]
+    permutation_args = [
+        layout.permutation_args(slot) for (layout, _), (slot, _) in zip(parts, slots_and_offsets, strict=True)
     ]
-    group, place = map(np.concatenate, zip(*found, strict=True))
-    return group, place
+    chunks = permute(*map(np.concatenate, zip(*permutation_args, strict=True))).astype(np.int64)
+    ends = np.cumsum([len(position) for _, position in parts])[:-1]
+    located = [
+        layout.stream_index(chunk, offset)
+        for (layout, _), (_, offset), chunk in zip(parts, slots_and_offsets, np.split(chunks, ends), strict=True)
+    ]
+    group, stream_index = map(np.concatenate, zip(*located, strict=True))
+    return group, stream_index
 
 
-def lay_out(epoch: int, begin: int, batch: int, key: int, first: I64, draws: I64) -> Layout:
+def build_epoch_layout(epoch: int, begin: int, batch_size: int, key: int, stream_begin: I64, draws: I64) -> EpochLayout:
     """The layout of an epoch that takes `draws[g]` draws of each group g, from place `first[g]` of its stream on."""
-    chunks = -(-draws // batch)
+    chunks = -(-draws // batch_size)
     chunk_begin = np.concatenate([[0], np.cumsum(chunks)])
-    short = np.flatnonzero(draws % batch)
+    short = np.flatnonzero(draws % batch_size)
     slots = short  # none, and then nothing need be asked of the network
     if len(short):
-        slots = inverse(*_keyed(chunk_begin[short + 1] - 1, int(chunk_begin[-1]), key)).astype(np.int64)
+        slots = inverse(*_permutation_args(chunk_begin[short + 1] - 1, int(chunk_begin[-1]), key)).astype(np.int64)
     by_slot = np.argsort(slots)
-    slots, held = slots[by_slot], (draws % batch)[short][by_slot]
-    missing = np.concatenate([[0], np.cumsum(batch - held)])
-    return Layout(
+    slots, chunk_lengths = slots[by_slot], (draws % batch_size)[short][by_slot]
+    missing = np.concatenate([[0], np.cumsum(batch_size - chunk_lengths)])
+    return EpochLayout(
         epoch=epoch,
         begin=begin,
         length=int(draws.sum()),
-        batch=batch,
+        batch_size=batch_size,
         key=key,
-        first=first,
+        stream_begin=stream_begin,
         chunk_begin=chunk_begin,
         short_slots=slots,
-        short_ends=slots * batch - missing[:-1] + held,
-        missing=missing,
+        short_ends=slots * batch_size - missing[:-1] + chunk_lengths,
+        missing_before=missing,
     )
 
 
-def _keyed(number: I64, size: int, key: int) -> tuple[U64, U64, U64]:
+def _permutation_args(index: I64, size: int, key: int) -> tuple[U64, U64, U64]:
     """Arguments of `permute` and `inverse` for numbers of one domain under one key."""
-    return number.astype(np.uint64), np.full(number.shape, size, np.uint64), np.full(number.shape, key, np.uint64)
+    return index.astype(np.uint64), np.full(index.shape, size, np.uint64), np.full(index.shape, key, np.uint64)

@@ -4,66 +4,70 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from supertuner.core.errors import BrokenMedia
-from supertuner.data.probe.container import require_whole
-from supertuner.data.probe.facts import Facts
-from supertuner.data.probe.window import Window
+from supertuner.core.errors import BrokenMediaError
+from supertuner.data.probe.container import require_complete
+from supertuner.data.probe.facts import MediaInfo
+from supertuner.data.probe.window import MemoryviewFile
 
 if TYPE_CHECKING:
     import soundfile
 
-MOST_FRAMES = (1 << 31) - 1
+MAX_FRAMES = (1 << 31) - 1
 """Columns count samples in 32 bits; a sound that has more is told by its seconds."""
 MAX_SECONDS = 24 * 3600.0
 """Longer sounds are refused: a small file that claims more is a bomb, or not a training sample."""
 
 
-def facts(format: str, payload: memoryview) -> Facts:
+def probe_audio(format: str, payload: memoryview) -> MediaInfo:
     """Facts of a whole sound file; BrokenMedia says what is wrong with it."""
-    require_whole(format, payload)
-    found = _by_av(format, payload) if format in ("mp4", "matroska", "aac") else _by_soundfile(format, payload)
-    if not (found.frames and found.channels and found.sample_rate):
-        raise BrokenMedia("holds no sound")
-    if found.seconds > MAX_SECONDS:
-        raise BrokenMedia(f"would decode to {found.seconds:.0f} s of sound, more than {MAX_SECONDS:.0f}")
-    return found._replace(frames=min(found.frames, MOST_FRAMES))
+    require_complete(format, payload)
+    info = (
+        _probe_with_av(format, payload)
+        if format in ("mp4", "matroska", "aac")
+        else _probe_with_soundfile(format, payload)
+    )
+    if not (info.frames and info.channels and info.sample_rate):
+        raise BrokenMediaError("holds no sound")
+    if info.seconds > MAX_SECONDS:
+        raise BrokenMediaError(f"would decode to {info.seconds:.0f} s of sound, more than {MAX_SECONDS:.0f}")
+    return info._replace(frames=min(info.frames, MAX_FRAMES))
 
 
-def _by_soundfile(format: str, payload: memoryview) -> Facts:
+def _probe_with_soundfile(format: str, payload: memoryview) -> MediaInfo:
     import soundfile
 
     try:
-        with soundfile.SoundFile(Window(payload)) as sound:
+        with soundfile.SoundFile(MemoryviewFile(payload)) as sound:
             if format == "flac":
-                _require_last(sound)
+                _require_last_sample(sound)
             rate = sound.samplerate
-            return Facts(
+            return MediaInfo(
                 format, frames=sound.frames, seconds=sound.frames / rate, sample_rate=rate, channels=sound.channels
             )
     except soundfile.LibsndfileError as error:
-        raise BrokenMedia(f"not a sound that can be read: {error.error_string}") from error
+        raise BrokenMediaError(f"not a sound that can be read: {error.error_string}") from error
 
 
-def _require_last(sound: soundfile.SoundFile) -> None:
+def _require_last_sample(sound: soundfile.SoundFile) -> None:
     """A FLAC header states the length, so the last sample tells whether all is there."""
     import soundfile
 
     try:
         sound.seek(max(0, sound.frames - 1))
-        found = len(sound.read(1))
+        samples_read = len(sound.read(1))
     except soundfile.LibsndfileError:
-        found = 0
-    if sound.frames and not found:
-        raise BrokenMedia(f"truncated: {sound.frames} samples by its header, and the last one is missing")
+        samples_read = 0
+    if sound.frames and not samples_read:
+        raise BrokenMediaError(f"truncated: {sound.frames} samples by its header, and the last one is missing")
 
 
-def _by_av(format: str, payload: memoryview) -> Facts:
+def _probe_with_av(format: str, payload: memoryview) -> MediaInfo:
     import av
 
     try:
-        with av.open(Window(payload), mode="r", metadata_errors="replace") as container:
+        with av.open(MemoryviewFile(payload), mode="r", metadata_errors="replace") as container:
             if not container.streams.audio:
-                raise BrokenMedia(f"{format} without a sound stream")
+                raise BrokenMediaError(f"{format} without a sound stream")
             stream = container.streams.audio[0]
             rate, channels = stream.codec_context.sample_rate, stream.codec_context.channels
             end = 0.0
@@ -71,5 +75,5 @@ def _by_av(format: str, payload: memoryview) -> Facts:
                 if packet.size and packet.pts is not None and packet.time_base:
                     end = max(end, float((packet.pts + (packet.duration or 0)) * packet.time_base))
     except av.FFmpegError as error:
-        raise BrokenMedia(f"not a sound that can be read: {error.strerror}") from error
-    return Facts(format, frames=round(end * rate), seconds=end, sample_rate=rate, channels=channels)
+        raise BrokenMediaError(f"not a sound that can be read: {error.strerror}") from error
+    return MediaInfo(format, frames=round(end * rate), seconds=end, sample_rate=rate, channels=channels)

@@ -6,7 +6,7 @@ import struct
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from supertuner.core.errors import BrokenMedia
+from supertuner.core.errors import BrokenMediaError
 
 _MAX_BOXES = 100_000
 _EBML_SEGMENT = 0x18538067
@@ -15,12 +15,12 @@ _MP3_SLACK = 0.99
 """Tag editors move a frame or two without correcting the header."""
 
 
-def require_whole(format: str, payload: memoryview) -> None:
+def require_complete(format: str, payload: memoryview) -> None:
     """BrokenMedia if the outermost structure runs past the end of the file."""
-    end_of = _ENDS.get(format)
-    stated = end_of(payload) if end_of else 0
-    if stated > len(payload):
-        raise BrokenMedia(f"truncated: {stated} bytes by its header, {len(payload)} in the file")
+    find_end = _END_FINDERS.get(format)
+    stated_bytes = find_end(payload) if find_end else 0
+    if stated_bytes > len(payload):
+        raise BrokenMediaError(f"truncated: {stated_bytes} bytes by its header, {len(payload)} in the file")
 
 
 def _mp4_end(payload: memoryview) -> int:
@@ -37,15 +37,15 @@ def _mp4_end(payload: memoryview) -> int:
         if size < 8:
             return at  # padding or garbage after the last box; the demuxer judges
         at += size
-    raise BrokenMedia(f"an MP4 of more than {_MAX_BOXES} boxes")
+    raise BrokenMediaError(f"an MP4 of more than {_MAX_BOXES} boxes")
 
 
 def _matroska_end(payload: memoryview) -> int:
     """Where the segment ends, if it says: live recordings leave the size unknown."""
     at = 0
     for _ in range(8):  # the EBML header, perhaps voids, then the segment
-        name, at = _number(payload, at, keep_marker=True)
-        size, at = _number(payload, at, keep_marker=False)
+        name, at = _ebml_number(payload, at, keep_marker=True)
+        size, at = _ebml_number(payload, at, keep_marker=False)
         if name < 0 or size < 0:
             return 0
         if name == _EBML_SEGMENT:
@@ -54,7 +54,7 @@ def _matroska_end(payload: memoryview) -> int:
     return 0
 
 
-def _number(payload: memoryview, at: int, *, keep_marker: bool) -> tuple[int, int]:
+def _ebml_number(payload: memoryview, at: int, *, keep_marker: bool) -> tuple[int, int]:
     """A variable-length number of EBML and the position after it; -1 where it is unknown or not there."""
     if at >= len(payload) or payload[at] == 0:
         return -1, at
@@ -75,9 +75,9 @@ def _riff_end(payload: memoryview) -> int:
 
 def _ogg_end(payload: memoryview) -> int:
     """Where the last page ends by its own table of lengths. A cut between two pages cannot be seen here."""
-    window = max(0, len(payload) - _OGG_PAGE_BYTES)
-    last = bytes(payload[window:]).rfind(b"OggS")
-    at = window + last
+    tail_begin = max(0, len(payload) - _OGG_PAGE_BYTES)
+    last = bytes(payload[tail_begin:]).rfind(b"OggS")
+    at = tail_begin + last
     if last < 0 or at + 27 > len(payload):
         return len(payload) + 1
     lengths = payload[at + 27 : at + 27 + payload[at + 26]]
@@ -98,7 +98,7 @@ def _mp3_end(payload: memoryview) -> int:
     return start + int(nbytes * _MP3_SLACK) if flags & 3 == 3 else 0
 
 
-_ENDS: Mapping[str, Callable[[memoryview], int]] = MappingProxyType(
+_END_FINDERS: Mapping[str, Callable[[memoryview], int]] = MappingProxyType(
     {
         "mp4": _mp4_end,
         "matroska": _matroska_end,

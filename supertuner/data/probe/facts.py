@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from supertuner.core.errors import BrokenMedia
+from supertuner.core.errors import BrokenMediaError
 
 MAX_PIXELS = 178_956_970
 """Pillow's own threshold for a decompression bomb: what passes here does not fail there."""
 MAX_SIDE = 65_535
 
 
-class Facts(NamedTuple):
+class MediaInfo(NamedTuple):
     """A tuple, because one is made per file of datasets with millions of them. Zero means: has no meaning here."""
 
     format: str
@@ -29,14 +29,14 @@ class Facts(NamedTuple):
     channels: int = 0
 
 
-def picture(format: str, width: int, height: int, orientation: int) -> Facts:
+def image_info(format: str, width: int, height: int, orientation: int) -> MediaInfo:
     """Facts of a still picture stored as `width` × `height`; refuses none, nothing, and bombs."""
     if not (width and height):
-        raise BrokenMedia(f"says it is {width}×{height} pixels")
+        raise BrokenMediaError(f"says it is {width}×{height} pixels")
     if width * height > MAX_PIXELS or width > MAX_SIDE or height > MAX_SIDE:
-        raise BrokenMedia(
+        raise BrokenMediaError(
             f"would decode to {width}×{height} pixels, more than {MAX_PIXELS / 1e6:.0f} million (decompression bomb?)"
         )
     if orientation >= 5:  # the four orientations that exchange the sides
-        return Facts(format, height, width, orientation, 1)
-    return Facts(format, width, height, orientation, 1)
+        return MediaInfo(format, height, width, orientation, 1)
+    return MediaInfo(format, width, height, orientation, 1)

@@ -10,7 +10,7 @@ from supertuner.core.types import MediaKind
 HEAD_BYTES = 192
 """As much as `sniff` looks at."""
 
-KIND_OF: Mapping[str, MediaKind] = MappingProxyType(
+KIND_BY_FORMAT: Mapping[str, MediaKind] = MappingProxyType(
     {
         "jpeg": MediaKind.IMAGE,
         "png": MediaKind.IMAGE,
@@ -28,7 +28,7 @@ KIND_OF: Mapping[str, MediaKind] = MappingProxyType(
 )
 """The kind that a format usually is. MP4, Matroska and Ogg hold sound, pictures or both: see `may_be`."""
 
-EXTENSIONS: Mapping[str, MediaKind] = MappingProxyType(
+KIND_BY_EXTENSION: Mapping[str, MediaKind] = MappingProxyType(
     {
         **dict.fromkeys((".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp"), MediaKind.IMAGE),
         **dict.fromkeys((".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".ts"), MediaKind.VIDEO),
@@ -37,12 +37,12 @@ EXTENSIONS: Mapping[str, MediaKind] = MappingProxyType(
 )
 """Which files of a folder are candidates. The header then decides."""
 
-UNREAD = frozenset(
+UNSUPPORTED_EXTENSIONS = frozenset(
     (".gif", ".bmp", ".tif", ".tiff", ".heic", ".heif", ".avif", ".jxl", ".jp2", ".tga", ".exr", ".psd")
 ) | frozenset((".wmv", ".flv", ".mpg", ".mpeg", ".3gp", ".aif", ".aiff", ".wma"))
 """Media that we know of and do not read: said in a note, so that nobody wonders where they went."""
 
-_EITHER = frozenset(("mp4", "matroska", "ogg"))
+_VIDEO_OR_AUDIO_FORMATS = frozenset(("mp4", "matroska", "ogg"))
 
 _MAGIC: tuple[tuple[bytes, str], ...] = (
     (b"\xff\xd8\xff", "jpeg"),
@@ -63,7 +63,7 @@ _MAGIC: tuple[tuple[bytes, str], ...] = (
     (b"<!doctype", "html"),
     (b"<html", "html"),
 )
-_RIFF = MappingProxyType({b"WEBP": "webp", b"WAVE": "wav", b"AVI ": "avi"})
+_RIFF_FORMATS = MappingProxyType({b"WEBP": "webp", b"WAVE": "wav", b"AVI ": "avi"})
 _STILL_BRANDS = MappingProxyType({b"avif": "avif", b"avis": "avif", b"heic": "heic", b"mif1": "heic", b"heix": "heic"})
 
 
@@ -73,7 +73,7 @@ def sniff(head: bytes) -> str | None:
         if head.startswith(magic):
             return name
     if head[:4] in (b"RIFF", b"RF64"):
-        return _RIFF.get(head[8:12])
+        return _RIFF_FORMATS.get(head[8:12])
     if head[4:8] == b"ftyp":
         return _STILL_BRANDS.get(head[8:12], "mp4")
     if head[4:8] in (b"moov", b"mdat", b"wide", b"free", b"skip"):  # QuickTime files older than the ftyp box
@@ -92,8 +92,8 @@ def _sniff_audio(head: bytes) -> str | None:
     return None
 
 
-def may_be(format: str, kind: MediaKind) -> bool:
+def format_allows_kind(format: str, kind: MediaKind) -> bool:
     """Whether a file of `format` can serve a dataset of `kind`."""
-    if format in _EITHER:
+    if format in _VIDEO_OR_AUDIO_FORMATS:
         return kind in (MediaKind.VIDEO, MediaKind.AUDIO)
-    return KIND_OF.get(format) is kind
+    return KIND_BY_FORMAT.get(format) is kind

@@ -6,12 +6,12 @@ import io
 import os
 
 
-class Window(io.RawIOBase):
+class MemoryviewFile(io.RawIOBase):
     """`io.BytesIO` would copy the whole payload first."""
 
     def __init__(self, payload: memoryview) -> None:
         self._payload = payload
-        self._at = 0
+        self._position = 0
 
     def readable(self) -> bool:
         return True
@@ -20,21 +20,21 @@ class Window(io.RawIOBase):
         return True
 
     def tell(self) -> int:
-        return self._at
+        return self._position
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: len(self._payload)}[whence]
-        self._at = max(0, base + offset)
-        return self._at
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: len(self._payload)}[whence]
+        self._position = max(0, base + offset)
+        return self._position
 
     def readinto(self, out: memoryview, /) -> int:  # type: ignore[override]
-        part = self._payload[self._at : self._at + len(out)]
+        part = self._payload[self._position : self._position + len(out)]
         out[: len(part)] = part
-        self._at += len(part)
+        self._position += len(part)
         return len(part)
 
     def read(self, size: int = -1, /) -> bytes:
-        end = len(self._payload) if size < 0 else self._at + size
-        part = bytes(self._payload[self._at : end])
-        self._at += len(part)
+        end = len(self._payload) if size < 0 else self._position + size
+        part = bytes(self._payload[self._position : end])
+        self._position += len(part)
         return part

@@ -5,66 +5,68 @@ from __future__ import annotations
 import json
 from typing import Literal
 
-from supertuner.config.settings.data import Captions
-from supertuner.core.errors import BrokenMedia
+from supertuner.config.settings.data import CaptionSettings
+from supertuner.core.errors import BrokenMediaError
 from supertuner.core.types import KIB
 
 MAX_CAPTION_BYTES = 64 * KIB
 """All captions of one sample together. More is a wrong file, and would fill memory that nobody planned."""
 
-From = Literal["sidecar", "metadata", "filename", "constant", "none"]
+CaptionSource = Literal["sidecar", "metadata", "filename", "constant", "none"]
 _BOM = b"\xef\xbb\xbf"
 
 
-def from_bytes(content: bytes, *, several: bool) -> tuple[str, ...]:
+def parse_caption_file(content: bytes, *, one_per_line: bool) -> tuple[str, ...]:
     """Captions of one caption file: its whole text, or one per line that is not empty."""
-    _require_small(len(content))
+    _require_caption_size(len(content))
     try:
         text = content.removeprefix(_BOM).decode()
     except UnicodeDecodeError as error:
-        raise BrokenMedia(f"caption is not UTF-8 (byte {error.start})") from error
+        raise BrokenMediaError(f"caption is not UTF-8 (byte {error.start})") from error
     if "\0" in text:
-        raise BrokenMedia("caption holds zero bytes; is it UTF-16? Save it as UTF-8")
-    if several:
+        raise BrokenMediaError("caption holds zero bytes; is it UTF-16? Save it as UTF-8")
+    if one_per_line:
         lines = tuple(stripped for line in text.splitlines() if (stripped := line.strip()))
         return lines or ("",)
     return (text.strip(),)
 
 
-def from_json(content: bytes, column: str) -> tuple[str, ...] | None:
+def parse_caption_json(content: bytes, column: str) -> tuple[str, ...] | None:
     """Captions in a JSON member of a WebDataset sample; None if it has no such field."""
-    _require_small(len(content))
+    _require_caption_size(len(content))
     try:
         record = json.loads(content.removeprefix(_BOM))
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
-        raise BrokenMedia(f"caption is not JSON: {error}") from error
+        raise BrokenMediaError(f"caption is not JSON: {error}") from error
     if not isinstance(record, dict):
-        raise BrokenMedia("caption is JSON but not an object")
-    return from_cell(record.get(column))
+        raise BrokenMediaError("caption is JSON but not an object")
+    return parse_caption_cell(record.get(column))
 
 
-def from_cell(cell: object) -> tuple[str, ...] | None:
+def parse_caption_cell(cell: object) -> tuple[str, ...] | None:
     """Captions in a cell of a table: text, a list of texts, or None."""
     if cell is None:
         return None
     texts: list[str] = []
     for text in cell if isinstance(cell, list | tuple) else (cell,):
         if not isinstance(text, str):
-            raise BrokenMedia(f"caption is not text but {type(text).__name__}")
+            raise BrokenMediaError(f"caption is not text but {type(text).__name__}")
         texts.append(text.strip())
     try:
-        _require_small(sum(len(text.encode()) for text in texts))
+        _require_caption_size(sum(len(text.encode()) for text in texts))
     except UnicodeEncodeError as error:  # bytes that were not UTF-8 arrive as lone surrogates
-        raise BrokenMedia("caption is not UTF-8") from error
+        raise BrokenMediaError("caption is not UTF-8") from error
     return tuple(texts)
 
 
-def _require_small(nbytes: int) -> None:
+def _require_caption_size(nbytes: int) -> None:
     if nbytes > MAX_CAPTION_BYTES:
-        raise BrokenMedia(f"caption of {nbytes} bytes; at most {MAX_CAPTION_BYTES} are allowed")
+        raise BrokenMediaError(f"caption of {nbytes} bytes; at most {MAX_CAPTION_BYTES} are allowed")
 
 
-def choose(captions: Captions, *, metadata: str | None, sidecars: int) -> tuple[From, str]:
+def choose_caption_source(
+    captions: CaptionSettings, *, metadata: str | None, sidecars: int
+) -> tuple[CaptionSource, str]:
     """Which source of captions to use and why, given a metadata file's name and the number of caption files seen."""
     if captions.source != "auto":
         return captions.source, "as configured"

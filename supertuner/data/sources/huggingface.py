@@ -8,12 +8,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from supertuner.config.settings.data import Captions
-from supertuner.core.durable import inside
-from supertuner.core.errors import BrokenMedia, SourceError
+from supertuner.config.settings.data import CaptionSettings
+from supertuner.core.durable import resolve_inside
+from supertuner.core.errors import BrokenMediaError, SourceError
 from supertuner.core.types import MediaKind
-from supertuner.data.sources.captions import from_cell
-from supertuner.data.sources.listing import Item, Left, Listing, Span
+from supertuner.data.sources.captions import parse_caption_cell
+from supertuner.data.sources.listing import FileSpan, SkippedFile, SourceItem, SourceListing
 
 if TYPE_CHECKING:
     import datasets
@@ -30,43 +30,49 @@ def is_saved_dataset(root: Path) -> bool:
 class HuggingFaceSource:
     """Keys are row numbers. Pictures stored as bytes are staged from the mapped table, without a copy before."""
 
-    def __init__(self, root: Path, kind: MediaKind, captions: Captions, limit: int | None) -> None:
+    def __init__(self, root: Path, kind: MediaKind, captions: CaptionSettings, limit: int | None) -> None:
         self._root = Path(os.path.realpath(root))
         self._kind = kind
         self._captions = captions
         self._limit = limit
 
-    def identity(self) -> Iterable[bytes]:
+    def fingerprint_parts(self) -> Iterable[bytes]:
         yield b"huggingface"
         for path in sorted(self._root.rglob("*")):
             if path.is_file():
                 status = path.stat()
                 yield f"{path.relative_to(self._root)}\0{status.st_size}\0{status.st_mtime_ns}".encode()
 
-    def listing(self) -> Listing:
+    def list_items(self) -> SourceListing:
         if self._captions.metadata_file is not None or self._captions.source == "sidecar":
             raise SourceError(
                 f"{self._root}: a Hugging Face dataset keeps captions in a column; leave captions.source and "
                 "captions.metadata_file alone and set captions.caption_column"
             )
-        items: list[Item] = []
-        left: list[Left] = []
+        items: list[SourceItem] = []
+        skipped: list[SkippedFile] = []
         rows = len(self._dataset) if self._limit is None else min(self._limit, len(self._dataset))
         digits = len(str(max(len(self._dataset) - 1, 0)))
         has_captions = self._captions.caption_column in self._dataset.column_names
         for begin in range(0, rows, _BATCH_ROWS):
-            for row, media, cell in self._batch(begin, min(begin + _BATCH_ROWS, rows), has_captions):
+            for row, media, cell in self._read_batch(begin, min(begin + _BATCH_ROWS, rows), has_captions):
                 name = f"row {row}"
                 try:
-                    items.append(self._item(row, f"{row:0{digits}d}", name, media, cell))
-                except BrokenMedia as error:
-                    left.append(Left(name, str(error)))
-        why = f"metadata: column {self._captions.caption_column!r}" if has_captions else "none: " + self._no_captions()
-        return Listing(items, tuple(left), (), why, wants_captions=self._captions.source != "none")
+                    items.append(self._build_item(row, f"{row:0{digits}d}", name, media, cell))
+                except BrokenMediaError as error:
+                    skipped.append(SkippedFile(name, str(error)))
+        caption_origin = (
+            f"metadata: column {self._captions.caption_column!r}"
+            if has_captions
+            else "none: " + self._no_captions_reason()
+        )
+        return SourceListing(
+            items, tuple(skipped), (), caption_origin, expects_captions=self._captions.source != "none"
+        )
 
-    def payload(self, row: int) -> memoryview:
+    def read_row(self, row: int) -> memoryview:
         """The bytes of one row, as a view of the mapped table."""
-        scalar = self._media_column(row, row + 1)[0]
+        scalar = self._read_media_column(row, row + 1)[0]
         return memoryview(scalar["bytes"].as_buffer())
 
     @cached_property
@@ -81,9 +87,9 @@ class HuggingFaceSource:
         try:
             loaded = datasets.load_from_disk(str(self._root))
         except Exception as error:  # whatever that library stumbles over in damaged files, of many types
-            what = f"{type(error).__name__}: {error}".splitlines()[0]
+            problem = f"{type(error).__name__}: {error}".splitlines()[0]
             raise SourceError(
-                f"{self._root}: cannot be loaded as a Hugging Face dataset ({what}); save it again, or set format"
+                f"{self._root}: cannot be loaded as a Hugging Face dataset ({problem}); save it again, or set format"
             ) from error
         if isinstance(loaded, datasets.DatasetDict):
             name = "train" if "train" in loaded else next(iter(loaded)) if len(loaded) == 1 else None
@@ -96,39 +102,39 @@ class HuggingFaceSource:
         return loaded.with_format("arrow")
 
     @cached_property
-    def _column(self) -> str:
+    def _media_column_name(self) -> str:
         """The media column: the one called after the kind, or the only one of that type."""
-        typed: list[str] = [
+        candidates: list[str] = [
             n for n, f in self._dataset.features.items() if type(f).__name__.lower() == self._kind.value
         ]
-        if self._kind.value in typed:
+        if self._kind.value in candidates:
             return self._kind.value
-        if len(typed) != 1:
+        if len(candidates) != 1:
             have = ", ".join(self._dataset.column_names)
             raise SourceError(f"{self._root}: no column of type {self._kind} (or several); its columns are {have}")
-        return typed[0]
+        return candidates[0]
 
-    def _media_column(self, begin: int, end: int) -> Any:
-        return self._dataset[begin:end].column(self._column)
+    def _read_media_column(self, begin: int, end: int) -> Any:
+        return self._dataset[begin:end].column(self._media_column_name)
 
-    def _batch(self, begin: int, end: int, has_captions: bool) -> list[tuple[int, Any, object]]:
+    def _read_batch(self, begin: int, end: int, has_captions: bool) -> list[tuple[int, Any, object]]:
         table = self._dataset[begin:end]
-        media = table.column(self._column)
+        media = table.column(self._media_column_name)
         cells = table.column(self._captions.caption_column).to_pylist() if has_captions else [None] * len(media)
         return [(begin + i, media[i], cells[i]) for i in range(len(media))]
 
-    def _item(self, row: int, key: str, name: str, media: Any, cell: object) -> Item:
+    def _build_item(self, row: int, key: str, name: str, media: Any, cell: object) -> SourceItem:
         if not media.is_valid:
-            raise BrokenMedia("no media in this row")
+            raise BrokenMediaError("no media in this row")
         caption = self._caption(key, cell)
         content = media["bytes"]
         if content.is_valid:
             nbytes = content.as_buffer().size
             if not nbytes:
-                raise BrokenMedia("zero bytes")
-            return Item(key, name, nbytes, row, caption)
-        span = self._file(media["path"].as_py())
-        return Item(key, name, span.nbytes, span, caption)
+                raise BrokenMediaError("zero bytes")
+            return SourceItem(key, name, nbytes, row, caption)
+        span = self._file_span(media["path"].as_py())
+        return SourceItem(key, name, span.nbytes, span, caption)
 
     def _caption(self, key: str, cell: object) -> tuple[str, ...] | None:
         source = self._captions.source
@@ -136,19 +142,19 @@ class HuggingFaceSource:
             return (key,)
         if source == "constant" or (source == "auto" and self._captions.constant is not None):
             return (self._captions.constant or "",)
-        return None if source == "none" else from_cell(cell)
+        return None if source == "none" else parse_caption_cell(cell)
 
-    def _file(self, path: str | None) -> Span:
+    def _file_span(self, path: str | None) -> FileSpan:
         """A file that a row names: only one inside the dataset's folder is opened."""
-        found = inside(self._root, path) if path else None
-        if found is None:
-            raise BrokenMedia(f"its bytes are not in the dataset, and {path!r} is outside of its folder")
+        resolved = resolve_inside(self._root, path) if path else None
+        if resolved is None:
+            raise BrokenMediaError(f"its bytes are not in the dataset, and {path!r} is outside of its folder")
         try:
-            status = found.stat()
+            status = resolved.stat()
         except OSError as error:
-            raise BrokenMedia(f"its file {path!r} is unreadable: {error.strerror}") from error
-        return Span(str(found), 0, status.st_size, status.st_size, status.st_mtime_ns)
+            raise BrokenMediaError(f"its file {path!r} is unreadable: {error.strerror}") from error
+        return FileSpan(str(resolved), 0, status.st_size, status.st_size, status.st_mtime_ns)
 
-    def _no_captions(self) -> str:
+    def _no_captions_reason(self) -> str:
         have = ", ".join(self._dataset.column_names)
         return f"no column {self._captions.caption_column!r} (captions.caption_column); the columns are {have}"

@@ -10,92 +10,92 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from supertuner.config.settings.data import Captions
+from supertuner.config.settings.data import CaptionSettings
 from supertuner.core.errors import SourceError
-from supertuner.data.sources.captions import from_cell
+from supertuner.data.sources.captions import parse_caption_cell
 
-_NAMES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
-_TOO_MANY = "(more cells than columns)"
-Row = tuple[str, Mapping[str, object]]
+_DEFAULT_NAMES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
+_EXTRA_CELLS = "(more cells than columns)"
+LocatedRow = tuple[str, Mapping[str, object]]
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class MetadataRows:
     cells: dict[str, list[object]]
     """Caption cells by the file they belong to; several rows of one file are several captions of it."""
-    outside: int
+    outside_count: int
     """Rows whose path is absolute or leads out of the folder. They match nothing."""
 
 
-def find(root: Path, captions: Captions) -> Path | None:
+def find_metadata_file(root: Path, captions: CaptionSettings) -> Path | None:
     """The metadata file that is to be used, if any."""
     if captions.source not in ("auto", "metadata") or (captions.source == "auto" and captions.constant is not None):
         return None
     if captions.metadata_file is not None:
         return captions.metadata_file
-    return next(iter(_present(root)), None)
+    return next(iter(_existing_metadata_files(root)), None)
 
 
-def unread(root: Path, used: Path) -> list[str]:
+def unused_metadata_files(root: Path, used: Path) -> list[str]:
     """Names of metadata files in the folder that are not the one in use."""
-    return [path.name for path in _present(root) if path != used]
+    return [path.name for path in _existing_metadata_files(root) if path != used]
 
 
-def _present(root: Path) -> list[Path]:
-    return [root / name for name in _NAMES if (root / name).is_file()]
+def _existing_metadata_files(root: Path) -> list[Path]:
+    return [root / name for name in _DEFAULT_NAMES if (root / name).is_file()]
 
 
-def content(path: Path) -> bytes:
+def read_metadata_file(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
         raise SourceError(f"captions.metadata_file: {path} cannot be read: {error.strerror}") from error
 
 
-def rows(path: Path, content: bytes, captions: Captions) -> Rows:
+def parse_metadata(path: Path, content: bytes, captions: CaptionSettings) -> MetadataRows:
     """All rows of `path`, whose bytes are `content`."""
-    readers = {".jsonl": _jsonl, ".ndjson": _jsonl, ".csv": _csv, ".parquet": _parquet}
+    readers = {".jsonl": _parse_jsonl, ".ndjson": _parse_jsonl, ".csv": _parse_csv, ".parquet": _parse_parquet}
     reader = readers.get(path.suffix.lower())
     if reader is None:
         raise SourceError(f"captions.metadata_file: {path} must end in .jsonl, .csv or .parquet")
     cells: dict[str, list[object]] = {}
-    outside = 0
-    for place, row in reader(path, content):
+    outside_count = 0
+    for location, row in reader(path, content):
         name = row.get(captions.file_column)
         if not isinstance(name, str) or captions.caption_column not in row:
-            raise SourceError(_column_missing(f"{path} {place}", row, captions))
-        inside = _inside(name)
-        if inside is None:
-            outside += 1
+            raise SourceError(_missing_column_message(f"{path} {location}", row, captions))
+        relative_name = _relative_name(name)
+        if relative_name is None:
+            outside_count += 1
         else:
-            cells.setdefault(inside, []).append(row[captions.caption_column])
-    return Rows(cells, outside)
+            cells.setdefault(relative_name, []).append(row[captions.caption_column])
+    return MetadataRows(cells, outside_count)
 
 
-def captions_of(cells: list[object]) -> tuple[str, ...] | None:
+def captions_from_cells(cells: list[object]) -> tuple[str, ...] | None:
     """Captions of one file from its rows' cells; None if every cell is empty of text."""
-    found = [texts for cell in cells if (texts := from_cell(cell)) is not None]
-    return from_cell([text for texts in found for text in texts]) if found else None
+    captions = [texts for cell in cells if (texts := parse_caption_cell(cell)) is not None]
+    return parse_caption_cell([text for texts in captions for text in texts]) if captions else None
 
 
-def _inside(name: str) -> str | None:
+def _relative_name(name: str) -> str | None:
     """`name` as the listing writes it, or None if it leads out of the folder."""
     plain = posixpath.normpath(name.replace("\\", "/"))
     return None if plain.startswith(("/", "../")) or plain == ".." else plain
 
 
-def _column_missing(place: str, row: Mapping[str, object], captions: Captions) -> str:
+def _missing_column_message(location: str, row: Mapping[str, object], captions: CaptionSettings) -> str:
     if captions.file_column in row and captions.caption_column in row:
         value = row[captions.file_column]
-        return f"{place}: {captions.file_column!r} must be a file's name and is {value!r}; mend or remove that row"
+        return f"{location}: {captions.file_column!r} must be a file's name and is {value!r}; mend or remove that row"
     have = ", ".join(repr(str(name)) for name in list(row)[:20])
     return (
-        f"{place}: needs the columns {captions.file_column!r} (a file's name) and {captions.caption_column!r}; "
+        f"{location}: needs the columns {captions.file_column!r} (a file's name) and {captions.caption_column!r}; "
         f"it has {have or 'none'}; set captions.file_column and captions.caption_column"
     )
 
 
-def _jsonl(path: Path, content: bytes) -> Iterator[Row]:
+def _parse_jsonl(path: Path, content: bytes) -> Iterator[LocatedRow]:
     for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
         if not line.strip():
             continue
@@ -108,19 +108,19 @@ def _jsonl(path: Path, content: bytes) -> Iterator[Row]:
         yield f"line {number}", row
 
 
-def _csv(path: Path, content: bytes) -> Iterator[Row]:
+def _parse_csv(path: Path, content: bytes) -> Iterator[LocatedRow]:
     text = content.removeprefix(b"\xef\xbb\xbf").decode("utf-8", "surrogateescape")
-    reader = csv.DictReader(io.StringIO(text, newline=""), strict=True, restkey=_TOO_MANY)
+    reader = csv.DictReader(io.StringIO(text, newline=""), strict=True, restkey=_EXTRA_CELLS)
     try:
         for row in reader:
-            if _TOO_MANY in row:  # an unquoted comma would otherwise cut the caption short in silence
+            if _EXTRA_CELLS in row:  # an unquoted comma would otherwise cut the caption short in silence
                 raise SourceError(f"{path} line {reader.line_num}: more cells than columns; quote texts with commas")
             yield f"line {reader.line_num}", row
     except csv.Error as error:
         raise SourceError(f"{path} line {reader.line_num}: not CSV: {error}") from error
 
 
-def _parquet(path: Path, content: bytes) -> Iterator[Row]:
+def _parse_parquet(path: Path, content: bytes) -> Iterator[LocatedRow]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 

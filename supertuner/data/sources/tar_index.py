@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 from supertuner.core.types import MIB
 
-BLOCK = 512
+BLOCK_BYTES = 512
 _MAX_EXTENSION_BYTES = MIB
 """Most that a long name or pax header may take; real ones have a few hundred bytes."""
 
 
-class Member(NamedTuple):
+class TarMember(NamedTuple):
     name: str
     offset: int
     nbytes: int
@@ -21,67 +21,75 @@ class Member(NamedTuple):
     """Why this member cannot be used; nothing follows a member of an archive that ends too early."""
 
 
-def members(fd: int) -> Iterator[Member]:
+def iter_tar_members(fd: int) -> Iterator[TarMember]:
     """Regular members of the tar open as `fd`, in their order, and what is wrong with it as members with a problem."""
     end = os.fstat(fd).st_size
     at = 0
     override: dict[str, str] = {}
     while True:
-        header = os.pread(fd, BLOCK, at)
-        if not header or header == bytes(BLOCK):
+        header = os.pread(fd, BLOCK_BYTES, at)
+        if not header or header == bytes(BLOCK_BYTES):
             if not header and at == 0:
-                yield Member("", 0, 0, "zero bytes")  # no name: it is the archive itself that is wrong
+                yield TarMember("", 0, 0, "zero bytes")  # no name: it is the archive itself that is wrong
             return
-        problem, size = _check(header, at, end)
+        problem, size = _check_header(header, at, end)
         size = int(override.get("size", size)) if override.get("size", "").isdigit() else size
-        name = override.get("path") or _own_name(header)
-        if not problem and at + BLOCK + size > end:
+        name = override.get("path") or _header_name(header)
+        if not problem and at + BLOCK_BYTES + size > end:
             problem = f"the archive is truncated: it ends inside {name!r}"
         if problem:
-            yield Member(name if at else "", at, 0, f"{problem}; nothing behind that is read" if at else problem)
+            yield TarMember(name if at else "", at, 0, f"{problem}; nothing behind that is read" if at else problem)
             return
-        body, at = at + BLOCK, at + BLOCK + -(-size // BLOCK) * BLOCK
+        body, at = at + BLOCK_BYTES, at + BLOCK_BYTES + -(-size // BLOCK_BYTES) * BLOCK_BYTES
         kind = header[156:157]
         if kind in b"xgLK":
             if size > _MAX_EXTENSION_BYTES:
-                yield Member(name, body, 0, f"a tar header of {size} bytes")
+                yield TarMember(name, body, 0, f"a tar header of {size} bytes")
                 return
             if kind in b"xL":
-                override |= _extension(kind, os.pread(fd, size, body))
+                override |= _parse_extension(kind, os.pread(fd, size, body))
             continue
-        yield from _member(kind, name, body, size, sparse=any(k.startswith("GNU.sparse") for k in override))
+        yield from _members_from_header(
+            kind, name, body, size, sparse=any(k.startswith("GNU.sparse") for k in override)
+        )
         override = {}
 
 
-def _member(kind: bytes, name: str, body: int, size: int, *, sparse: bool) -> Iterator[Member]:
+def _members_from_header(kind: bytes, name: str, body: int, size: int, *, sparse: bool) -> Iterator[TarMember]:
     if kind == b"5":  # a folder
         return
     if kind in (b"0", b"\0", b"7") and not sparse:
-        yield Member(name, body, size, _unsafe(name))
+        yield TarMember(name, body, size, _unsafe_name_reason(name))
     else:
-        what = {b"1": "a hard link", b"2": "a symbolic link", b"3": "a device", b"4": "a device", b"6": "a named pipe"}
-        yield Member(name, body, 0, f"not a file but {what.get(kind, 'a sparse or unknown member')}")
+        type_names = {
+            b"1": "a hard link",
+            b"2": "a symbolic link",
+            b"3": "a device",
+            b"4": "a device",
+            b"6": "a named pipe",
+        }
+        yield TarMember(name, body, 0, f"not a file but {type_names.get(kind, 'a sparse or unknown member')}")
 
 
-def _unsafe(name: str) -> str:
+def _unsafe_name_reason(name: str) -> str:
     if name.startswith("/") or ".." in name.split("/"):
         return "its path leads out of the archive"
     return "its name is not UTF-8" if any("\udc80" <= c <= "\udcff" for c in name) else ""
 
 
-def _check(header: bytes, at: int, end: int) -> tuple[str, int]:
+def _check_header(header: bytes, at: int, end: int) -> tuple[str, int]:
     """What is wrong with a header, or "", and the size it states."""
-    if len(header) < BLOCK:
+    if len(header) < BLOCK_BYTES:
         return "the archive is truncated: it ends inside a header", 0
-    stated = _octal(header[148:156])
-    found = sum(header) - sum(header[148:156]) + 8 * 0x20
-    size = _octal(header[124:136])
-    if stated != found or size < 0:
+    stated_checksum = _parse_number(header[148:156])
+    actual_checksum = sum(header) - sum(header[148:156]) + 8 * 0x20
+    size = _parse_number(header[124:136])
+    if stated_checksum != actual_checksum or size < 0:
         return f"no tar header at byte {at}" if at == 0 else f"damaged header at byte {at} of {end}", 0
     return "", size
 
 
-def _octal(field: bytes) -> int:
+def _parse_number(field: bytes) -> int:
     """A number of a header: octal text, or binary where the first bit is set (GNU, for more than 8 GiB)."""
     if field[0] & 0x80:
         return int.from_bytes(bytes((field[0] & 0x7F,)) + field[1:], "big")
@@ -89,26 +97,26 @@ def _octal(field: bytes) -> int:
     return int(text, 8) if text and all(c in b"01234567" for c in text) else (0 if not text else -1)
 
 
-def _own_name(header: bytes) -> str:
+def _header_name(header: bytes) -> str:
     name = header[:100].split(b"\0")[0]
     prefix = header[345:500].split(b"\0")[0] if header[257:263] == b"ustar\0" else b""
-    return _text(prefix + b"/" + name if prefix else name)
+    return _decode_name(prefix + b"/" + name if prefix else name)
 
 
-def _extension(kind: bytes, content: bytes) -> dict[str, str]:
+def _parse_extension(kind: bytes, content: bytes) -> dict[str, str]:
     """What a long-name or pax header says about the member after it."""
     if kind == b"L":
-        return {"path": _text(content.split(b"\0")[0])}
+        return {"path": _decode_name(content.split(b"\0")[0])}
     records: dict[str, str] = {}
     while content:
         length, _, _ = content.partition(b" ")
         if not length.isdigit() or not 0 < int(length) <= len(content):
             break
         key, _, value = content[len(length) + 1 : int(length) - 1].partition(b"=")
-        records[_text(key)] = _text(value)
+        records[_decode_name(key)] = _decode_name(value)
         content = content[int(length) :]
     return records
 
 
-def _text(raw: bytes) -> str:
+def _decode_name(raw: bytes) -> str:
     return raw.decode("utf-8", "surrogateescape")

@@ -9,19 +9,26 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from supertuner.config.settings.data import Captions
+from supertuner.config.settings.data import CaptionSettings
 from supertuner.core.errors import SourceError
 from supertuner.core.types import MediaKind
-from supertuner.data.probe.sniff import EXTENSIONS
-from supertuner.data.sources.listing import Item, Left, Listing, Span, in_key_order, some
-from supertuner.data.sources.tar_index import Member, members
-from supertuner.data.sources.walk import printable
+from supertuner.data.probe.sniff import KIND_BY_EXTENSION
+from supertuner.data.sources.listing import (
+    FileSpan,
+    SkippedFile,
+    SourceItem,
+    SourceListing,
+    skipped_note,
+    sort_and_deduplicate,
+)
+from supertuner.data.sources.tar_index import TarMember, iter_tar_members
+from supertuner.data.sources.walk import printable_name
 
 
 class WebDatasetSource:
     """Keys are `shard/sample`, without endings. Captions are `.txt` members, or a field of `.json` members."""
 
-    def __init__(self, root: Path, kind: MediaKind, captions: Captions, limit: int | None) -> None:
+    def __init__(self, root: Path, kind: MediaKind, captions: CaptionSettings, limit: int | None) -> None:
         self._root = Path(os.path.realpath(root))
         self._kind = kind
         self._captions = captions
@@ -37,30 +44,37 @@ class WebDatasetSource:
         except OSError as error:
             raise SourceError(f"{error.filename or self._root}: cannot be looked at: {error.strerror}") from error
 
-    def identity(self) -> Iterable[bytes]:
+    def fingerprint_parts(self) -> Iterable[bytes]:
         yield b"webdataset"
         for name, _, status in self._shards:
-            yield f"{printable(name)}\0{status.st_size}\0{status.st_mtime_ns}".encode()
+            yield f"{printable_name(name)}\0{status.st_size}\0{status.st_mtime_ns}".encode()
 
-    def listing(self) -> Listing:
-        found = _Found(self._kind, self._captions)
-        items: list[Item] = []
+    def list_items(self) -> SourceListing:
+        contents = _ShardContents(self._kind, self._captions)
+        items: list[SourceItem] = []
         for name, path, status in self._shards:
-            items += found.shard(name, path, status)
+            items += contents.scan_shard(name, path, status)
             if self._limit is not None and len(items) >= self._limit:
                 break
-        syntax, why = self._syntax(found.seen)
-        kept, twice = in_key_order((found.with_caption(item, syntax) for item in items), self._limit)
-        notes = found.notes()
-        return Listing(kept, (*found.left, *twice), tuple(notes), why, syntax, wants_captions=self._wants())
+        syntax, caption_origin = self._caption_syntax(contents.extension_counts)
+        kept, duplicates = sort_and_deduplicate((contents.with_caption(item, syntax) for item in items), self._limit)
+        notes = contents.notes()
+        return SourceListing(
+            kept,
+            (*contents.skipped, *duplicates),
+            tuple(notes),
+            caption_origin,
+            syntax,
+            expects_captions=self._expects_captions(),
+        )
 
-    def payload(self, row: int) -> memoryview:
+    def read_row(self, row: int) -> memoryview:
         raise AssertionError("a shard's items are spans of it")
 
-    def _wants(self) -> bool:
+    def _expects_captions(self) -> bool:
         return self._captions.source != "none"
 
-    def _syntax(self, seen: Counter[str]) -> tuple[Literal["text", "json"], str]:
+    def _caption_syntax(self, extension_counts: Counter[str]) -> tuple[Literal["text", "json"], str]:
         """Text members if there are any, else JSON members."""
         captions = self._captions
         if captions.metadata_file is not None:
@@ -68,26 +82,26 @@ class WebDatasetSource:
                 "captions.metadata_file: a WebDataset keeps captions in its shards; remove the setting, or set "
                 "captions.caption_column to the field of the .json members"
             )
-        if captions.source == "metadata" or (captions.source == "auto" and not seen[captions.extension]):
-            return "json", f"metadata: field {captions.caption_column!r} of {seen['.json']} .json members"
-        return "text", f"{captions.source}: {seen[captions.extension]} {captions.extension} members"
+        if captions.source == "metadata" or (captions.source == "auto" and not extension_counts[captions.extension]):
+            return "json", f"metadata: field {captions.caption_column!r} of {extension_counts['.json']} .json members"
+        return "text", f"{captions.source}: {extension_counts[captions.extension]} {captions.extension} members"
 
 
-class _Found:
+class _ShardContents:
     """What the shards hold, gathered member by member."""
 
-    def __init__(self, kind: MediaKind, captions: Captions) -> None:
+    def __init__(self, kind: MediaKind, captions: CaptionSettings) -> None:
         self._kind = kind
         self._captions = captions
-        self._spans: dict[tuple[str, str], Span] = {}
-        self.left: list[Left] = []
-        self.seen: Counter[str] = Counter()
+        self._caption_spans: dict[tuple[str, str], FileSpan] = {}
+        self.skipped: list[SkippedFile] = []
+        self.extension_counts: Counter[str] = Counter()
 
-    def shard(self, name: str, path: str, status: os.stat_result) -> list[Item]:
+    def scan_shard(self, name: str, path: str, status: os.stat_result) -> list[SourceItem]:
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            self.left.append(Left(name, f"unreadable: {error.strerror}"))
+            self.skipped.append(SkippedFile(name, f"unreadable: {error.strerror}"))
             return []
         try:
             return list(self._items(name, path, status, fd))
@@ -96,28 +110,28 @@ class _Found:
         finally:
             os.close(fd)
 
-    def _items(self, shard: str, path: str, status: os.stat_result, fd: int) -> Iterator[Item]:
+    def _items(self, shard: str, path: str, status: os.stat_result, fd: int) -> Iterator[SourceItem]:
         stem = shard.removesuffix(".tar")
-        for member in members(fd):
-            name = printable(f"{shard}/{member.name}" if member.name else shard)
+        for member in iter_tar_members(fd):
+            name = printable_name(f"{shard}/{member.name}" if member.name else shard)
             folder, _, base = member.name.rpartition("/")
             if base.startswith(".") and not member.problem:
                 continue
-            key, ending = _split(f"{stem}/{folder}/" if folder else f"{stem}/", base)
-            self.seen[ending] += 1
+            key, ending = _split_key(f"{stem}/{folder}/" if folder else f"{stem}/", base)
+            self.extension_counts[ending] += 1
             if member.problem or self._is_empty_media(member, ending):
-                self.left.append(Left(name, member.problem or "zero bytes"))
+                self.skipped.append(SkippedFile(name, member.problem or "zero bytes"))
                 continue
-            span = Span(path, member.offset, member.nbytes, status.st_size, status.st_mtime_ns)
-            if EXTENSIONS.get(_last(ending)) is self._kind:
-                yield Item(key, name, member.nbytes, span, None)
+            span = FileSpan(path, member.offset, member.nbytes, status.st_size, status.st_mtime_ns)
+            if KIND_BY_EXTENSION.get(_last_extension(ending)) is self._kind:
+                yield SourceItem(key, name, member.nbytes, span, None)
             elif ending in (self._captions.extension, ".json"):
-                self._spans[key, ending] = span
+                self._caption_spans[key, ending] = span
 
-    def _is_empty_media(self, member: Member, ending: str) -> bool:
-        return not member.nbytes and EXTENSIONS.get(_last(ending)) is self._kind
+    def _is_empty_media(self, member: TarMember, ending: str) -> bool:
+        return not member.nbytes and KIND_BY_EXTENSION.get(_last_extension(ending)) is self._kind
 
-    def with_caption(self, item: Item, syntax: str) -> Item:
+    def with_caption(self, item: SourceItem, syntax: str) -> SourceItem:
         source = self._captions.source
         if source == "filename":
             return item._replace(caption=(item.key.rpartition("/")[2],))
@@ -126,26 +140,26 @@ class _Found:
         if source == "none":
             return item
         return item._replace(
-            caption=self._spans.get((item.key, ".json" if syntax == "json" else self._captions.extension))
+            caption=self._caption_spans.get((item.key, ".json" if syntax == "json" else self._captions.extension))
         )
 
     def notes(self) -> list[str]:
         lines: list[str] = []
-        for ending, count in sorted(self.seen.items()):
-            kind = EXTENSIONS.get(_last(ending))
+        for ending, count in sorted(self.extension_counts.items()):
+            kind = KIND_BY_EXTENSION.get(_last_extension(ending))
             if kind is not None and kind is not self._kind:
-                lines += some(count, f"{kind} member", f"{kind} members", f"dataset_type is {self._kind}")
+                lines += skipped_note(count, f"{kind} member", f"{kind} members", f"dataset_type is {self._kind}")
             elif kind is None and ending not in ("", ".json", self._captions.extension):
-                lines += some(count, f"{ending} member", f"{ending} members", "neither media nor captions")
+                lines += skipped_note(count, f"{ending} member", f"{ending} members", "neither media nor captions")
         return lines
 
 
-def _split(prefix: str, base: str) -> tuple[str, str]:
+def _split_key(prefix: str, base: str) -> tuple[str, str]:
     """WebDataset's rule: the key ends at the first dot of the last part of the path; endings have no case."""
     stem, dot, ending = base.partition(".")
     return prefix + stem, (dot + ending).lower()
 
 
-def _last(ending: str) -> str:
+def _last_extension(ending: str) -> str:
     """`.jpg` of `.left.jpg`."""
     return "." + ending.rpartition(".")[2] if ending else ""

@@ -10,60 +10,60 @@ from supertuner.arena.format import Life
 from supertuner.arena.home import Home
 from supertuner.arena.reader import Reader, Verify
 from supertuner.arena.states import ArenaInfo
-from supertuner.config.settings.data import Dataset
-from supertuner.core.errors import ArenaBusy, ArenaError, ArenaMissing
+from supertuner.config.settings.data import DatasetSettings
+from supertuner.core.errors import ArenaBusyError, ArenaError, ArenaMissingError
 from supertuner.core.events import Progress
 
 _POLL_S = 0.2
 
 
-def claim(home: Home, name: str, life: Life, verify: Verify, progress: Progress) -> Build | Reader:
+def acquire_arena(home: Home, name: str, life: Life, verify: Verify, progress: Progress) -> Build | Reader:
     """A build of our own, or the arena, validated and held. Waits as long as another process builds it."""
     home.sweep()  # what has outlived its stated life is not used again; remains may hold the memory that we need now
-    found = _attach(home, name, verify)
-    if found is not None:
-        return found
-    return _try(home, name, life, verify) or _wait(home, name, life, verify, progress)
+    reader = _try_attach(home, name, verify)
+    if reader is not None:
+        return reader
+    return _try_acquire(home, name, life, verify) or _wait_for_builder(home, name, life, verify, progress)
 
 
-def _wait(home: Home, name: str, life: Life, verify: Verify, progress: Progress) -> Build | Reader:
+def _wait_for_builder(home: Home, name: str, life: Life, verify: Verify, progress: Progress) -> Build | Reader:
     """Show how far the other process is, until it is done or gone."""
-    shown = 0
+    shown_bytes = 0
     with progress.phase(f"waiting for another process that stages {name}") as phase:
-        while (found := _try(home, name, life, verify)) is None:
+        while (acquired := _try_acquire(home, name, life, verify)) is None:
             nbytes = next((arena.nbytes for arena in home.ls() if arena.name == name), 0)
-            phase.advance(nbytes=max(0, nbytes - shown))
-            shown = max(shown, nbytes)
+            phase.advance(nbytes=max(0, nbytes - shown_bytes))
+            shown_bytes = max(shown_bytes, nbytes)
             time.sleep(_POLL_S)
-    return found
+    return acquired
 
 
-def older_versions(arenas: Sequence[ArenaInfo], dataset: Dataset, name: str) -> list[ArenaInfo]:
+def find_older_versions(arenas: Sequence[ArenaInfo], dataset: DatasetSettings, name: str) -> list[ArenaInfo]:
     """Sealed arenas of the same dataset as it was before its files or settings changed.
 
     Other projects of this node may use the same id: only what came from the same place is a version of this dataset.
     """
-    wanted = {"dataset": dataset.id, "source": str(dataset.instance_data_dir)}
+    expected_meta = {"dataset": dataset.id, "source": str(dataset.instance_data_dir)}
     others = [arena for arena in arenas if arena.name != name and arena.state == "sealed"]
-    return [arena for arena in others if wanted.items() <= dict(arena.meta or {}).items()]
+    return [arena for arena in others if expected_meta.items() <= dict(arena.meta or {}).items()]
 
 
-def _attach(home: Home, name: str, verify: Verify) -> Reader | None:
+def _try_attach(home: Home, name: str, verify: Verify) -> Reader | None:
     """None if there is none yet. A damaged arena is an error with its remedy, not a reason to build."""
     try:
         return home.attach(name, verify=verify)
-    except ArenaMissing:
+    except ArenaMissingError:
         return None
 
 
-def _try(home: Home, name: str, life: Life, verify: Verify) -> Build | Reader | None:
+def _try_acquire(home: Home, name: str, life: Life, verify: Verify) -> Build | Reader | None:
     """What is possible now; None if another process is building."""
-    found = _attach(home, name, verify)
-    if found is not None:
-        return found
+    reader = _try_attach(home, name, verify)
+    if reader is not None:
+        return reader
     try:
         return home.build(name, life=life)
-    except ArenaBusy:
+    except ArenaBusyError:
         return None
     except ArenaError:
         if any(arena.name == name and arena.state == "sealed" for arena in home.ls()):

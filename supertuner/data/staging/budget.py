@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from supertuner.core.errors import DoesNotFit
+from supertuner.core.errors import DoesNotFitError
 from supertuner.core.types import GIB, KIB, bytes_text
 
-PAGE = 4 * KIB
+PAGE_BYTES = 4 * KIB
 """Memory and disks are taken in pages: the last one of each file is counted whole."""
 _FIXED_BYTES = 60 * KIB
 _THREAD_BYTES = 8 * KIB
@@ -18,7 +18,7 @@ _RESERVE_AT_MOST = 2 * GIB
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class StagingCapacity:
     """What there is. None means unknown, and then it bounds nothing."""
 
     in_memory: bool
@@ -32,56 +32,62 @@ class Room:
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
+class StagingBudget:
     nbytes: int
     bound_by: str
     """What follows the number: `are free on …`."""
     remedy: str
 
 
-def limit_bytes(memory_limit_gb: float | None) -> int | None:
+def memory_limit_bytes(memory_limit_gb: float | None) -> int | None:
     """`memory_limit_gb` counts in units of 2^30 bytes, as every size that we print."""
     return None if memory_limit_gb is None else int(memory_limit_gb * GIB)
 
 
-def reserve(memory_total: int | None) -> int:
+def reserved_memory_bytes(memory_total: int | None) -> int:
     """Memory that staging leaves to everything else: 5 % of the machine's, at most 2 GiB."""
     return 0 if memory_total is None else min(_RESERVE_AT_MOST, int(memory_total * _RESERVE_SHARE))
 
 
-def most_possible(room: Room) -> int | None:
+def max_memory_limit(capacity: StagingCapacity) -> int | None:
     """The largest limit that means anything on this machine."""
-    return None if room.memory_total is None else room.memory_total - reserve(room.memory_total)
+    return (
+        None if capacity.memory_total is None else capacity.memory_total - reserved_memory_bytes(capacity.memory_total)
+    )
 
 
-def lowered(room: Room) -> int | None:
+def lowered_memory_limit(capacity: StagingCapacity) -> int | None:
     """What `memory_limit_gb` is lowered to because the machine has less memory; None if it stands."""
-    most = most_possible(room)
-    if not room.in_memory or room.limit_bytes is None or most is None or room.limit_bytes <= most:
+    max_limit = max_memory_limit(capacity)
+    if not capacity.in_memory or capacity.limit_bytes is None or max_limit is None or capacity.limit_bytes <= max_limit:
         return None
-    return most
+    return max_limit
 
 
-def budget(room: Room) -> Budget:
+def compute_budget(capacity: StagingCapacity) -> StagingBudget:
     """Bytes that may be stored, and which of the bounds is the tightest."""
-    kind = "shared memory" if room.in_memory else "disk"
-    bounds = [Budget(room.free_bytes, f"are free on the {kind} below the arena's home", _free_remedy(room))]
-    if room.in_memory and room.memory_available is not None:
-        kept = reserve(room.memory_total)
-        text = f"of memory are available (MemAvailable or cgroup, {bytes_text(kept)} kept for other programs)"
-        bounds.append(Budget(max(0, room.memory_available - kept), text, 'free memory, or set type: "disk"'))
-    if room.in_memory and room.limit_bytes is not None:
-        bounds.append(Budget(room.limit_bytes, "are allowed by in_memory.memory_limit_gb", "raise it"))
+    kind = "shared memory" if capacity.in_memory else "disk"
+    bounds = [
+        StagingBudget(capacity.free_bytes, f"are free on the {kind} below the arena's home", _free_remedy(capacity))
+    ]
+    if capacity.in_memory and capacity.memory_available is not None:
+        reserved = reserved_memory_bytes(capacity.memory_total)
+        text = f"of memory are available (MemAvailable or cgroup, {bytes_text(reserved)} kept for other programs)"
+        bounds.append(
+            StagingBudget(max(0, capacity.memory_available - reserved), text, 'free memory, or set type: "disk"')
+        )
+    if capacity.in_memory and capacity.limit_bytes is not None:
+        bounds.append(StagingBudget(capacity.limit_bytes, "are allowed by in_memory.memory_limit_gb", "raise it"))
     return min(bounds, key=lambda b: b.nbytes)
 
 
-def _free_remedy(room: Room) -> str:
-    return "free some with `supertuner arena rm`, or set arena.home" if room.in_memory else "set arena.disk_home"
+def _free_remedy(capacity: StagingCapacity) -> str:
+    return "free some with `supertuner arena rm`, or set arena.home" if capacity.in_memory else "set arena.disk_home"
 
 
 def stored_bytes(nbytes: int) -> int:
     """What one file of `nbytes` really takes."""
-    return -(-nbytes // PAGE) * PAGE
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def overhead_bytes(files: int, key_bytes: int, caption_bytes: int, threads: int) -> int:
@@ -89,24 +95,28 @@ def overhead_bytes(files: int, key_bytes: int, caption_bytes: int, threads: int)
     return _FIXED_BYTES + threads * _THREAD_BYTES + files * _UNIT_BYTES + 2 * key_bytes + caption_bytes
 
 
-def require(dataset: str, need: int, files: int, bound: Budget, *, estimated: bool = False) -> None:
+def require_fits(
+    dataset: str, needed_bytes: int, files: int, budget: StagingBudget, *, estimated: bool = False
+) -> None:
     """DoesNotFit, with what is missing, unless `need` fits."""
-    if need > bound.nbytes:
-        raise DoesNotFit(message(dataset, need, files, bound, estimated=estimated))
+    if needed_bytes > budget.nbytes:
+        raise DoesNotFitError(does_not_fit_message(dataset, needed_bytes, files, budget, estimated=estimated))
 
 
-def message(dataset: str, need: int, files: int, bound: Budget, *, estimated: bool = False) -> str:
+def does_not_fit_message(
+    dataset: str, needed_bytes: int, files: int, budget: StagingBudget, *, estimated: bool = False
+) -> str:
     about = "about " if estimated else ""
     return (
-        f"datasets[{dataset}] does not fit: its {files} files need {about}{bytes_text(need)}, and only "
-        f"{bytes_text(bound.nbytes)} {bound.bound_by}; {about}{bytes_text(need - bound.nbytes)} are missing; "
-        f'{bound.remedy}, set in_memory.compression: "auto" if the files are not compressed yet, or use fewer (limit)'
+        f"datasets[{dataset}] does not fit: its {files} files need {about}{bytes_text(needed_bytes)}, and only "
+        f"{bytes_text(budget.nbytes)} {budget.bound_by}; {about}{bytes_text(needed_bytes - budget.nbytes)} are missing; "
+        f'{budget.remedy}, set in_memory.compression: "auto" if the files are not compressed yet, or use fewer (limit)'
     )
 
 
-def file_system(mountinfo: str, path: str) -> str:
+def file_system_type(mountinfo: str, path: str) -> str:
     """Type of the file system that holds the absolute `path`, from the text of /proc/self/mountinfo; "" if unknown."""
-    best, found = -1, ""
+    best, fs_type = -1, ""
     for line in mountinfo.splitlines():
         before, dash, after = line.partition(" - ")
         fields = before.split()
@@ -114,5 +124,5 @@ def file_system(mountinfo: str, path: str) -> str:
             continue
         point = fields[4].replace("\\040", " ").rstrip("/")
         if (path == point or path.startswith(point + "/")) and len(point) >= best:
-            best, found = len(point), after.split()[0]
-    return found
+            best, fs_type = len(point), after.split()[0]
+    return fs_type

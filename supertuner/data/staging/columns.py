@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from supertuner.data.probe.facts import Facts
+from supertuner.data.probe.facts import MediaInfo
 
 COLUMNS: Mapping[str, str] = {
     "width": "i",
@@ -25,12 +25,12 @@ COLUMNS: Mapping[str, str] = {
 CAPTION_INDEX, CAPTION_OFFSETS, CAPTION_BYTES = "caption_index", "caption_offsets", "caption_bytes"
 
 
-class Columns:
+class StagedColumns:
     """Rows of the samples that one thread staged, in the order in which it did."""
 
     def __init__(self) -> None:
         self.items = array("q")
-        self._facts: tuple[array[Any], ...] = tuple(array(code) for code in COLUMNS.values())
+        self._info_columns: tuple[array[Any], ...] = tuple(array(code) for code in COLUMNS.values())
         self._caption_counts = array("q")
         self._caption_lengths = array("q")
         self._caption_bytes = bytearray()
@@ -38,49 +38,49 @@ class Columns:
     def __len__(self) -> int:
         return len(self.items)
 
-    def extend(self, items: Sequence[int], facts: Sequence[Facts], captions: Sequence[tuple[str, ...]]) -> None:
+    def extend(self, items: Sequence[int], infos: Sequence[MediaInfo], captions: Sequence[tuple[str, ...]]) -> None:
         """Append samples, named by their places in the listing. By columns: a chunk costs little more than a row."""
         self.items.extend(items)
-        for column, values in zip(self._facts, list(zip(*facts, strict=True))[1:], strict=bool(facts)):
+        for column, values in zip(self._info_columns, list(zip(*infos, strict=True))[1:], strict=bool(infos)):
             column.extend(values)
         self._caption_counts.extend(map(len, captions))
-        texts = [caption.encode() for mine in captions for caption in mine]
+        texts = [caption.encode() for sample_captions in captions for caption in sample_captions]
         self._caption_lengths.extend(map(len, texts))
         self._caption_bytes += b"".join(texts)
 
     def captions(self) -> list[list[bytes]]:
         """Each sample's captions as UTF-8, in the order of `items`."""
-        found, at, text = [], 0, 0
+        captions, at, text = [], 0, 0
         for count in self._caption_counts:
-            mine = []
+            sample_captions = []
             for length in self._caption_lengths[at : at + count]:
-                mine.append(bytes(self._caption_bytes[text : text + length]))
+                sample_captions.append(bytes(self._caption_bytes[text : text + length]))
                 text += length
-            found.append(mine)
+            captions.append(sample_captions)
             at += count
-        return found
+        return captions
 
-    def column(self, number: int) -> NDArray[Any]:
-        return np.array(self._facts[number])
+    def info_column(self, index: int) -> NDArray[Any]:
+        return np.array(self._info_columns[index])
 
 
-def tables(parts: Sequence[Columns]) -> dict[str, NDArray[Any]]:
+def build_tables(parts: Sequence[StagedColumns]) -> dict[str, NDArray[Any]]:
     """The arena's tables: all threads' rows, in the listing's order, which is the arena's."""
     items = np.concatenate([np.array(part.items, dtype=np.int64) for part in parts])
     order = np.argsort(items, kind="stable")
     result: dict[str, NDArray[Any]] = {}
     for number, (name, code) in enumerate(COLUMNS.items()):
-        values = np.concatenate([part.column(number) for part in parts])
+        values = np.concatenate([part.info_column(number) for part in parts])
         result[name] = values[order].astype(np.int32 if code == "i" else np.float32)
-    captions = [mine for part in parts for mine in part.captions()]
+    captions = [sample_captions for part in parts for sample_captions in part.captions()]
     ordered = [captions[at] for at in order]
-    result[CAPTION_INDEX] = _starts(len(mine) for mine in ordered)
+    result[CAPTION_INDEX] = _offsets(len(mine) for mine in ordered)
     flat = [text for mine in ordered for text in mine]
-    result[CAPTION_OFFSETS] = _starts(len(text) for text in flat)
+    result[CAPTION_OFFSETS] = _offsets(len(text) for text in flat)
     result[CAPTION_BYTES] = np.frombuffer(b"".join(flat), np.uint8)
     return result
 
 
-def _starts(lengths: Any) -> NDArray[np.int64]:
+def _offsets(lengths: Any) -> NDArray[np.int64]:
     counts = np.fromiter(lengths, np.int64)
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])

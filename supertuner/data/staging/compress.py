@@ -7,60 +7,64 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from supertuner.core.errors import BrokenMedia
+from supertuner.core.errors import BrokenMediaError
 
-Setting = Literal["none", "auto", "lz4", "snappy", "zlib", "zstd"] | None
+CompressionSetting = Literal["none", "auto", "lz4", "snappy", "zlib", "zstd"] | None
 
 CODECS = ("lz4", "snappy", "zlib", "zstd")
-RAW = "raw"
-WORTH_IT = 0.05
+RAW_CODEC = "raw"
+MIN_SAVED_SHARE = 0.05
 """Share of bytes that compression must save to be chosen by `auto`: below it, every read pays for nothing."""
-_AUTO = ("lz4", "zstd")
+_AUTO_CODECS = ("lz4", "zstd")
 """What `auto` tries, fastest to read first."""
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class CodecTrial:
     """Samples of one format, before and after each codec."""
 
     format: str
     files: int
     nbytes: int
-    after: Mapping[str, int]
+    compressed_bytes: Mapping[str, int]
 
-    def saved(self, codec: str) -> float:
-        return 1 - self.after[codec] / self.nbytes if self.nbytes else 0.0
+    def saved_share(self, codec: str) -> float:
+        return 1 - self.compressed_bytes[codec] / self.nbytes if self.nbytes else 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class CodecChoice:
     """The codec for one format, and why."""
 
     format: str
     codec: str
     reason: str
-    gains: bool
+    is_worthwhile: bool
     """Whether the samples became smaller by at least `WORTH_IT`."""
 
 
-def tried_codecs(setting: Setting) -> tuple[str, ...]:
+def codecs_to_try(setting: CompressionSetting) -> tuple[str, ...]:
     """The codecs that samples must be tried with before this setting can be followed."""
     if setting in (None, "none"):
         return ()
-    return _AUTO if setting == "auto" else (str(setting),)
+    return _AUTO_CODECS if setting == "auto" else (str(setting),)
 
 
-def choose(setting: Setting, trial: Trial) -> Choice:
+def choose_codec(setting: CompressionSetting, trial: CodecTrial) -> CodecChoice:
     """Which codec a format gets. A codec named in the configuration is obeyed, whatever it gains."""
-    tried = [(codec, trial.saved(codec)) for codec in tried_codecs(setting)]
-    seen = ", ".join(f"{codec} saves {saved:.1%}" for codec, saved in tried) + f" on {trial.files} samples"
+    saved_by_codec = [(codec, trial.saved_share(codec)) for codec in codecs_to_try(setting)]
+    trial_text = (
+        ", ".join(f"{codec} saves {saved:.1%}" for codec, saved in saved_by_codec) + f" on {trial.files} samples"
+    )
     if setting == "auto":
-        for codec, saved in tried:
-            if saved >= WORTH_IT:
-                return Choice(trial.format, codec, seen, gains=True)
-        return Choice(trial.format, RAW, f"{seen}, less than {WORTH_IT:.0%}", gains=False)
-    codec, saved = tried[0]
-    return Choice(trial.format, codec, f"as configured; {seen}", gains=saved >= WORTH_IT)
+        for codec, saved in saved_by_codec:
+            if saved >= MIN_SAVED_SHARE:
+                return CodecChoice(trial.format, codec, trial_text, is_worthwhile=True)
+        return CodecChoice(
+            trial.format, RAW_CODEC, f"{trial_text}, less than {MIN_SAVED_SHARE:.0%}", is_worthwhile=False
+        )
+    codec, saved = saved_by_codec[0]
+    return CodecChoice(trial.format, codec, f"as configured; {trial_text}", is_worthwhile=saved >= MIN_SAVED_SHARE)
 
 
 def compress(codec: str, content: bytes | memoryview) -> memoryview:
@@ -90,7 +94,7 @@ def decompress(codec: str, stored: memoryview, raw_nbytes: int) -> memoryview:
     try:
         written = readers[codec](stored, out)
     except cramjam.DecompressionError as error:
-        raise BrokenMedia(f"stored {codec} data cannot be read: {error}") from error
+        raise BrokenMediaError(f"stored {codec} data cannot be read: {error}") from error
     if written != raw_nbytes:
-        raise BrokenMedia(f"stored {codec} data holds {written} bytes, not {raw_nbytes}")
+        raise BrokenMediaError(f"stored {codec} data holds {written} bytes, not {raw_nbytes}")
     return memoryview(out).toreadonly()

@@ -6,29 +6,29 @@ import hashlib
 import json
 from collections.abc import Iterable
 
-from supertuner.config.settings.data import Dataset
+from supertuner.config.settings.data import DatasetSettings
 
 STAGED_VERSION = 1
 """Raise it when the fields or columns of a staged dataset change, so that old arenas are not taken for new ones."""
 _NAME_CHARS = 64
 
 
-def fingerprint(dataset: Dataset, identity: Iterable[bytes]) -> str:
+def dataset_fingerprint(dataset: DatasetSettings, parts: Iterable[bytes]) -> str:
     """Digest of what the source holds and of the settings that change what is stored; buckets are none of them."""
     digest = hashlib.blake2b(_settings(dataset), digest_size=16)
-    for part in identity:
-        digest.update(len(part).to_bytes(8, "little"))
-        digest.update(part)
+    for chunk in parts:
+        digest.update(len(chunk).to_bytes(8, "little"))
+        digest.update(chunk)
     return digest.hexdigest()
 
 
-def origin(dataset: Dataset) -> str:
+def origin_digest(dataset: DatasetSettings) -> str:
     """Digest of where a dataset came from and of the same settings: known also when the source is gone."""
-    places = [str(dataset.instance_data_dir), str(dataset.captions.metadata_file)]
-    return hashlib.blake2b(_settings(dataset) + json.dumps(places).encode(), digest_size=16).hexdigest()
+    paths = [str(dataset.instance_data_dir), str(dataset.captions.metadata_file)]
+    return hashlib.blake2b(_settings(dataset) + json.dumps(paths).encode(), digest_size=16).hexdigest()
 
 
-def _settings(dataset: Dataset) -> bytes:
+def _settings(dataset: DatasetSettings) -> bytes:
     captions = dataset.captions
     settings = {
         "version": STAGED_VERSION,

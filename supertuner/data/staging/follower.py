@@ -8,42 +8,42 @@ from __future__ import annotations
 from supertuner.arena.home import Home
 from supertuner.arena.peers import Peers
 from supertuner.arena.reader import Verify
-from supertuner.core.errors import ArenaMissing
-from supertuner.core.events import Phase, Progress
+from supertuner.core.errors import ArenaMissingError
+from supertuner.core.events import Progress, ProgressPhase
 from supertuner.data.staged import StagedDataset
 
 
-def name_told(peers: Peers, dataset: str, arena: str) -> None:
+def announce_arena(peers: Peers, dataset: str, arena: str) -> None:
     """The first process says which arena it is going to build or to reuse."""
     peers.tell(f"{dataset} goes to", arena.encode())
 
 
-def staged_told(peers: Peers, dataset: str, arena: str) -> None:
+def announce_staged(peers: Peers, dataset: str, arena: str) -> None:
     """The first process says that the arena is there, held by it, and found good."""
     peers.tell(f"{dataset} is in", arena.encode())
 
 
-def follow(home: Home, dataset: str, verify: Verify, peers: Peers, progress: Progress) -> StagedDataset:
+def follow_staging(home: Home, dataset: str, verify: Verify, peers: Peers, progress: Progress) -> StagedDataset:
     """Attach to what the first process stages, as soon as it is there; PeerError if that process fails or is gone."""
     with progress.phase(f"following the process of this node that stages {dataset}") as phase:
-        shown = _Shown(home, dataset, peers, phase)
-        name = peers.hear(f"{dataset} is in", shown.advance).decode()
+        arena_progress = _ArenaProgress(home, dataset, peers, phase)
+        name = peers.hear(f"{dataset} is in", arena_progress.advance).decode()
     try:
         return StagedDataset.open(home, name, verify=verify)
-    except ArenaMissing:
+    except ArenaMissingError:
         peers.look()  # it may have gone together with the first process
         raise
 
 
-class _Shown:
+class _ArenaProgress:
     """How many bytes of the arena are there, for people who watch."""
 
-    def __init__(self, home: Home, dataset: str, peers: Peers, phase: Phase) -> None:
+    def __init__(self, home: Home, dataset: str, peers: Peers, phase: ProgressPhase) -> None:
         self._home, self._dataset, self._peers, self._phase = home, dataset, peers, phase
-        self._nbytes = 0
+        self._shown_bytes = 0
 
     def advance(self) -> None:
         name = self._peers.told(f"{self._dataset} goes to")
         nbytes = 0 if name is None else self._home.stored_bytes(name.decode())
-        self._phase.advance(nbytes=max(0, nbytes - self._nbytes))
-        self._nbytes = max(self._nbytes, nbytes)
+        self._phase.advance(nbytes=max(0, nbytes - self._shown_bytes))
+        self._shown_bytes = max(self._shown_bytes, nbytes)

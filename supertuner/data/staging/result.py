@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from supertuner.config.settings.data import Dataset
-from supertuner.core.errors import StageError, TooManyBroken
-from supertuner.core.events import SetAside
-from supertuner.core.types import JSON, MediaKind, on_screen
+from supertuner.config.settings.data import DatasetSettings
+from supertuner.core.errors import StageError, TooManyBrokenFilesError
+from supertuner.core.events import SetAsideEvent
+from supertuner.core.types import JSON, MediaKind, escape_for_terminal
 
-_SHOWN = 10
+_MAX_LISTED = 10
 
 
 @dataclass(slots=True)
@@ -19,21 +19,21 @@ class FormatFigures:
 
     files: int = 0
     nbytes: int = 0
-    stored: int = 0
+    stored_bytes: int = 0
     codec: str = "raw"
 
     def add(self, files: int, nbytes: int, stored: int) -> None:
         self.files += files
         self.nbytes += nbytes
-        self.stored += stored
+        self.stored_bytes += stored
 
     def as_json(self) -> dict[str, JSON]:
         return {
             "files": self.files,
             "bytes": self.nbytes,
-            "stored_bytes": self.stored,
+            "stored_bytes": self.stored_bytes,
             "codec": self.codec,
-            "ratio": round(self.nbytes / self.stored, 4) if self.stored else 1.0,
+            "ratio": round(self.nbytes / self.stored_bytes, 4) if self.stored_bytes else 1.0,
         }
 
 
@@ -54,10 +54,10 @@ class StageResult:
     seconds: float
     """Of this call: staging, or finding that nothing had changed."""
     formats: Mapping[str, JSON]
-    set_aside: tuple[SetAside, ...]
+    set_aside: tuple[SetAsideEvent, ...]
     without_caption: int
-    why_reused: str = ""
-    older: tuple[tuple[str, int], ...] = ()
+    reuse_reason: str = ""
+    older_arenas: tuple[tuple[str, int], ...] = ()
     """Arenas of this dataset as it was before, and their sizes: kept until somebody removes them."""
 
     def figures(self) -> dict[str, JSON]:
@@ -82,27 +82,33 @@ class StageResult:
         }
 
 
-def judge(dataset: Dataset, set_aside: Sequence[SetAside], staged: int, place: str) -> None:
+def require_few_broken(
+    dataset: DatasetSettings, set_aside: Sequence[SetAsideEvent], staged_count: int, key_path: str
+) -> None:
     """TooManyBroken if the settings do not allow so many broken files; the list's first lines are in the message."""
-    name, total = f"datasets[{dataset.id}]", staged + len(set_aside)
+    name, total = f"datasets[{dataset.id}]", staged_count + len(set_aside)
     share = len(set_aside) / total if total else 0.0
     if set_aside and dataset.strict:
         count = "1 file is" if len(set_aside) == 1 else f"{len(set_aside)} files are"
-        remedy = f"mend or remove them, or set {place}.strict to false to leave them out"
-        raise TooManyBroken(f"{name} is strict and {count} broken:\n{_lines(set_aside, len(set_aside))}\n{remedy}")
+        remedy = f"mend or remove them, or set {key_path}.strict to false to leave them out"
+        raise TooManyBrokenFilesError(
+            f"{name} is strict and {count} broken:\n{_broken_lines(set_aside, len(set_aside))}\n{remedy}"
+        )
     if share > dataset.max_broken_share:
-        remedy = f"mend or remove them, or allow it with --set {place}.max_broken_share={_rounded_up(share)}"
+        remedy = f"mend or remove them, or allow it with --set {key_path}.max_broken_share={_rounded_up(share)}"
         allowed = f"{share:.1%}, at most {dataset.max_broken_share:.1%} are allowed"
-        lines = _lines(set_aside, _SHOWN)
-        raise TooManyBroken(f"{name}: {len(set_aside)} of {total} files are broken ({allowed}):\n{lines}\n{remedy}")
-    if not staged:
-        raise StageError(f"{name}: none of its {total} files can be used:\n{_lines(set_aside, _SHOWN)}")
+        lines = _broken_lines(set_aside, _MAX_LISTED)
+        raise TooManyBrokenFilesError(
+            f"{name}: {len(set_aside)} of {total} files are broken ({allowed}):\n{lines}\n{remedy}"
+        )
+    if not staged_count:
+        raise StageError(f"{name}: none of its {total} files can be used:\n{_broken_lines(set_aside, _MAX_LISTED)}")
 
 
-def _lines(set_aside: Sequence[SetAside], shown: int) -> str:
-    lines = [f"  {on_screen(one.file)}: {one.reason}" for one in set_aside[:shown]]
-    if len(set_aside) > shown:
-        lines.append(f"  and {len(set_aside) - shown} more")
+def _broken_lines(set_aside: Sequence[SetAsideEvent], limit: int) -> str:
+    lines = [f"  {escape_for_terminal(broken.file)}: {broken.reason}" for broken in set_aside[:limit]]
+    if len(set_aside) > limit:
+        lines.append(f"  and {len(set_aside) - limit} more")
     return "\n".join(lines)
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from supertuner.arena.home import Home
 from supertuner.arena.states import ArenaInfo
-from supertuner.config.settings.data import Dataset
-from supertuner.data.staging.fingerprint import STAGED_VERSION, origin
+from supertuner.config.settings.data import DatasetSettings
+from supertuner.data.staging.fingerprint import STAGED_VERSION, origin_digest
 
 
-def is_gone(source: Path) -> bool:
+def is_source_gone(source: Path) -> bool:
     """Nothing there, or an empty folder: that is what a mount point is while nothing is mounted."""
     if not os.path.isdir(source):
         return not os.path.exists(source)
@@ -19,11 +19,20 @@ def is_gone(source: Path) -> bool:
         return next(entries, None) is None
 
 
-def staged_earlier(home: Path, dataset: Dataset) -> ArenaInfo | None:
+def find_staged_arena(home: Path, dataset: DatasetSettings) -> ArenaInfo | None:
     """The newest arena in `home` that was staged from this dataset's source with these settings, if that is gone."""
     source = dataset.instance_data_dir
-    if source is None or not is_gone(source) or not home.is_dir():
+    if source is None or not is_source_gone(source) or not home.is_dir():
         return None
-    wanted = {"holds": "staged dataset", "version": STAGED_VERSION, "dataset": dataset.id, "origin": origin(dataset)}
-    found = [one for one in Home(home).ls() if one.state == "sealed" and wanted.items() <= dict(one.meta or {}).items()]
-    return max(found, key=lambda one: one.created or 0.0, default=None)
+    expected_meta = {
+        "holds": "staged dataset",
+        "version": STAGED_VERSION,
+        "dataset": dataset.id,
+        "origin": origin_digest(dataset),
+    }
+    candidates = [
+        one
+        for one in Home(home).ls()
+        if one.state == "sealed" and expected_meta.items() <= dict(one.meta or {}).items()
+    ]
+    return max(candidates, key=lambda one: one.created or 0.0, default=None)

@@ -8,50 +8,50 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Generic, Protocol, TypeVar
 
 
-class Worker(Protocol):
-    def work(self, chunk: range) -> None: ...
+class ChunkWorker(Protocol):
+    def process_chunk(self, chunk: range) -> None: ...
 
     def finish(self) -> None:
         """Called once per worker, in its own thread, whatever happened."""
 
 
-W = TypeVar("W", bound=Worker)
+WorkerT = TypeVar("WorkerT", bound=ChunkWorker)
 
 
-class Crew(Generic[W]):
+class ChunkThreadPool(Generic[WorkerT]):
     """`threads` workers, each made and used in a thread of its own."""
 
-    def __init__(self, make: Callable[[], W], chunks: Sequence[range], threads: int) -> None:
-        self._make = make
+    def __init__(self, create_worker: Callable[[], WorkerT], chunks: Sequence[range], threads: int) -> None:
+        self._create_worker = create_worker
         self._chunks: Iterator[range] = iter(chunks)
         self._threads = max(1, min(threads, len(chunks)))
         self._lock = threading.Lock()
         self._stopped = False
 
-    def run(self) -> list[W]:
+    def run(self) -> list[WorkerT]:
         """All chunks done, or the first error. No thread is left either way."""
         with ThreadPoolExecutor(self._threads, thread_name_prefix="stage") as pool:
             try:
-                futures = [pool.submit(self._run) for _ in range(self._threads)]
+                futures = [pool.submit(self._run_worker) for _ in range(self._threads)]
                 return [future.result() for future in as_completed(futures)]
             finally:  # after an error or Ctrl-C: the pool's exit waits for threads that now end soon
                 self._stopped = True
 
-    def _next(self) -> range | None:
+    def _next_chunk(self) -> range | None:
         with self._lock:
             return None if self._stopped else next(self._chunks, None)
 
-    def _run(self) -> W:
-        worker = self._make()
+    def _run_worker(self) -> WorkerT:
+        worker = self._create_worker()
         try:
-            while (chunk := self._next()) is not None:
-                worker.work(chunk)
+            while (chunk := self._next_chunk()) is not None:
+                worker.process_chunk(chunk)
         finally:
             worker.finish()
         return worker
 
 
-def chunked(sizes: Sequence[int], *, files: int, nbytes: int) -> list[range]:
+def split_chunks(sizes: Sequence[int], *, files: int, nbytes: int) -> list[range]:
     """Neighbouring items in chunks of at most `files` items and about `nbytes` bytes."""
     chunks: list[range] = []
     begin = total = 0

@@ -10,27 +10,34 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from supertuner.arena.bulk import Bulk
-from supertuner.config.settings.data import Dataset
-from supertuner.core.bulk_io import Together
-from supertuner.core.errors import BrokenMedia
-from supertuner.core.events import Phase
+from supertuner.config.settings.data import DatasetSettings
+from supertuner.core.bulk_io import BulkReader
+from supertuner.core.errors import BrokenMediaError
+from supertuner.core.events import ProgressPhase
 from supertuner.core.types import MIB, MediaKind
 from supertuner.data.probe import probe
-from supertuner.data.probe.facts import Facts
+from supertuner.data.probe.facts import MediaInfo
 from supertuner.data.sources.captions import MAX_CAPTION_BYTES
-from supertuner.data.sources.listing import Left, Listing, Source, Span
-from supertuner.data.staged import MEDIA
+from supertuner.data.sources.listing import DataSource, FileSpan, SkippedFile, SourceListing
+from supertuner.data.staged import MEDIA_FIELD
 from supertuner.data.staging.budget import stored_bytes
-from supertuner.data.staging.columns import Columns
-from supertuner.data.staging.compress import RAW, Choice, compress
+from supertuner.data.staging.columns import StagedColumns
+from supertuner.data.staging.compress import RAW_CODEC, CodecChoice, compress
 from supertuner.data.staging.decodes import require_decodes
-from supertuner.data.staging.meter import Meter
-from supertuner.data.staging.reading import Shelf, open_span, read_captions, read_span, require_unchanged, room_of
+from supertuner.data.staging.meter import BudgetMeter
+from supertuner.data.staging.reading import (
+    SpanBuffer,
+    buffer_bytes,
+    open_span,
+    read_captions,
+    read_span,
+    require_unchanged,
+)
 from supertuner.data.staging.result import FormatFigures
 
 if TYPE_CHECKING:
     from supertuner.arena.build import Build
-    from supertuner.data.sources.listing import Item
+    from supertuner.data.sources.listing import SourceItem
 
 _BUFFER_BYTES = 4 * MIB
 """Read, checked and written together. Twice as much would save a few more waits for the interpreter's lock, and cost
@@ -40,17 +47,17 @@ _SMALL_BYTES = MIB
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class StagingJob:
     """What all threads of a staging share."""
 
-    dataset: Dataset
-    source: Source
-    listing: Listing
+    dataset: DatasetSettings
+    source: DataSource
+    listing: SourceListing
     build: Build
-    meter: Meter
-    choices: Mapping[str, Choice]
+    meter: BudgetMeter
+    codecs: Mapping[str, CodecChoice]
     """Codecs by format; empty: files are stored as they are."""
-    phase: Phase
+    phase: ProgressPhase
     library: Path | None
     """What reads and writes many files at once, if it was built."""
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -59,137 +66,139 @@ class Job:
 class StageWorker:
     """Has a segment of the arena to itself."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: StagingJob) -> None:
         self._job = job
         self._kind = job.dataset.dataset_type
-        self._check = _checked_by_decoding if job.dataset.check == "decode" else probe
-        self._raw = not job.choices
+        self._probe = _probe_and_decode if job.dataset.check == "decode" else probe
+        self._stores_raw = not job.codecs
         self._writer = job.build.writer()
-        buffer = Together(_BUFFER_BYTES, job.library)
-        self._shelf = Shelf(buffer)
-        self._bulk = Bulk(self._writer, MEDIA, buffer)
-        self.columns = Columns()
-        self.left: list[tuple[int, Left]] = []
+        buffer = BulkReader(_BUFFER_BYTES, job.library)
+        self._span_buffer = SpanBuffer(buffer)
+        self._bulk_writer = Bulk(self._writer, MEDIA_FIELD, buffer)
+        self.columns = StagedColumns()
+        self.skipped: list[tuple[int, SkippedFile]] = []
         self.formats: dict[str, FormatFigures] = {}
 
-    def work(self, chunk: range) -> None:
+    def process_chunk(self, chunk: range) -> None:
         """Stage a chunk. What is done per file is kept short: reading 100 KB takes only some tens of microseconds."""
         items = self._job.listing.items[chunk.start : chunk.stop]
         nbytes = sum([item.nbytes for item in items])
-        if self._raw:  # the sizes are known: one look at the budget for all
-            self._job.meter.take(nbytes, sum([stored_bytes(item.nbytes) for item in items]))
-        numbers: list[int] = []
-        facts: list[Facts] = []
+        if self._stores_raw:  # the sizes are known: one look at the budget for all
+            self._job.meter.charge(nbytes, sum([stored_bytes(item.nbytes) for item in items]))
+        item_indices: list[int] = []
+        infos: list[MediaInfo] = []
         captions: list[tuple[str, ...]] = []
-        for part in together(items):
-            self._shelf.fill([span for item in items[part.start : part.stop] for span in small_spans(item)])
+        for part in split_by_buffer(items):
+            self._span_buffer.load([span for item in items[part.start : part.stop] for span in small_spans(item)])
             for at in part:
                 item = items[at]
                 try:
-                    text = self._captions(item) if isinstance(item.caption, Span) else item.caption or ()
-                    found = self._one(item)
-                except BrokenMedia as error:
-                    self._leave(chunk.start + at, item, str(error))
+                    text = self._read_captions(item) if isinstance(item.caption, FileSpan) else item.caption or ()
+                    info = self._stage_item(item)
+                except BrokenMediaError as error:
+                    self._skip(chunk.start + at, item, str(error))
                     continue
-                numbers.append(chunk.start + at)
-                facts.append(found)
+                item_indices.append(chunk.start + at)
+                infos.append(info)
                 captions.append(text)
-            self._bulk.flush()
-        self.columns.extend(numbers, facts, captions)
-        if self._raw:
-            self._count_raw([items[number - chunk.start].nbytes for number in numbers], facts)
+            self._bulk_writer.flush()
+        self.columns.extend(item_indices, infos, captions)
+        if self._stores_raw:
+            self._count_raw_formats([items[number - chunk.start].nbytes for number in item_indices], infos)
         with self._job.lock:
             self._job.phase.advance(len(chunk), nbytes)
 
     def finish(self) -> None:
         self._writer.close()
 
-    def _leave(self, number: int, item: Item, reason: str) -> None:
-        self.left.append((number, Left(item.name, reason)))
-        if self._raw:
-            self._job.meter.give_back(item.nbytes, stored_bytes(item.nbytes))
+    def _skip(self, item_index: int, item: SourceItem, reason: str) -> None:
+        self.skipped.append((item_index, SkippedFile(item.name, reason)))
+        if self._stores_raw:
+            self._job.meter.refund(item.nbytes, stored_bytes(item.nbytes))
 
-    def _captions(self, item: Item) -> tuple[str, ...]:
+    def _read_captions(self, item: SourceItem) -> tuple[str, ...]:
         settings = self._job.dataset.captions
         syntax, column = self._job.listing.caption_syntax, settings.caption_column
-        return read_captions(item, syntax, column, several=settings.several, read=self._shelf.take)
+        return read_captions(item, syntax, column, one_per_line=settings.several, read=self._span_buffer.view)
 
-    def _one(self, item: Item) -> Facts:
+    def _stage_item(self, item: SourceItem) -> MediaInfo:
         key, _, nbytes, media, _ = item
         if isinstance(media, int):
-            content = self._job.source.payload(media)
+            content = self._job.source.read_row(media)
         elif nbytes <= _SMALL_BYTES:
-            content = self._shelf.take(media)
-        elif self._raw and nbytes == media.file_bytes:
-            return self._large(key, media)
+            content = self._span_buffer.view(media)
+        elif self._stores_raw and nbytes == media.file_bytes:
+            return self._store_large_file(key, media)
         else:
             content = read_span(media)
-        facts = self._check(content, self._kind)
-        if not self._raw:
-            self._compressed(key, content, facts.format)
-        elif isinstance(media, Span) and nbytes <= _SMALL_BYTES:
-            self._bulk.add(key, self._shelf.place(media), nbytes)
+        info = self._probe(content, self._kind)
+        if not self._stores_raw:
+            self._store_compressed(key, content, info.format)
+        elif isinstance(media, FileSpan) and nbytes <= _SMALL_BYTES:
+            self._bulk_writer.add(key, self._span_buffer.offset_of(media), nbytes)
         else:
-            self._put(key, content)
-        return facts
+            self._store_unit(key, content)
+        return info
 
-    def _put(self, key: str, content: memoryview) -> None:
+    def _store_unit(self, key: str, content: memoryview) -> None:
         """Store what is not in the buffer, as a unit of its own."""
-        self._bulk.flush()
+        self._bulk_writer.flush()
         with self._writer.begin(key) as unit:
-            unit.put(MEDIA, content)
+            unit.put(MEDIA_FIELD, content)
 
-    def _compressed(self, key: str, content: memoryview, format: str) -> None:
+    def _store_compressed(self, key: str, content: memoryview, format: str) -> None:
         """Store with the codec of its format, which may be none."""
-        codec = self._job.choices[format].codec if format in self._job.choices else RAW
+        codec = self._job.codecs[format].codec if format in self._job.codecs else RAW_CODEC
         nbytes = len(content)
-        packed = content if codec == RAW else compress(codec, content)
-        self._job.meter.take(nbytes, stored_bytes(len(packed)))
+        packed = content if codec == RAW_CODEC else compress(codec, content)
+        self._job.meter.charge(nbytes, stored_bytes(len(packed)))
         with self._writer.begin(key) as unit:
-            unit.put(MEDIA, packed, codec=codec, raw_nbytes=nbytes)
+            unit.put(MEDIA_FIELD, packed, codec=codec, raw_nbytes=nbytes)
         self.formats.setdefault(format, FormatFigures(codec=codec)).add(1, nbytes, len(packed))
 
-    def _large(self, key: str, span: Span) -> Facts:
+    def _store_large_file(self, key: str, span: FileSpan) -> MediaInfo:
         """A file that would not fit into the buffer: in pieces straight into the arena."""
-        self._bulk.flush()
+        self._bulk_writer.flush()
         fd = open_span(span)
         try:
             with self._writer.begin(key) as unit:
-                facts = self._check(unit.put_file(MEDIA, fd, span.nbytes), self._kind)
+                info = self._probe(unit.put_file(MEDIA_FIELD, fd, span.nbytes), self._kind)
                 require_unchanged(os.fstat(fd), span)
         except OSError as error:  # of reading: what the arena itself meets is an ArenaError
-            raise BrokenMedia(f"unreadable: {error.strerror}") from error
+            raise BrokenMediaError(f"unreadable: {error.strerror}") from error
         finally:
             os.close(fd)
-        return facts
+        return info
 
-    def _count_raw(self, sizes: list[int], facts: list[Facts]) -> None:
-        formats = [found.format for found in facts]
+    def _count_raw_formats(self, sizes: list[int], infos: list[MediaInfo]) -> None:
+        formats = [info.format for info in infos]
         for format in set(formats):
-            mine = [nbytes for nbytes, its in zip(sizes, formats, strict=True) if its == format]
-            self.formats.setdefault(format, FormatFigures()).add(len(mine), sum(mine), sum(mine))
+            format_sizes = [nbytes for nbytes, item_format in zip(sizes, formats, strict=True) if item_format == format]
+            self.formats.setdefault(format, FormatFigures()).add(
+                len(format_sizes), sum(format_sizes), sum(format_sizes)
+            )
 
 
-def small_spans(item: Item) -> list[Span]:
+def small_spans(item: SourceItem) -> list[FileSpan]:
     """What of an item is read together with others."""
     limits = ((item.media, _SMALL_BYTES), (item.caption, MAX_CAPTION_BYTES))
-    return [span for span, most in limits if isinstance(span, Span) and 0 < span.nbytes <= most]
+    return [span for span, max_bytes in limits if isinstance(span, FileSpan) and 0 < span.nbytes <= max_bytes]
 
 
-def together(items: Sequence[Item]) -> Iterator[range]:
+def split_by_buffer(items: Sequence[SourceItem]) -> Iterator[range]:
     """Neighbours whose small spans fit the buffer at once."""
-    begin = taken = 0
+    begin = buffered_bytes = 0
     for at, item in enumerate(items):
-        room = room_of(small_spans(item))
-        if at > begin and taken + room > _BUFFER_BYTES:
+        item_bytes = buffer_bytes(small_spans(item))
+        if at > begin and buffered_bytes + item_bytes > _BUFFER_BYTES:
             yield range(begin, at)
-            begin, taken = at, 0
-        taken += room
+            begin, buffered_bytes = at, 0
+        buffered_bytes += item_bytes
     if begin < len(items):
         yield range(begin, len(items))
 
 
-def _checked_by_decoding(view: memoryview, kind: MediaKind) -> Facts:
-    facts = probe(view, kind)
-    require_decodes(view, facts, kind)
-    return facts
+def _probe_and_decode(view: memoryview, kind: MediaKind) -> MediaInfo:
+    info = probe(view, kind)
+    require_decodes(view, info, kind)
+    return info

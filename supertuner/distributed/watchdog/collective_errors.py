@@ -8,18 +8,19 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-COLLECTIVES = os.path.dirname(dist.__file__) + os.sep
+TORCH_DISTRIBUTED_PREFIX = os.path.dirname(dist.__file__) + os.sep
 
 
-def is_broken_connection(error: BaseException) -> bool:
+def is_collective_failure(error: BaseException) -> bool:
     """Whether a collective failed: the error, or what it came from, was raised inside torch.distributed. What fails
     there for want of memory is this process's own."""
     return any(
-        isinstance(one, RuntimeError) and not _wants_memory(one) and _from_collective(one) for one in _chain(error)
+        isinstance(one, RuntimeError) and not _is_out_of_memory(one) and _from_collective(one)
+        for one in _cause_chain(error)
     )
 
 
-def _wants_memory(error: RuntimeError) -> bool:
+def _is_out_of_memory(error: RuntimeError) -> bool:
     """Of host memory torch says so in words only."""
     return isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)
 
@@ -27,14 +28,14 @@ def _wants_memory(error: RuntimeError) -> bool:
 def _from_collective(error: BaseException) -> bool:
     trace = error.__traceback__
     while trace is not None:
-        if trace.tb_frame.f_code.co_filename.startswith(COLLECTIVES):
+        if trace.tb_frame.f_code.co_filename.startswith(TORCH_DISTRIBUTED_PREFIX):
             return True
         trace = trace.tb_next
     return isinstance(error, dist.DistError)
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    found: BaseException | None = error
-    while found is not None:
-        yield found
-        found = found.__cause__
+def _cause_chain(error: BaseException) -> Iterator[BaseException]:
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__

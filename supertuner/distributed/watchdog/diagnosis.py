@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 
-MOST_NAMED = 4
+MAX_RANKS_NAMED = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class RankReport:
     """What a process says of itself, at every beat."""
 
     rank: int
@@ -35,37 +35,37 @@ class Report:
     left: bool = False
     """It is done and may go."""
 
-    def named(self) -> str:
+    def label(self) -> str:
         return f"rank {self.rank} ({self.host}, pid {self.pid})"
 
-    def last(self) -> str:
-        at = f" at {self.where}" if self.where else ""
-        return f"{self.doing} after step {self.step}{at}" if self.step else f"{self.doing}{at}"
+    def last_activity(self) -> str:
+        place = f" at {self.where}" if self.where else ""
+        return f"{self.doing} after step {self.step}{place}" if self.step else f"{self.doing}{place}"
 
 
-class State(StrEnum):
+class ProcessState(StrEnum):
     """A process as its own node sees it."""
 
     ALIVE = "alive"
     GONE = "gone"
     STOPPED = "stopped"
-    ELSEWHERE = "on another node"
+    ON_ANOTHER_NODE = "on another node"
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class ObservedRank:
     """A process as another one sees it."""
 
     rank: int
-    report: Report | None
+    report: RankReport | None
     """The last that it said; None: nothing yet."""
     silent_s: float
     """Since anything new came from it."""
-    state: State
+    state: ProcessState
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class WatchdogVerdict:
     """Why the job ends."""
 
     rank: int
@@ -78,67 +78,71 @@ class Verdict:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_bytes(cls, content: bytes) -> Verdict:
+    def from_bytes(cls, content: bytes) -> WatchdogVerdict:
         fields = json.loads(content)
         return cls(int(fields["rank"]), int(fields["local_rank"]), str(fields["node"]), str(fields["text"]))
 
 
-def report_to_text(report: Report) -> str:
+def report_to_text(report: RankReport) -> str:
     return json.dumps(asdict(report))
 
 
-def report_from_bytes(content: bytes) -> Report:
-    return Report(**json.loads(content))
+def report_from_bytes(content: bytes) -> RankReport:
+    return RankReport(**json.loads(content))
 
 
-def judged(seen: Iterable[Seen], timeout_s: float, *, silent_s: float | None = None) -> Verdict | None:
+def diagnose(
+    observed: Iterable[ObservedRank], timeout_s: float, *, silent_s: float | None = None
+) -> WatchdogVerdict | None:
     """What ends the job, if anything does. One that is gone is gone at once; all else has `timeout_s`, but for being
     silent, `silent_s` where that is given."""
-    everybody = list(seen)
-    here = [one for one in everybody if one.report is None or not one.report.left]
-    for one in here:
-        if one.report is not None and one.state is State.GONE:
-            return of(one.report, f"is gone: it was killed while {one.report.last()}")
-    for one in here:
+    all_ranks = list(observed)
+    active_ranks = [rank for rank in all_ranks if rank.report is None or not rank.report.left]
+    for one in active_ranks:
+        if one.report is not None and one.state is ProcessState.GONE:
+            return verdict_about(one.report, f"is gone: it was killed while {one.report.last_activity()}")
+    for one in active_ranks:
         if one.silent_s >= (timeout_s if silent_s is None else silent_s):
-            return _silent(one)
-    reports = [one.report for one in here if one.report is not None]
+            return _silence_verdict(one)
+    reports = [one.report for one in active_ranks if one.report is not None]
     hanging = [r for r in reports if r.idle_s >= timeout_s and not r.waits]
     if hanging:
-        return _together(hanging, "hangs", "hang", "no sign of life")
+        return _stall_verdict(hanging, "hangs", "hang", "no sign of life")
     stuck = [r for r in reports if r.idle_s >= timeout_s and r.waits]
     # One that is done counts: what it did last may just have ended a long wait of the others.
-    if stuck and all(one.report is not None and one.report.idle_s >= timeout_s for one in everybody):
-        return _together(stuck, "waits for the others", "wait for each other", "nothing came")
+    if stuck and all(one.report is not None and one.report.idle_s >= timeout_s for one in all_ranks):
+        return _stall_verdict(stuck, "waits for the others", "wait for each other", "nothing came")
     return None
 
 
-def of(report: Report, text: str) -> Verdict:
-    return Verdict(report.rank, report.local_rank, report.node, f"{report.named()} {text}")
+def verdict_about(report: RankReport, text: str) -> WatchdogVerdict:
+    return WatchdogVerdict(report.rank, report.local_rank, report.node, f"{report.label()} {text}")
 
 
-def _silent(one: Seen) -> Verdict:
-    since = f"nothing was heard from it for {one.silent_s:.0f} s"
-    if one.report is None:
-        text = f"rank {one.rank} has not come: {since}; see that it was started"
-        return Verdict(one.rank, one.rank, "", text)
-    what = {
-        State.STOPPED: "is stopped (SIGSTOP, or a debugger)",
-        State.ALIVE: "hangs outside of Python",
-        State.ELSEWHERE: "is gone, stopped, or cut off with its node",
-        State.GONE: "is gone",
-    }[one.state]
-    return of(one.report, f"{what}: {since}; it was last {one.report.last()}")
+def _silence_verdict(observed: ObservedRank) -> WatchdogVerdict:
+    since = f"nothing was heard from it for {observed.silent_s:.0f} s"
+    if observed.report is None:
+        text = f"rank {observed.rank} has not come: {since}; see that it was started"
+        return WatchdogVerdict(observed.rank, observed.rank, "", text)
+    state_text = {
+        ProcessState.STOPPED: "is stopped (SIGSTOP, or a debugger)",
+        ProcessState.ALIVE: "hangs outside of Python",
+        ProcessState.ON_ANOTHER_NODE: "is gone, stopped, or cut off with its node",
+        ProcessState.GONE: "is gone",
+    }[observed.state]
+    return verdict_about(observed.report, f"{state_text}: {since}; it was last {observed.report.last_activity()}")
 
 
-def _together(found: Sequence[Report], one: str, several: str, what: str) -> Verdict:
+def _stall_verdict(reports: Sequence[RankReport], singular: str, plural: str, symptom: str) -> WatchdogVerdict:
     """Those that are furthest behind: the others wait for them."""
-    behind = min(report.step for report in found)
-    guilty = [report for report in found if report.step == behind]
-    first, since = guilty[0], f"{what} for {guilty[0].idle_s:.0f} s"
-    if len(guilty) == 1:
-        return of(first, f"{one}: {since}, while {first.last()}")
-    each = "; ".join(f"{report.named()} while {report.last()}" for report in guilty[:MOST_NAMED])
-    more = f"; and {len(guilty) - MOST_NAMED} more" if len(guilty) > MOST_NAMED else ""
-    text = f"{len(guilty)} processes {several}: {since}: {each}{more}"
-    return Verdict(first.rank, first.local_rank, first.node, text)
+    least_step = min(report.step for report in reports)
+    furthest_behind = [report for report in reports if report.step == least_step]
+    first, since = furthest_behind[0], f"{symptom} for {furthest_behind[0].idle_s:.0f} s"
+    if len(furthest_behind) == 1:
+        return verdict_about(first, f"{singular}: {since}, while {first.last_activity()}")
+    descriptions = "; ".join(
+        f"{report.label()} while {report.last_activity()}" for report in furthest_behind[:MAX_RANKS_NAMED]
+    )
+    more = f"; and {len(furthest_behind) - MAX_RANKS_NAMED} more" if len(furthest_behind) > MAX_RANKS_NAMED else ""
+    text = f"{len(furthest_behind)} processes {plural}: {since}: {descriptions}{more}"
+    return WatchdogVerdict(first.rank, first.local_rank, first.node, text)

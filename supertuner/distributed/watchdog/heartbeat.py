@@ -13,67 +13,69 @@ from types import TracebackType
 import torch
 from torch import nn
 
-from supertuner.core.events import Event, Measured, Phase, Progress, Sink
-from supertuner.sinks.training import STEP
-from supertuner.step.window import Reduction
+from supertuner.core.events import Event, MeasurementEvent, Progress, ProgressPhase, Sink
+from supertuner.sinks.training import TRAIN_STEP
+from supertuner.step.window import GradientReduction
 
 
 @dataclass(slots=True)
-class Pulse:
+class Heartbeat:
     """Written by the thread that works, read by the one that watches; a torn read is a moment old, no more."""
 
-    doing: str = "starting"
+    activity: str = "starting"
     step: int = 0
     """Steps done: the same count in all processes."""
-    at: float = 0.0
+    marked_at_s: float = 0.0
     """When it last came on, by the monotonic clock."""
     marks: int = 0
-    in_pass: bool = False
+    in_window: bool = False
     """In the passes of a window: there it comes on with each micro-batch, or it hangs. Elsewhere work that is silent
     for long, a download, a compiler, is told from a hang by what it takes of the machine."""
 
-    def mark(self, *, in_pass: bool = False) -> None:
-        self.at, self.in_pass = time.monotonic(), in_pass
+    def mark(self, *, in_window: bool = False) -> None:
+        self.marked_at_s, self.in_window = time.monotonic(), in_window
         self.marks += 1
 
 
-class MarkedSink:
+class HeartbeatSink:
     """A sink whose events are signs of life."""
 
-    def __init__(self, sink: Sink, pulse: Pulse) -> None:
-        self._sink, self._pulse = sink, pulse
+    def __init__(self, sink: Sink, heartbeat: Heartbeat) -> None:
+        self._sink, self._heartbeat = sink, heartbeat
 
     def emit(self, event: Event, /) -> None:
-        if isinstance(event, Measured) and event.what == STEP:
+        if isinstance(event, MeasurementEvent) and event.what == TRAIN_STEP:
             step = event.figures["step"]
             assert isinstance(step, int)
-            self._pulse.step = step
-        self._pulse.mark()
+            self._heartbeat.step = step
+        self._heartbeat.mark()
         self._sink.emit(event)
 
 
-class MarkedProgress:
+class HeartbeatProgress:
     """Progress that is a sign of life, and says what is being done."""
 
-    def __init__(self, progress: Progress, pulse: Pulse) -> None:
-        self._progress, self._pulse = progress, pulse
+    def __init__(self, progress: Progress, heartbeat: Heartbeat) -> None:
+        self._progress, self._heartbeat = progress, heartbeat
 
-    def phase(self, title: str, *, items: int = 0, nbytes: int = 0, noun: str = "files") -> Phase:
-        return _MarkedPhase(self._progress.phase(title, items=items, nbytes=nbytes, noun=noun), title, self._pulse)
+    def phase(self, title: str, *, items: int = 0, nbytes: int = 0, noun: str = "files") -> ProgressPhase:
+        return _HeartbeatPhase(
+            self._progress.phase(title, items=items, nbytes=nbytes, noun=noun), title, self._heartbeat
+        )
 
 
-class _MarkedPhase:
-    def __init__(self, phase: Phase, title: str, pulse: Pulse) -> None:
-        self._phase, self._title, self._pulse = phase, title, pulse
-        self._before = pulse.doing
+class _HeartbeatPhase:
+    def __init__(self, phase: ProgressPhase, title: str, heartbeat: Heartbeat) -> None:
+        self._phase, self._title, self._heartbeat = phase, title, heartbeat
+        self._previous_activity = heartbeat.activity
 
     def advance(self, items: int = 0, nbytes: int = 0) -> None:
-        self._pulse.mark()
+        self._heartbeat.mark()
         self._phase.advance(items, nbytes)
 
-    def __enter__(self) -> Phase:
-        self._before, self._pulse.doing = self._pulse.doing, self._title
-        self._pulse.mark()
+    def __enter__(self) -> ProgressPhase:
+        self._previous_activity, self._heartbeat.activity = self._heartbeat.activity, self._title
+        self._heartbeat.mark()
         self._phase.__enter__()
         return self
 
@@ -81,25 +83,25 @@ class _MarkedPhase:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is None:  # a phase that failed stays what was being done
-            self._pulse.doing = self._before
-        self._pulse.mark()
+            self._heartbeat.activity = self._previous_activity
+        self._heartbeat.mark()
         self._phase.__exit__(kind, error, trace)
 
 
-class MarkedReduction:
+class HeartbeatReduction:
     """A reduction whose calls are signs of life: one for each micro-batch, and those at a window's end."""
 
-    def __init__(self, reduction: Reduction, pulse: Pulse) -> None:
-        self._reduction, self._pulse = reduction, pulse
+    def __init__(self, reduction: GradientReduction, heartbeat: Heartbeat) -> None:
+        self._reduction, self._heartbeat = reduction, heartbeat
 
-    def begin(self, last: bool) -> None:
-        self._pulse.doing = "training"
-        self._pulse.mark(in_pass=self._pulse.step > 0)  # the first window may wait for a compiler
-        self._reduction.begin(last)
+    def begin_backward(self, is_last: bool) -> None:
+        self._heartbeat.activity = "training"
+        self._heartbeat.mark(in_window=self._heartbeat.step > 0)  # the first window may wait for a compiler
+        self._reduction.begin_backward(is_last)
 
-    def add(self, parameters: Iterable[nn.Parameter], loss: torch.Tensor) -> torch.Tensor:
-        self._pulse.mark(in_pass=self._pulse.step > 0)
-        return self._reduction.add(parameters, loss)
+    def all_reduce(self, parameters: Iterable[nn.Parameter], loss: torch.Tensor) -> torch.Tensor:
+        self._heartbeat.mark(in_window=self._heartbeat.step > 0)
+        return self._reduction.all_reduce(parameters, loss)
 
-    def norm(self, norm: torch.Tensor) -> torch.Tensor:
-        return self._reduction.norm(norm)
+    def global_norm(self, local_norm: torch.Tensor) -> torch.Tensor:
+        return self._reduction.global_norm(local_norm)

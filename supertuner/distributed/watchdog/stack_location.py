@@ -17,13 +17,13 @@ from typing import TypeAlias
 
 import torch
 
-from supertuner.distributed.watchdog.collective_errors import COLLECTIVES
+from supertuner.distributed.watchdog.collective_errors import TORCH_DISTRIBUTED_PREFIX
 
-Function: TypeAlias = tuple[str, str]
+FunctionKey: TypeAlias = tuple[str, str]
 """A file of ours, and a name in it."""
 
-OURS = str(Path(__file__).parents[2]) + os.sep
-WAITS: frozenset[Function] = frozenset(
+PACKAGE_PREFIX = str(Path(__file__).parents[2]) + os.sep
+WAITING_FUNCTIONS: frozenset[FunctionKey] = frozenset(
     {
         ("distributed/gradient_sum.py", "arrive"),  # gloo's wait is a method that has no line in Python
         ("step/window.py", "_to_host"),  # for the GPU, which is in a collective
@@ -32,65 +32,71 @@ WAITS: frozenset[Function] = frozenset(
     }
 )
 """In which one waits for other processes, beside torch's collectives."""
-MAKES: Function = ("train/encoding/epochs.py", "make")
+PRODUCER_FUNCTION: FunctionKey = ("train/encoding/epochs.py", "make")
 """In which a thread makes what other processes may wait for."""
-HANDED: dict[Function, Function] = {
+PRODUCER_BY_CONSUMER: dict[FunctionKey, FunctionKey] = {
     ("train/dataloader.py", "take"): ("train/dataloader.py", "_make"),
-    ("cache/epoch_rotation.py", "at"): MAKES,
+    ("cache/epoch_rotation.py", "at"): PRODUCER_FUNCTION,
 }
 """In which a thread waits for another one of this process → in which that one works."""
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-COMPILES = (f"{_TORCH}_dynamo/convert_frame.py", f"{_TORCH}_inductor/compile_fx.py")
+COMPILER_FILES = (f"{_TORCH}_dynamo/convert_frame.py", f"{_TORCH}_inductor/compile_fx.py")
 
 
 @dataclass(frozen=True, slots=True)
-class Whereabouts:
+class StackLocation:
     where: str = ""
     """In our code."""
-    waits: bool = False
+    waits_for_ranks: bool = False
     """For other processes, and none of them may wait for it."""
-    apart: bool = False
+    outside_window: bool = False
     """What goes on is no pass of a window: a batch is made, or what others wait for, or code is compiled."""
 
 
-def whereabouts() -> Whereabouts:
+def current_location() -> StackLocation:
     frames = sys._current_frames()
-    main = _Stack(frames.pop(threading.main_thread().ident or 0, None))
-    others = [_Stack(frame) for frame in frames.values()]
-    last = main
-    while (made := next((one for one in others if HANDED.get(last.at) in one.functions), None)) is not None:
-        last = made
-    if last.waits:
-        last = next((one for one in others if MAKES in one.functions and not one.waits), last)
-    apart = last is not main or any(one.compiles for one in (main, *others))
-    return Whereabouts(last.where, last.waits, apart)
+    main_stack = _ThreadStack(frames.pop(threading.main_thread().ident or 0, None))
+    other_stacks = [_ThreadStack(frame) for frame in frames.values()]
+    stack = main_stack
+    while (
+        producer := next(
+            (one for one in other_stacks if PRODUCER_BY_CONSUMER.get(stack.innermost) in one.functions), None
+        )
+    ) is not None:
+        stack = producer
+    if stack.waits_for_ranks:
+        stack = next(
+            (one for one in other_stacks if PRODUCER_FUNCTION in one.functions and not one.waits_for_ranks), stack
+        )
+    outside_window = stack is not main_stack or any(one.compiles for one in (main_stack, *other_stacks))
+    return StackLocation(stack.where, stack.waits_for_ranks, outside_window)
 
 
-class _Stack:
+class _ThreadStack:
     """Of one thread, from where it is to where it began."""
 
     def __init__(self, frame: FrameType | None) -> None:
-        self.functions: list[Function] = []
+        self.functions: list[FunctionKey] = []
         self.where = ""
-        self.waits = self.compiles = False
-        for one in _outwards(frame):
-            code = one.f_code
-            if code.co_filename.startswith(OURS):
-                function = (code.co_filename.removeprefix(OURS), code.co_name)
-                self.where = self.where or f"supertuner/{function[0]}:{one.f_lineno}, {function[1]}"
-                self.waits = self.waits or function in WAITS
+        self.waits_for_ranks = self.compiles = False
+        for caller in _frames_outwards(frame):
+            code = caller.f_code
+            if code.co_filename.startswith(PACKAGE_PREFIX):
+                function = (code.co_filename.removeprefix(PACKAGE_PREFIX), code.co_name)
+                self.where = self.where or f"supertuner/{function[0]}:{caller.f_lineno}, {function[1]}"
+                self.waits_for_ranks = self.waits_for_ranks or function in WAITING_FUNCTIONS
                 self.functions.append(function)
-            elif not self.functions and code.co_filename.startswith(COLLECTIVES):
-                self.waits = True
-            elif code.co_filename in COMPILES:
+            elif not self.functions and code.co_filename.startswith(TORCH_DISTRIBUTED_PREFIX):
+                self.waits_for_ranks = True
+            elif code.co_filename in COMPILER_FILES:
                 self.compiles = True
 
     @property
-    def at(self) -> Function:
+    def innermost(self) -> FunctionKey:
         return self.functions[0] if self.functions else ("", "")
 
 
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+def _frames_outwards(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back

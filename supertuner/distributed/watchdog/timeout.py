@@ -16,20 +16,20 @@ Value = TypeVar("Value")
 TICK_S = 0.5
 
 
-def within(seconds: float, call: Callable[[], Value]) -> Value:
+def call_with_timeout(seconds: float, call: Callable[[], Value]) -> Value:
     """What the call returns or raises; TimeoutError if that takes longer. It is left behind then, in a thread that ends
     with the process. Of the time that this process was stopped itself no more than a tick counts."""
-    answer: Future[Value] = Future()
-    threading.Thread(target=_answer, args=(answer, call), name="limited", daemon=True).start()
-    while not wait([answer], min(seconds, TICK_S)).done:
+    future: Future[Value] = Future()
+    threading.Thread(target=_run_into_future, args=(future, call), name="limited", daemon=True).start()
+    while not wait([future], min(seconds, TICK_S)).done:
         seconds -= TICK_S
         if seconds <= 0:
             raise TimeoutError
-    return answer.result()
+    return future.result()
 
 
-def _answer(answer: Future[Value], call: Callable[[], Value]) -> None:
+def _run_into_future(future: Future[Value], call: Callable[[], Value]) -> None:
     try:
-        answer.set_result(call())
+        future.set_result(call())
     except (RuntimeError, ValueError, SuperTunerError) as error:  # torch's of a store, and ours: for whoever waits
-        answer.set_exception(error)
+        future.set_exception(error)

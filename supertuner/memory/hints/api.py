@@ -326,6 +326,6 @@ def _ready() -> Hints:
 
 
 def _setting_of_environment() -> bool | None:
-    from supertuner.config.sources.load import load
+    from supertuner.config.sources.load import load_config
 
-    return load(None, check_paths=False).config.gh200_optimizations.enable_uvm_hints
+    return load_config(None, check_paths=False).config.gh200_optimizations.enable_uvm_hints

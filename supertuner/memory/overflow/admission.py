@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from supertuner.core.host import Host
+from supertuner.core.host import HostFacts
 from supertuner.core.types import GIB, MIB, bytes_text
 from supertuner.memory.driver import Device
 from supertuner.memory.overflow.plugin import Limits
 from supertuner.memory.overflow.routing import OLDEST, version_of
 
 if TYPE_CHECKING:
-    from supertuner.config.settings.memory import Overflow as Settings
+    from supertuner.config.settings.memory import OverflowSettings as Settings
     from supertuner.memory.probe import Facts
 
 NAME: Final = "memory.overflow"
@@ -58,7 +58,7 @@ def numbered(device: torch.device) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
 
 
-def refusal(settings: Settings, facts: Facts, device: torch.device, below: TorchFacts, host: Host) -> str | None:
+def refusal(settings: Settings, facts: Facts, device: torch.device, below: TorchFacts, host: HostFacts) -> str | None:
     """Why overflow cannot be had here, and what to do; None: nothing speaks against it."""
     if not settings.enabled:
         return f"{NAME}.enabled is false"
@@ -73,7 +73,7 @@ def refusal(settings: Settings, facts: Facts, device: torch.device, below: Torch
     return _no_use_on(gpu, facts) or _no_use_below(below) or _no_room(settings, host)
 
 
-def _no_room(settings: Settings, host: Host) -> str | None:
+def _no_room(settings: Settings, host: HostFacts) -> str | None:
     floor, total = settings.host_floor_gb, host.memory_total()
     if floor is None or total is None or floor * GIB < total:
         return None
@@ -131,7 +131,7 @@ class HostRoom:
         return min(self._most, available + managed_bytes)
 
 
-def limits_of(settings: Settings, host: Host, *, room: int | None) -> Limits:
+def limits_of(settings: Settings, host: HostFacts, *, room: int | None) -> Limits:
     """The plugin's limits.
 
     `room`: what the host, or this process's container, could hold of managed memory. That is without free GPU memory,

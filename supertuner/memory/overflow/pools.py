@@ -18,8 +18,8 @@ import torch
 from torch.cuda.memory import CUDAPluggableAllocator
 
 from supertuner.core.errors import MemoryEngineError
-from supertuner.core.events import Decided, Measured, Noted, Sink, Warned
-from supertuner.core.host import Host
+from supertuner.core.events import DecisionEvent, MeasurementEvent, NoteEvent, Sink, WarningEvent
+from supertuner.core.host import HostFacts
 from supertuner.core.types import JSON, MIB, bytes_text
 from supertuner.memory.driver import HOST, Driver, Missing, Refused
 from supertuner.memory.overflow import reclaim as reclaiming
@@ -30,7 +30,7 @@ from supertuner.memory.overflow.routing import ProcessWide, Route, ThisThread
 from supertuner.memory.probe import host_available_bytes
 
 if TYPE_CHECKING:
-    from supertuner.config.settings.memory import Overflow as Settings
+    from supertuner.config.settings.memory import OverflowSettings as Settings
     from supertuner.memory.probe import Facts
 
 Class: TypeAlias = Literal["weights", "state"]
@@ -55,7 +55,7 @@ class Reclaimed:
 def open_pools(
     settings: Settings,
     facts: Facts,
-    host: Host,
+    host: HostFacts,
     sink: Sink,
     *,
     driver: Driver | Missing,
@@ -82,7 +82,7 @@ class Pools:
         self,
         settings: Settings,
         facts: Facts,
-        host: Host,
+        host: HostFacts,
         sink: Sink,
         driver: Driver | Missing,
         device: int,
@@ -175,7 +175,7 @@ class Pools:
         self._retired, self._hard_at, self._next_look_s = True, self._steps, 0.0
         self._overflow.reclaimed(hard=1, device=self._device)
         self._tell("hard", freed, reason)
-        self._sink.emit(Noted(NAME, f"pools rebuilt, {bytes_text(freed)} given back: {reason}"))
+        self._sink.emit(NoteEvent(NAME, f"pools rebuilt, {bytes_text(freed)} given back: {reason}"))
         return freed
 
     def _tell_limits(self, managed_bytes: int) -> Limits:
@@ -206,7 +206,7 @@ class Pools:
         here = ThisThread(self._device)
         if not self._begins(here, routing.this_thread_arrives):
             raise MemoryEngineError(f"{NAME}: torch {torch.__version__} does not ask the plugin for memory ({why})")
-        self._sink.emit(Warned(NAME, f"only {here.how} are routed: {why}"))
+        self._sink.emit(WarningEvent(NAME, f"only {here.how} are routed: {why}"))
         return here
 
     def _begins(self, route: Route, arrives: Callable[[int, Callable[[], int]], bool]) -> bool:
@@ -226,13 +226,13 @@ class Pools:
             f"then managed memory ({self._settings.access_pattern}) up to {bytes_text(account.limit_bytes)} in all"
         )
         if (surprise := doubt(self._settings, account.total_bytes)) is not None:
-            self._sink.emit(Warned(NAME, surprise))
+            self._sink.emit(WarningEvent(NAME, surprise))
         reserve = min(account.reserve_bytes, account.total_bytes)
         gpu, host = bytes_text(reserve), bytes_text(limits.host_floor_bytes)
         kept = f"{gpu} of the GPU and {host} of the host stay free"
         patterns: dict[str, JSON] = {"all": self._current, **{name: of for name, of in self._patterns.items()}}
         value: dict[str, JSON] = {"oversubscription_ratio": limits.ratio, "patterns": patterns}
-        self._sink.emit(Decided(NAME, value, f"device memory first, {spilled}; {kept}; routed: {route.how}"))
+        self._sink.emit(DecisionEvent(NAME, value, f"device memory first, {spilled}; {kept}; routed: {route.how}"))
         return route
 
     def _arrivals(self) -> int:
@@ -306,7 +306,7 @@ class Pools:
                 self._driver.synchronize(self._device)
             except Refused as refused:
                 self._light_from = self._steps + reclaiming.LIGHT_EVERY_STEPS  # it would say so again at every step
-                self._sink.emit(Warned(NAME, f"{bytes_text(nbytes)} could not be taken back: {refused}"))
+                self._sink.emit(WarningEvent(NAME, f"{bytes_text(nbytes)} could not be taken back: {refused}"))
                 return 0
         self._overflow.reclaimed(light=1, device=self._device)
         self._tell("light", nbytes, reason)
@@ -314,4 +314,4 @@ class Pools:
 
     def _tell(self, how: str, nbytes: int, reason: str) -> None:
         figures: dict[str, JSON] = {"how": how, "bytes": nbytes, "step_ends": self._steps, "reason": reason}
-        self._sink.emit(Measured(RECLAIMED, figures))
+        self._sink.emit(MeasurementEvent(RECLAIMED, figures))

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-from supertuner.core.host import Host
+from supertuner.core.host import HostFacts
 from supertuner.core.types import KIB
 from supertuner.memory.probe import NodeFacts
 
@@ -58,7 +58,7 @@ class KernelFile:
 class HostMemory:
     """What can still be taken of host memory, within the container's limit, and what this process holds of it."""
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: HostFacts) -> None:
         self._meminfo = KernelFile(host.root / "proc/meminfo")
         self._statm = KernelFile(host.root / "proc/self/statm")
         self._page_bytes = os.sysconf("SC_PAGE_SIZE")
@@ -118,7 +118,7 @@ class Faults:
 class Migrations:
     """Pages that the kernel moved between nodes or swapped, on the whole machine."""
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: HostFacts) -> None:
         self._vmstat = KernelFile(host.root / "proc/vmstat")
         self._last = self._now()
 
@@ -136,7 +136,7 @@ class Migrations:
 class Nodes:
     """What lies on each NUMA node. On a Grace superchip the GPU's memory is one: cache that strayed there shows."""
 
-    def __init__(self, host: Host, nodes: Iterable[NodeFacts]) -> None:
+    def __init__(self, host: HostFacts, nodes: Iterable[NodeFacts]) -> None:
         folder = host.root / "sys/devices/system/node"
         self._files = {node.number: KernelFile(folder / f"node{node.number}/meminfo") for node in nodes}
 

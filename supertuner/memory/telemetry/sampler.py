@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
-from supertuner.core.events import MEMORY, Measured, Sink
-from supertuner.core.host import Host
+from supertuner.core.events import MEMORY_MEASUREMENT, MeasurementEvent, Sink
+from supertuner.core.host import HostFacts
 from supertuner.memory.driver import Driver, Missing, Refused
 from supertuner.memory.probe import Facts
 from supertuner.memory.telemetry.cupti import Cupti
@@ -49,7 +49,7 @@ class Sampler:
     def __init__(
         self,
         facts: Facts,
-        host: Host,
+        host: HostFacts,
         driver: Driver | Missing,
         nvml: Nvml | Missing,
         cupti: Cupti | Missing = NO_CUPTI,
@@ -94,7 +94,7 @@ class Sampler:
             return False
         figures, self._first = self._first | self.sample(), {}
         figures["telemetry.sample_s"] = self._clock() - began
-        sink.emit(Measured(MEMORY, {"step": step, **figures}))
+        sink.emit(MeasurementEvent(MEMORY_MEASUREMENT, {"step": step, **figures}))
         ended = self._clock()
         self._due = ended + (ended - began) * (1 / SHARE - 1)
         return True

@@ -20,23 +20,23 @@ from dataclasses import dataclass, replace
 from typing import Final, NamedTuple, TypeAlias
 
 from supertuner.core.errors import ModelError
-from supertuner.models.adapters.keys import Name, Reading, fused_into, write
-from supertuner.models.adapters.keys_modules import members
-from supertuner.models.adapters.keys_schemes import ALPHA, DORA, LORA_A, LORA_B, LORA_BIAS, LOW, Scheme
+from supertuner.models.adapters.keys import AdapterKeyReading, AdapterTensorName, format_key, fused_layer
+from supertuner.models.adapters.keys_modules import fused_members
+from supertuner.models.adapters.keys_schemes import ALPHA, DORA_SCALE, LORA_A, LORA_B, LORA_BIAS, LOW_NOISE, KeyScheme
 
 Shape: TypeAlias = tuple[int, ...]
 DIFFUSERS_METADATA: Final = "lora_adapter_metadata"
 """Where diffusers notes alpha, rank and their exceptions, as JSON."""
-OUTDATED: Final = (DIFFUSERS_METADATA, "modelspec.hash_sha256", "sshs_model_hash", "sshs_legacy_hash")
+OUTDATED_METADATA: Final = (DIFFUSERS_METADATA, "modelspec.hash_sha256", "sshs_model_hash", "sshs_legacy_hash")
 """Metadata that is no longer true of a converted file."""
 _MLP_RATIO: Final = 4
 """Of Flux: rows of `proj_mlp` per row of `to_q`, in the layer that holds both."""
 _PLAIN_PATTERN: Final = re.compile(r"\^?(?:[A-Za-z0-9_.]|\\[._-]|-|\.\*|\\d\+|\[0-9\]\+)+\$?")
-_MOST_REPEATS: Final = 3
+_MAX_REPEATS: Final = 3
 """Of `.*` and the like in a pattern: a stranger's file must not keep us searching."""
 
 
-class Block(NamedTuple):
+class TensorBlock(NamedTuple):
     """A tensor of the old file inside one of the new, which is zero elsewhere."""
 
     source: str
@@ -46,7 +46,7 @@ class Block(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ConvertedTensor:
     """One tensor of the new file."""
 
     key: str
@@ -56,12 +56,12 @@ class Piece:
     rows: tuple[int, int] | None = None
     """Those of the source; None: all."""
     scale: float = 1.0
-    value: float = 0.0
-    blocks: tuple[Block, ...] = ()
+    fill_value: float = 0.0
+    blocks: tuple[TensorBlock, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class AdapterLayer:
     """The tensors of one layer: canonical tensor → key."""
 
     expert: str | None
@@ -73,22 +73,22 @@ class Layer:
         return LORA_A in self.keys and LORA_B in self.keys
 
 
-def layers_of(reading: Reading) -> list[Layer]:
+def adapter_layers(reading: AdapterKeyReading) -> list[AdapterLayer]:
     """In the file's order."""
-    found: dict[tuple[str | None, str], dict[str, str]] = {}
+    keys_by_layer: dict[tuple[str | None, str], dict[str, str]] = {}
     for key, name in reading.names.items():
-        found.setdefault((name.expert, name.module), {})[name.tensor] = key
-    return [Layer(expert, module, keys) for (expert, module), keys in found.items()]
+        keys_by_layer.setdefault((name.expert, name.module), {})[name.tensor] = key
+    return [AdapterLayer(expert, module, keys) for (expert, module), keys in keys_by_layer.items()]
 
 
-def planned(
-    reading: Reading,
+def plan_conversion(
+    reading: AdapterKeyReading,
     shapes: Mapping[str, Shape],
     alphas: Mapping[str, float],
     metadata: Mapping[str, str],
-    scheme: Scheme,
+    scheme: KeyScheme,
     family: str,
-) -> list[Piece]:
+) -> list[ConvertedTensor]:
     """The tensors of the file in `scheme`. `alphas`: key of an alpha → its value. ModelError for what cannot be said.
 
     Experts: a scheme without a word for them takes a file of one; of two it must be given one at a time.
@@ -96,28 +96,34 @@ def planned(
     experts = reading.experts
     if not scheme.marks_experts and len(experts) > 1:
         raise ModelError(f"{scheme.name} keys say no expert, and this file has {' and '.join(map(str, experts))}")
-    found = []
-    fused: dict[tuple[str | None, str], list[Layer]] = {}
-    for layer in layers_of(reading):
+    converted = []
+    fused: dict[tuple[str | None, str], list[AdapterLayer]] = {}
+    for layer in adapter_layers(reading):
         _check_pair(layer)
         expert = layer.expert if scheme.marks_experts else None
-        whole = fused_into(layer.module, family) if scheme.naming == "original" and "(" not in layer.module else None
-        if whole is not None:
-            fused.setdefault((expert, whole), []).append(layer)
+        fused_module = (
+            fused_layer(layer.module, family) if scheme.naming == "original" and "(" not in layer.module else None
+        )
+        if fused_module is not None:
+            fused.setdefault((expert, fused_module), []).append(layer)
             continue
-        for module, part in _parts(layer, shapes, scheme):
-            for piece, tensor in _pieces(layer, part, shapes, alphas, metadata, scheme):
-                found.append(replace(piece, key=write(Name(expert, module, tensor), scheme, family)))
-    for (expert, whole), layers in fused.items():
-        scales = [scale_of(layer, shapes, alphas, metadata) if layer.is_lora else 1.0 for layer in layers]
-        for piece, tensor in _together(whole, layers, scales, shapes, scheme):
-            found.append(replace(piece, key=write(Name(expert, whole, tensor), scheme, family)))
-    twice = len(found) - len({piece.key for piece in found})
-    assert twice == 0, f"{twice} keys of {scheme.name} stand for two tensors"
-    return found
+        for module, part in _split_layer(layer, shapes, scheme):
+            for piece, tensor in _convert_layer(layer, part, shapes, alphas, metadata, scheme):
+                converted.append(
+                    replace(piece, key=format_key(AdapterTensorName(expert, module, tensor), scheme, family))
+                )
+    for (expert, fused_module), layers in fused.items():
+        scales = [lora_scale(layer, shapes, alphas, metadata) if layer.is_lora else 1.0 for layer in layers]
+        for piece, tensor in _fuse_layers(fused_module, layers, scales, shapes, scheme):
+            converted.append(
+                replace(piece, key=format_key(AdapterTensorName(expert, fused_module, tensor), scheme, family))
+            )
+    duplicates = len(converted) - len({piece.key for piece in converted})
+    assert duplicates == 0, f"{duplicates} keys of {scheme.name} stand for two tensors"
+    return converted
 
 
-def _check_pair(layer: Layer) -> None:
+def _check_pair(layer: AdapterLayer) -> None:
     """Half a LoRA would be passed over by some programs, and end others."""
     halves = [tensor for tensor in (LORA_A, LORA_B) if tensor in layer.keys]
     if len(halves) == 1:
@@ -128,56 +134,58 @@ def _check_pair(layer: Layer) -> None:
         )
 
 
-def scale_of(
-    layer: Layer, shapes: Mapping[str, Shape], alphas: Mapping[str, float], metadata: Mapping[str, str]
+def lora_scale(
+    layer: AdapterLayer, shapes: Mapping[str, Shape], alphas: Mapping[str, float], metadata: Mapping[str, str]
 ) -> float:
     """What a LoRA's product is multiplied with."""
-    rank = _rank(layer, shapes)
+    rank = _lora_rank(layer, shapes)
     if ALPHA in layer.keys:
         return alphas[layer.keys[ALPHA]] / rank
     return _metadata_scale(layer, rank, metadata)
 
 
-def _rank(layer: Layer, shapes: Mapping[str, Shape]) -> int:
+def _lora_rank(layer: AdapterLayer, shapes: Mapping[str, Shape]) -> int:
     """Of a LoRA whose two matrices belong together."""
-    one, two = shapes[layer.keys[LORA_A]], shapes[layer.keys[LORA_B]]
-    if len(one) < 2 or len(two) != len(one) or one[0] == 0 or two[1] != one[0]:
-        raise ModelError(f"{layer.module}: matrices of {list(one)} and {list(two)} are no LoRA")
-    return one[0]
+    shape_a, shape_b = shapes[layer.keys[LORA_A]], shapes[layer.keys[LORA_B]]
+    if len(shape_a) < 2 or len(shape_b) != len(shape_a) or shape_a[0] == 0 or shape_b[1] != shape_a[0]:
+        raise ModelError(f"{layer.module}: matrices of {list(shape_a)} and {list(shape_b)} are no LoRA")
+    return shape_a[0]
 
 
 # ── one layer ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-_Part: TypeAlias = tuple[int, int] | None
+_RowRange: TypeAlias = tuple[int, int] | None
 """Rows of the output that are this layer's; None: all."""
 
 
-def _parts(layer: Layer, shapes: Mapping[str, Shape], scheme: Scheme) -> Iterator[tuple[str, _Part]]:
-    inside = members(layer.module)
-    if len(inside) == 1 or scheme.naming == "original":
+def _split_layer(
+    layer: AdapterLayer, shapes: Mapping[str, Shape], scheme: KeyScheme
+) -> Iterator[tuple[str, _RowRange]]:
+    member_names = fused_members(layer.module)
+    if len(member_names) == 1 or scheme.naming == "original":
         yield layer.module, None
         return
     splittable = {LORA_A, LORA_B, LORA_BIAS, ALPHA, "diff", "diff_b"}
     if not splittable.issuperset(layer.keys):
-        odd = sorted(set(layer.keys) - splittable)
+        unsupported = sorted(set(layer.keys) - splittable)
         raise ModelError(
-            f"{layer.module} is one layer here and {len(inside)} in diffusers; {', '.join(odd)} of it cannot be split"
+            f"{layer.module} is one layer here and {len(member_names)} in diffusers; {', '.join(unsupported)} of it cannot be split"
         )
     if layer.is_lora:
-        _rank(layer, shapes)
+        _lora_rank(layer, shapes)
     sizes = {shapes[layer.keys[one]][:1] for one in (LORA_B, "diff", "diff_b", LORA_BIAS) if one in layer.keys}
     if len(sizes) != 1 or sizes == {()}:
         raise ModelError(
-            f"{layer.module} is {len(inside)} layers in diffusers, and its tensors do not say of what size"
+            f"{layer.module} is {len(member_names)} layers in diffusers, and its tensors do not say of what size"
         )
     outputs = sizes.pop()[0]
-    begin = 0
-    for module, rows in zip(inside, _shares(outputs, len(inside)), strict=True):
-        yield module, (begin, begin + rows)
-        begin += rows
+    first_row = 0
+    for module, rows in zip(member_names, _member_rows(outputs, len(member_names)), strict=True):
+        yield module, (first_row, first_row + rows)
+        first_row += rows
 
 
-def _shares(outputs: int, count: int) -> Sequence[int]:
+def _member_rows(outputs: int, count: int) -> Sequence[int]:
     """Queries, keys, values in equal parts; the fourth is the feed-forward's, so many times larger."""
     units = 3 + (_MLP_RATIO if count == 4 else 0)
     if outputs % units:
@@ -185,86 +193,92 @@ def _shares(outputs: int, count: int) -> Sequence[int]:
     return [outputs // units] * 3 + ([_MLP_RATIO * outputs // units] if count == 4 else [])
 
 
-def _together(
-    whole: str, layers: Sequence[Layer], scales: Sequence[float], shapes: Mapping[str, Shape], scheme: Scheme
-) -> Iterator[tuple[Piece, str]]:
+def _fuse_layers(
+    fused_module: str,
+    layers: Sequence[AdapterLayer],
+    scales: Sequence[float],
+    shapes: Mapping[str, Shape],
+    scheme: KeyScheme,
+) -> Iterator[tuple[ConvertedTensor, str]]:
     """LoRAs of queries, keys and values as one of their common layer: A above A, and B's on the diagonal. Exact.
 
     Its rank is the sum of theirs; what is not in the file stays zero.
     """
-    odd = sorted({tensor for layer in layers for tensor in layer.keys} - {LORA_A, LORA_B, ALPHA})
-    if odd or not all(layer.is_lora for layer in layers):
+    unsupported = sorted({tensor for layer in layers for tensor in layer.keys} - {LORA_A, LORA_B, ALPHA})
+    if unsupported or not all(layer.is_lora for layer in layers):
         raise ModelError(
-            f"{whole} is one layer in {scheme.name} keys; of its parts only plain LoRA can be put together"
+            f"{fused_module} is one layer in {scheme.name} keys; of its parts only plain LoRA can be put together"
         )
-    inside = members(whole)
+    member_names = fused_members(fused_module)
     first = layers[0]
-    share = shapes[first.keys[LORA_B]][0] // (_MLP_RATIO if inside.index(first.module) == 3 else 1)
-    outputs = [share] * 3 + ([_MLP_RATIO * share] if len(inside) == 4 else [])
-    ranks, above, diagonal = 0, [], []
+    rows_per_unit = shapes[first.keys[LORA_B]][0] // (_MLP_RATIO if member_names.index(first.module) == 3 else 1)
+    outputs = [rows_per_unit] * 3 + ([_MLP_RATIO * rows_per_unit] if len(member_names) == 4 else [])
+    ranks, lora_a_blocks, lora_b_blocks = 0, [], []
     for layer, scale in zip(layers, scales, strict=True):
-        place = inside.index(layer.module)
-        rank, inputs = _rank(layer, shapes), shapes[first.keys[LORA_A]][1:]
-        if shapes[layer.keys[LORA_B]] != (outputs[place], rank) or shapes[layer.keys[LORA_A]] != (rank, *inputs):
-            raise ModelError(f"{whole} is one layer in {scheme.name} keys, and its parts do not fit together")
-        above.append(Block(layer.keys[LORA_A], ranks, 0))
-        diagonal.append(Block(layer.keys[LORA_B], sum(outputs[:place]), ranks, scale))
+        member_index = member_names.index(layer.module)
+        rank, inputs = _lora_rank(layer, shapes), shapes[first.keys[LORA_A]][1:]
+        if shapes[layer.keys[LORA_B]] != (outputs[member_index], rank) or shapes[layer.keys[LORA_A]] != (rank, *inputs):
+            raise ModelError(f"{fused_module} is one layer in {scheme.name} keys, and its parts do not fit together")
+        lora_a_blocks.append(TensorBlock(layer.keys[LORA_A], ranks, 0))
+        lora_b_blocks.append(TensorBlock(layer.keys[LORA_B], sum(outputs[:member_index]), ranks, scale))
         ranks += rank
-    yield Piece("", (ranks, shapes[first.keys[LORA_A]][1]), None, blocks=tuple(above)), LORA_A
-    yield Piece("", (sum(outputs), ranks), None, blocks=tuple(diagonal)), LORA_B
-    if scheme.keeps_alpha:
-        yield Piece("", (), None, value=float(ranks)), ALPHA
+    yield ConvertedTensor("", (ranks, shapes[first.keys[LORA_A]][1]), None, blocks=tuple(lora_a_blocks)), LORA_A
+    yield ConvertedTensor("", (sum(outputs), ranks), None, blocks=tuple(lora_b_blocks)), LORA_B
+    if scheme.stores_alpha:
+        yield ConvertedTensor("", (), None, fill_value=float(ranks)), ALPHA
 
 
-def _pieces(
-    layer: Layer,
-    part: _Part,
+def _convert_layer(
+    layer: AdapterLayer,
+    rows: _RowRange,
     shapes: Mapping[str, Shape],
     alphas: Mapping[str, float],
     metadata: Mapping[str, str],
-    scheme: Scheme,
-) -> Iterator[tuple[Piece, str]]:
-    scale = scale_of(layer, shapes, alphas, metadata) if layer.is_lora else 1.0
+    scheme: KeyScheme,
+) -> Iterator[tuple[ConvertedTensor, str]]:
+    scale = lora_scale(layer, shapes, alphas, metadata) if layer.is_lora else 1.0
     for tensor, key in layer.keys.items():
         shape = shapes[key]
         if tensor == ALPHA and layer.is_lora:
             continue
-        baked = scale if tensor in (LORA_B, LORA_BIAS) and not scheme.keeps_alpha else 1.0
-        if tensor == DORA:
-            shape = _magnitudes(layer, shape, shapes, scheme)
-        if part is not None and tensor != LORA_A and tensor != ALPHA:
-            yield Piece("", (part[1] - part[0], *shape[1:]), key, part, baked), tensor
+        baked_scale = scale if tensor in (LORA_B, LORA_BIAS) and not scheme.stores_alpha else 1.0
+        if tensor == DORA_SCALE:
+            shape = _magnitude_shape(layer, shape, shapes, scheme)
+        if rows is not None and tensor != LORA_A and tensor != ALPHA:
+            yield ConvertedTensor("", (rows[1] - rows[0], *shape[1:]), key, rows, baked_scale), tensor
         else:
-            yield Piece("", shape, key, None, baked), tensor
-    if layer.is_lora and scheme.keeps_alpha:
-        yield Piece("", (), None, value=scale * shapes[layer.keys[LORA_A]][0]), ALPHA
+            yield ConvertedTensor("", shape, key, None, baked_scale), tensor
+    if layer.is_lora and scheme.stores_alpha:
+        yield ConvertedTensor("", (), None, fill_value=scale * shapes[layer.keys[LORA_A]][0]), ALPHA
 
 
-def _magnitudes(layer: Layer, shape: Shape, shapes: Mapping[str, Shape], scheme: Scheme) -> Shape:
+def _magnitude_shape(layer: AdapterLayer, shape: Shape, shapes: Mapping[str, Shape], scheme: KeyScheme) -> Shape:
     """One number per output: a column, or for peft a row (a convolution's keeps its other dimensions)."""
     if not layer.is_lora:
         return shape  # LyCORIS' own, which no other program has a form for
-    outputs, more = shapes[layer.keys[LORA_B]][0], len(shapes[layer.keys[LORA_B]]) - 2
-    column, row = (outputs, *([1] * (more + 1))), (1, outputs, *([1] * more)) if more else (outputs,)
+    outputs, extra_dims = shapes[layer.keys[LORA_B]][0], len(shapes[layer.keys[LORA_B]]) - 2
+    column, row = (outputs, *([1] * (extra_dims + 1))), (1, outputs, *([1] * extra_dims)) if extra_dims else (outputs,)
     if shape not in (column, row):
         raise ModelError(
             f"{layer.module}: DoRA's magnitudes {list(shape)} are not one per output ({outputs}); {scheme.name} files "
             "have no others"
         )
-    return column if scheme.keeps_alpha else row
+    return column if scheme.stores_alpha else row
 
 
-def _metadata_scale(layer: Layer, rank: int, metadata: Mapping[str, str]) -> float:
-    facts = _metadata_facts(layer, metadata)
-    if facts is None:
+def _metadata_scale(layer: AdapterLayer, rank: int, metadata: Mapping[str, str]) -> float:
+    adapter_metadata = _adapter_metadata(layer, metadata)
+    if adapter_metadata is None:
         return 1.0
-    alpha = _pattern(facts.get("alpha_pattern"), layer.module, facts.get("lora_alpha", rank))
+    alpha = _match_pattern(
+        adapter_metadata.get("alpha_pattern"), layer.module, adapter_metadata.get("lora_alpha", rank)
+    )
     if not isinstance(alpha, int | float) or not math.isfinite(alpha):
         raise ModelError(f"its metadata says an alpha of {alpha!r} for {layer.module}, which is no number")
-    return alpha / (math.sqrt(rank) if facts.get("use_rslora") is True else rank)
+    return alpha / (math.sqrt(rank) if adapter_metadata.get("use_rslora") is True else rank)
 
 
-def _metadata_facts(layer: Layer, metadata: Mapping[str, str]) -> dict[str, object] | None:
+def _adapter_metadata(layer: AdapterLayer, metadata: Mapping[str, str]) -> dict[str, object] | None:
     """What diffusers notes of the part of the pipeline that the layer is in; None: nothing at all.
 
     The second expert's own facts count before the first's: a file of it alone says `transformer.` too.
@@ -273,28 +287,28 @@ def _metadata_facts(layer: Layer, metadata: Mapping[str, str]) -> dict[str, obje
     if text is None:
         return None
     try:
-        said = json.loads(text)
+        content = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ModelError(
             f"its metadata {DIFFUSERS_METADATA} is not JSON ({error}); what its alpha is cannot be known"
         ) from error
-    if not isinstance(said, dict):
+    if not isinstance(content, dict):
         raise ModelError(f"its metadata {DIFFUSERS_METADATA} is not an object; what its alpha is cannot be known")
-    for part in (*(("transformer_2.",) if layer.expert == LOW else ()), "transformer.", "unet.", ""):
-        facts = {key.removeprefix(part): value for key, value in said.items() if key.startswith(part)}
+    for component in (*(("transformer_2.",) if layer.expert == LOW_NOISE else ()), "transformer.", "unet.", ""):
+        facts = {key.removeprefix(component): value for key, value in content.items() if key.startswith(component)}
         if facts:
             return facts
     return {}
 
 
-def _pattern(patterns: object, module: str, otherwise: object) -> object:
+def _match_pattern(patterns: object, module: str, default: object) -> object:
     """As peft looks it up: a pattern that fits the whole name or an ending of it, the first that does."""
-    for one, value in patterns.items() if isinstance(patterns, dict) else ():
-        if not _PLAIN_PATTERN.fullmatch(one) or len(re.findall(r"[*+]", one)) > _MOST_REPEATS:
+    for pattern, value in patterns.items() if isinstance(patterns, dict) else ():
+        if not _PLAIN_PATTERN.fullmatch(pattern) or len(re.findall(r"[*+]", pattern)) > _MAX_REPEATS:
             raise ModelError(
-                f"its metadata says the alpha of {one!r}, a pattern that is not taken from a file; what its alpha is "
+                f"its metadata says the alpha of {pattern!r}, a pattern that is not taken from a file; what its alpha is "
                 "cannot be known"
             )
-        if re.match(rf"(.*\.)?({one})$", module):
+        if re.match(rf"(.*\.)?({pattern})$", module):
             return value
-    return otherwise
+    return default

@@ -17,33 +17,33 @@ from typing import Final
 
 from supertuner.core.errors import ModelError
 
-NUMBER: Final = "#"
+NUMBER_PLACEHOLDER: Final = "#"
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class FamilyLayers:
     """The layers of a family by their two names."""
 
     family: str
-    part: str
+    component: str
     """What the pipeline calls the module they are in; its first, where there are two."""
     experts: tuple[str, ...]
-    modules: Mapping[str, str | None]
+    original_names: Mapping[str, str | None]
     convolutions: frozenset[str] = frozenset()
     """Rows that are convolutions, by their diffusers' names."""
 
 
-def members(module: str) -> tuple[str, ...]:
+def fused_members(module: str) -> tuple[str, ...]:
     """The diffusers' layers that a canonical name stands for: one, or those that the original keeps in one."""
     if not module.endswith(")"):
         return (module,)
-    base, _, inside = module[:-1].partition("(")
-    return tuple(f"{base}{one}" for one in inside.split("+"))
+    base, _, member_suffixes = module[:-1].partition("(")
+    return tuple(f"{base}{one}" for one in member_suffixes.split("+"))
 
 
-def filled(name: str, numbers: tuple[str, ...]) -> str:
+def fill_numbers(name: str, numbers: tuple[str, ...]) -> str:
     """A row's name with these numbers in it."""
-    parts = name.split(NUMBER)
+    parts = name.split(NUMBER_PLACEHOLDER)
     assert len(parts) == len(numbers) + 1, f"{name} takes {len(parts) - 1} numbers, not {numbers}"
     return parts[0] + "".join(f"{number}{part}" for number, part in zip(numbers, parts[1:], strict=True))
 
@@ -159,18 +159,18 @@ _QWEN_BLOCK: Final = (
     *("attn.to_out.0", "attn.to_add_out"),
     *("attn.norm_q", "attn.norm_k", "attn.norm_added_q", "attn.norm_added_k"),
 )
-_QWEN_REST: Final = (
+_QWEN_OTHER: Final = (
     *("time_text_embed.timestep_embedder.linear_1", "time_text_embed.timestep_embedder.linear_2"),
     *("txt_norm", "img_in", "txt_in", "norm_out.linear", "proj_out"),
 )
 _QWEN: Final[Mapping[str, str | None]] = {
-    **{name: name for name in _QWEN_REST},
+    **{name: name for name in _QWEN_OTHER},
     **{f"transformer_blocks.#.{name}": f"transformer_blocks.#.{name}" for name in _QWEN_BLOCK},
 }
 
 # ── Stable Diffusion XL: diffusers numbers blocks and layers in them, the original all layers in one row ──────────────
 
-_RESNET: Final = {
+_SDXL_RESNET: Final = {
     "norm1": "in_layers.0",
     "conv1": "in_layers.2",
     "time_emb_proj": "emb_layers.1",
@@ -178,7 +178,7 @@ _RESNET: Final = {
     "conv2": "out_layers.3",
     "conv_shortcut": "skip_connection",
 }
-_ATTENTION: Final = (
+_SDXL_ATTENTION: Final = (
     *("norm", "proj_in", "proj_out"),
     *(f"transformer_blocks.#.norm{number}" for number in (1, 2, 3)),
     *(
@@ -188,20 +188,20 @@ _ATTENTION: Final = (
     ),
     *("transformer_blocks.#.ff.net.0.proj", "transformer_blocks.#.ff.net.2"),
 )
-_PER_BLOCK: Final = 2
+_SDXL_LAYERS_PER_BLOCK: Final = 2
 
 
-def _sdxl_places() -> Iterator[tuple[str, str, bool]]:
+def _sdxl_layer_positions() -> Iterator[tuple[str, str, bool]]:
     """(a layer's place in diffusers, in the original, whether it is attention and not a resnet)."""
     for block in range(3):
-        for layer in range(_PER_BLOCK):
-            at = 1 + block * (_PER_BLOCK + 1) + layer
-            yield f"down_blocks.{block}.resnets.{layer}", f"input_blocks.{at}.0", False
-            yield f"down_blocks.{block}.attentions.{layer}", f"input_blocks.{at}.1", True
-        for layer in range(_PER_BLOCK + 1):
-            at = block * (_PER_BLOCK + 1) + layer
-            yield f"up_blocks.{block}.resnets.{layer}", f"output_blocks.{at}.0", False
-            yield f"up_blocks.{block}.attentions.{layer}", f"output_blocks.{at}.1", True
+        for layer in range(_SDXL_LAYERS_PER_BLOCK):
+            original_index = 1 + block * (_SDXL_LAYERS_PER_BLOCK + 1) + layer
+            yield f"down_blocks.{block}.resnets.{layer}", f"input_blocks.{original_index}.0", False
+            yield f"down_blocks.{block}.attentions.{layer}", f"input_blocks.{original_index}.1", True
+        for layer in range(_SDXL_LAYERS_PER_BLOCK + 1):
+            original_index = block * (_SDXL_LAYERS_PER_BLOCK + 1) + layer
+            yield f"up_blocks.{block}.resnets.{layer}", f"output_blocks.{original_index}.0", False
+            yield f"up_blocks.{block}.attentions.{layer}", f"output_blocks.{original_index}.1", True
     yield "mid_block.resnets.0", "middle_block.0", False
     yield "mid_block.attentions.0", "middle_block.1", True
     yield "mid_block.resnets.1", "middle_block.2", False
@@ -221,35 +221,37 @@ def _sdxl_rows() -> Iterator[tuple[str, str | None]]:
         "conv_norm_out": "out.0",
         "conv_out": "out.2",
     }.items()
-    for ours, theirs, attention in _sdxl_places():
-        for name, other in {name: name for name in _ATTENTION}.items() if attention else _RESNET.items():
-            yield f"{ours}.{name}", f"{theirs}.{other}"
+    for ours, theirs, attention in _sdxl_layer_positions():
+        for name, original_name in (
+            {name: name for name in _SDXL_ATTENTION}.items() if attention else _SDXL_RESNET.items()
+        ):
+            yield f"{ours}.{name}", f"{theirs}.{original_name}"
 
 
 _SDXL: Final[Mapping[str, str | None]] = {row: original for row, original in _sdxl_rows()}
-_CONVOLUTION_ENDS: Final = (".conv1", ".conv2", ".conv_shortcut", ".conv", "conv_in", "conv_out")
+_CONVOLUTION_SUFFIXES: Final = (".conv1", ".conv2", ".conv_shortcut", ".conv", "conv_in", "conv_out")
 
-LAYOUTS: Final[Mapping[str, Layout]] = {
+FAMILY_LAYERS: Final[Mapping[str, FamilyLayers]] = {
     layout.family: layout
     for layout in (
-        Layout("wan2.2", "transformer", ("high_noise", "low_noise"), _WAN, frozenset({"patch_embedding"})),
-        Layout("flux", "transformer", ("model",), _FLUX),
-        Layout("qwen-image", "transformer", ("model",), _QWEN),
-        Layout("sd3.5", "transformer", ("model",), _SD3, frozenset({"pos_embed.proj"})),
-        Layout(
-            "sdxl", "unet", ("model",), _SDXL, frozenset(name for name in _SDXL if name.endswith(_CONVOLUTION_ENDS))
+        FamilyLayers("wan2.2", "transformer", ("high_noise", "low_noise"), _WAN, frozenset({"patch_embedding"})),
+        FamilyLayers("flux", "transformer", ("model",), _FLUX),
+        FamilyLayers("qwen-image", "transformer", ("model",), _QWEN),
+        FamilyLayers("sd3.5", "transformer", ("model",), _SD3, frozenset({"pos_embed.proj"})),
+        FamilyLayers(
+            "sdxl", "unet", ("model",), _SDXL, frozenset(name for name in _SDXL if name.endswith(_CONVOLUTION_SUFFIXES))
         ),
     )
 }
 """By family, in the order in which a doubtful file is taken for one."""
 
-SAME_LAYERS: Final[Mapping[str, str]] = {"qwen-image-edit": "qwen-image"}
+SHARED_LAYERS: Final[Mapping[str, str]] = {"qwen-image-edit": "qwen-image"}
 """A family whose denoiser is another's."""
 
 
-def family_of_layers(family: str) -> str:
+def layer_table_family(family: str) -> str:
     """The family under whose name this one's layers stand in the table. ModelError for one that is not known."""
-    found = SAME_LAYERS.get(family, family)
-    if found not in LAYOUTS:
-        raise ModelError(f"the family is {family!r}; there are {', '.join((*LAYOUTS, *SAME_LAYERS))}")
-    return found
+    table_family = SHARED_LAYERS.get(family, family)
+    if table_family not in FAMILY_LAYERS:
+        raise ModelError(f"the family is {family!r}; there are {', '.join((*FAMILY_LAYERS, *SHARED_LAYERS))}")
+    return table_family

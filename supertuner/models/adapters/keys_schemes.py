@@ -14,59 +14,59 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
-HIGH: Final = "high_noise"
-LOW: Final = "low_noise"
-KIND: Final = "{kind}"
+HIGH_NOISE: Final = "high_noise"
+LOW_NOISE: Final = "low_noise"
+KIND_PLACEHOLDER: Final = "{kind}"
 """In a prefix: `conv` before a convolution, `linear` before another layer."""
-PART: Final = "{part}"
+COMPONENT_PLACEHOLDER: Final = "{part}"
 """In a prefix: the pipeline's name of the module, `transformer` or `unet`."""
 
-Naming: TypeAlias = Literal["diffusers", "original"]
-NAMINGS: Final[tuple[Naming, ...]] = ("diffusers", "original")
+LayerNaming: TypeAlias = Literal["diffusers", "original"]
+LAYER_NAMINGS: Final[tuple[LayerNaming, ...]] = ("diffusers", "original")
 
 
 @dataclass(frozen=True, slots=True)
-class Style:
+class KeyStyle:
     prefixes: Mapping[str | None, str]
     """Expert → what its keys begin with; None: the keys do not say which expert they are of."""
     separator: str
     """What joins the parts of a layer's name. A tensor's own name always follows a dot."""
 
 
-def _stages(before: str, after: str) -> dict[str | None, str]:
-    return {HIGH: f"{before}1{after}", LOW: f"{before}2{after}"}
+def _stage_prefixes(before: str, after: str) -> dict[str | None, str]:
+    return {HIGH_NOISE: f"{before}1{after}", LOW_NOISE: f"{before}2{after}"}
 
 
-STYLES: Final[Mapping[str, Style]] = {
-    "diffusers": Style({None: f"{PART}."}, "."),
-    "diffusers-pair": Style({HIGH: "transformer.", LOW: "transformer_2."}, "."),
-    "diffusion_model": Style({None: "diffusion_model."}, "."),
-    "model.diffusion_model": Style({None: "model.diffusion_model."}, "."),
-    "peft": Style({None: "base_model.model."}, "."),
-    "bare": Style({None: ""}, "."),
-    "stages": Style(_stages("transformer_", "."), "."),
-    "stages-in-transformer": Style(_stages("transformer.transformer_", "."), "."),
-    "stages-in-diffusion_model": Style(_stages("diffusion_model.transformer_", "."), "."),
-    "dollars": Style({None: "transformer$$"}, "$$"),
-    "dollar-stages": Style(_stages("transformer_", "$$"), "$$"),
-    "dollar-stages-in-transformer": Style(_stages("transformer$$transformer_", "$$"), "$$"),
-    "lora_unet": Style({None: "lora_unet_"}, "_"),
-    "lora_unet-stages": Style(_stages("lora_unet_transformer_", "_"), "_"),
-    "lora_transformer": Style({None: "lora_transformer_"}, "_"),
-    "lora_transformer-stages": Style(_stages("lora_transformer_", "_"), "_"),
-    "lycoris": Style({None: "lycoris_"}, "_"),
-    "lycoris-stages": Style(_stages("lycoris_transformer_", "_"), "_"),
-    "lycoris-pair": Style({HIGH: "lycoris_transformer_", LOW: "lycoris_transformer_2_"}, "_"),
-    "lycoris-dots": Style({None: "lycoris."}, "."),
-    "lycoris-dots-stages": Style(_stages("lycoris.transformer_", "."), "."),
-    "short-stages": Style(_stages("transformer", "_"), "_"),
-    "short-stages-dots": Style(_stages("transformer", "."), "."),
-    "kinds": Style({None: f"lora_{KIND}_"}, "_"),
-    "kinds-stages": Style(_stages(f"lora_{KIND}_transformer_", "_"), "_"),
+KEY_STYLES: Final[Mapping[str, KeyStyle]] = {
+    "diffusers": KeyStyle({None: f"{COMPONENT_PLACEHOLDER}."}, "."),
+    "diffusers-pair": KeyStyle({HIGH_NOISE: "transformer.", LOW_NOISE: "transformer_2."}, "."),
+    "diffusion_model": KeyStyle({None: "diffusion_model."}, "."),
+    "model.diffusion_model": KeyStyle({None: "model.diffusion_model."}, "."),
+    "peft": KeyStyle({None: "base_model.model."}, "."),
+    "bare": KeyStyle({None: ""}, "."),
+    "stages": KeyStyle(_stage_prefixes("transformer_", "."), "."),
+    "stages-in-transformer": KeyStyle(_stage_prefixes("transformer.transformer_", "."), "."),
+    "stages-in-diffusion_model": KeyStyle(_stage_prefixes("diffusion_model.transformer_", "."), "."),
+    "dollars": KeyStyle({None: "transformer$$"}, "$$"),
+    "dollar-stages": KeyStyle(_stage_prefixes("transformer_", "$$"), "$$"),
+    "dollar-stages-in-transformer": KeyStyle(_stage_prefixes("transformer$$transformer_", "$$"), "$$"),
+    "lora_unet": KeyStyle({None: "lora_unet_"}, "_"),
+    "lora_unet-stages": KeyStyle(_stage_prefixes("lora_unet_transformer_", "_"), "_"),
+    "lora_transformer": KeyStyle({None: "lora_transformer_"}, "_"),
+    "lora_transformer-stages": KeyStyle(_stage_prefixes("lora_transformer_", "_"), "_"),
+    "lycoris": KeyStyle({None: "lycoris_"}, "_"),
+    "lycoris-stages": KeyStyle(_stage_prefixes("lycoris_transformer_", "_"), "_"),
+    "lycoris-pair": KeyStyle({HIGH_NOISE: "lycoris_transformer_", LOW_NOISE: "lycoris_transformer_2_"}, "_"),
+    "lycoris-dots": KeyStyle({None: "lycoris."}, "."),
+    "lycoris-dots-stages": KeyStyle(_stage_prefixes("lycoris.transformer_", "."), "."),
+    "short-stages": KeyStyle(_stage_prefixes("transformer", "_"), "_"),
+    "short-stages-dots": KeyStyle(_stage_prefixes("transformer", "."), "."),
+    "kinds": KeyStyle({None: f"lora_{KIND_PLACEHOLDER}_"}, "_"),
+    "kinds-stages": KeyStyle(_stage_prefixes(f"lora_{KIND_PLACEHOLDER}_transformer_", "_"), "_"),
 }
 """In the order of preference where a file fits several: the plainest first."""
 
-_SAME_EVERYWHERE: Final = (
+_COMMON_TENSORS: Final = (
     *("alpha", "lora_mid.weight", "diff", "diff_b", "w_norm", "b_norm", "scalar", "magnitude"),
     *("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b", "lokr_t1", "lokr_t2"),
     *("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b", "hada_t1", "hada_t2"),
@@ -76,94 +76,94 @@ LORA_A: Final = "lora_A"
 LORA_B: Final = "lora_B"
 LORA_BIAS: Final = "lora_B.bias"
 ALPHA: Final = "alpha"
-DORA: Final = "dora_scale"
+DORA_SCALE: Final = "dora_scale"
 
-SPELLINGS: Final[Mapping[str, Mapping[str, str]]] = {
+TENSOR_SPELLINGS: Final[Mapping[str, Mapping[str, str]]] = {
     "peft": {
         LORA_A: "lora_A.weight",
         LORA_B: "lora_B.weight",
         LORA_BIAS: "lora_B.bias",
-        DORA: "lora_magnitude_vector",
+        DORA_SCALE: "lora_magnitude_vector",
     },
     "peft, adapter named": {
         LORA_A: "lora_A.default.weight",
         LORA_B: "lora_B.default.weight",
         LORA_BIAS: "lora_B.default.bias",
-        DORA: "lora_magnitude_vector.default.weight",
+        DORA_SCALE: "lora_magnitude_vector.default.weight",
     },
     "kohya": {
         LORA_A: "lora_down.weight",
         LORA_B: "lora_up.weight",
         LORA_BIAS: "lora_up.bias",
-        DORA: "dora_scale",
+        DORA_SCALE: "dora_scale",
     },
     "old diffusers": {
         LORA_A: "lora.down.weight",
         LORA_B: "lora.up.weight",
         LORA_BIAS: "lora.up.bias",
-        DORA: "lora_magnitude_vector.weight",
+        DORA_SCALE: "lora_magnitude_vector.weight",
     },
 }
 """Spelling → canonical tensor → what it is called. All other tensors have one name everywhere."""
 
-TENSORS: Final = (LORA_A, LORA_B, LORA_BIAS, DORA, *_SAME_EVERYWHERE)
+CANONICAL_TENSORS: Final = (LORA_A, LORA_B, LORA_BIAS, DORA_SCALE, *_COMMON_TENSORS)
 """Every canonical tensor of a layer."""
 
 
-def spelled(tensor: str, spelling: str) -> str:
-    return SPELLINGS[spelling].get(tensor, tensor)
+def spell_tensor(tensor: str, spelling: str) -> str:
+    return TENSOR_SPELLINGS[spelling].get(tensor, tensor)
 
 
 @dataclass(frozen=True, slots=True)
-class Scheme:
+class KeyScheme:
     """A way of writing keys."""
 
     style: str
-    naming: Naming
+    naming: LayerNaming
     spelling: str
 
     @property
     def name(self) -> str:
         """Its name in the table, or what it is made of."""
-        found = next((name for name, scheme in SCHEMES.items() if scheme == self), None)
-        return found or f"{self.style} / {self.naming} names / {self.spelling}"
+        known_name = next((name for name, scheme in KEY_SCHEMES.items() if scheme == self), None)
+        return known_name or f"{self.style} / {self.naming} names / {self.spelling}"
 
     @property
     def marks_experts(self) -> bool:
-        return None not in STYLES[self.style].prefixes
+        return None not in KEY_STYLES[self.style].prefixes
 
     @property
-    def keeps_alpha(self) -> bool:
+    def stores_alpha(self) -> bool:
         """Whether readers of it look for an `.alpha` beside a LoRA's two matrices."""
         return self.spelling == "kohya"
 
 
-SCHEMES: Final[Mapping[str, Scheme]] = {
-    "diffusers": Scheme("diffusers", "diffusers", "peft"),
-    "diffusers-pair": Scheme("diffusers-pair", "diffusers", "peft"),
-    "peft": Scheme("peft", "diffusers", "peft"),
-    "bare": Scheme("bare", "diffusers", "peft"),
-    "original": Scheme("diffusion_model", "original", "peft"),
-    "original-down-up": Scheme("diffusion_model", "original", "kohya"),
-    "kohya": Scheme("lora_unet", "original", "kohya"),
-    "kohya-diffusers": Scheme("lora_unet", "diffusers", "kohya"),
-    "onetrainer": Scheme("lora_transformer", "diffusers", "kohya"),
-    "lycoris": Scheme("lycoris", "diffusers", "kohya"),
-    "lycoris-stages": Scheme("lycoris-stages", "diffusers", "kohya"),
-    "lycoris-pair": Scheme("lycoris-pair", "diffusers", "kohya"),
-    "lycoris-dots": Scheme("lycoris-dots", "diffusers", "kohya"),
-    "lycoris-dots-stages": Scheme("lycoris-dots-stages", "diffusers", "kohya"),
-    "ai-toolkit": Scheme("stages", "diffusers", "peft"),
-    "ai-toolkit-in-transformer": Scheme("stages-in-transformer", "diffusers", "peft"),
-    "ai-toolkit-in-diffusion_model": Scheme("stages-in-diffusion_model", "original", "peft"),
-    "ai-toolkit-dollars": Scheme("dollar-stages", "diffusers", "kohya"),
-    "ai-toolkit-dollars-in-transformer": Scheme("dollar-stages-in-transformer", "diffusers", "kohya"),
-    "ai-toolkit-short": Scheme("short-stages", "diffusers", "kohya"),
-    "ai-toolkit-kinds": Scheme("kinds-stages", "diffusers", "kohya"),
+KEY_SCHEMES: Final[Mapping[str, KeyScheme]] = {
+    "diffusers": KeyScheme("diffusers", "diffusers", "peft"),
+    "diffusers-pair": KeyScheme("diffusers-pair", "diffusers", "peft"),
+    "peft": KeyScheme("peft", "diffusers", "peft"),
+    "bare": KeyScheme("bare", "diffusers", "peft"),
+    "original": KeyScheme("diffusion_model", "original", "peft"),
+    "original-down-up": KeyScheme("diffusion_model", "original", "kohya"),
+    "kohya": KeyScheme("lora_unet", "original", "kohya"),
+    "kohya-diffusers": KeyScheme("lora_unet", "diffusers", "kohya"),
+    "onetrainer": KeyScheme("lora_transformer", "diffusers", "kohya"),
+    "lycoris": KeyScheme("lycoris", "diffusers", "kohya"),
+    "lycoris-stages": KeyScheme("lycoris-stages", "diffusers", "kohya"),
+    "lycoris-pair": KeyScheme("lycoris-pair", "diffusers", "kohya"),
+    "lycoris-dots": KeyScheme("lycoris-dots", "diffusers", "kohya"),
+    "lycoris-dots-stages": KeyScheme("lycoris-dots-stages", "diffusers", "kohya"),
+    "ai-toolkit": KeyScheme("stages", "diffusers", "peft"),
+    "ai-toolkit-in-transformer": KeyScheme("stages-in-transformer", "diffusers", "peft"),
+    "ai-toolkit-in-diffusion_model": KeyScheme("stages-in-diffusion_model", "original", "peft"),
+    "ai-toolkit-dollars": KeyScheme("dollar-stages", "diffusers", "kohya"),
+    "ai-toolkit-dollars-in-transformer": KeyScheme("dollar-stages-in-transformer", "diffusers", "kohya"),
+    "ai-toolkit-short": KeyScheme("short-stages", "diffusers", "kohya"),
+    "ai-toolkit-kinds": KeyScheme("kinds-stages", "diffusers", "kohya"),
 }
 """Those that are offered by name."""
 
-COMFYUI: Final[Mapping[str, str]] = {
+COMFYUI_SCHEMES: Final[Mapping[str, str]] = {
     "wan2.2": "original",
     "flux": "diffusers",
     "qwen-image": "original",
@@ -172,7 +172,7 @@ COMFYUI: Final[Mapping[str, str]] = {
 }
 """Family → the scheme that ComfyUI loads and that no fused layer stands in the way of."""
 
-COMFYUI_READS: Final[Mapping[str, frozenset[tuple[str, Naming]]]] = {
+COMFYUI_READABLE: Final[Mapping[str, frozenset[tuple[str, LayerNaming]]]] = {
     "wan2.2": frozenset({("diffusion_model", "original"), ("lora_unet", "original")}),
     "flux": frozenset(
         {
@@ -210,7 +210,7 @@ knows no diffusers' names. SDXL behind `unet.` is left out: ComfyUI wants the ol
 """
 
 
-def comfyui_reads(family: str, scheme: Scheme, dora: bool = False) -> bool:
+def comfyui_reads(family: str, scheme: KeyScheme, dora: bool = False) -> bool:
     """Whether ComfyUI would find all of a file. It knows both spellings of a LoRA's matrices, of DoRA only kohya's."""
-    known = (scheme.style, scheme.naming) in COMFYUI_READS.get(family, frozenset())
-    return known and scheme.spelling in (("kohya",) if dora else ("peft", "kohya"))
+    readable = (scheme.style, scheme.naming) in COMFYUI_READABLE.get(family, frozenset())
+    return readable and scheme.spelling in (("kohya",) if dora else ("peft", "kohya"))

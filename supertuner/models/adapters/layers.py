@@ -10,14 +10,14 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from supertuner.config.settings.model import AdapterSettings, ModuleAdapter
+from supertuner.config.settings.model import AdapterSettings, ModuleAdapterSettings
 from supertuner.core.errors import ModelError
 
-ADAPTABLE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+ADAPTABLE_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
+class AdapterSize:
     """An adapter on one layer."""
 
     rank: int
@@ -26,17 +26,21 @@ class Size:
     """What the adapter adds is multiplied by this: alpha / rank, or alpha / √rank (rsLoRA, arXiv 2312.03732)."""
 
 
-def for_expert(settings: AdapterSettings, expert: str) -> AdapterSettings:
+def settings_for_expert(settings: AdapterSettings, expert: str) -> AdapterSettings:
     """The settings as they are for the expert of this name: what is said for it alone counts before the rest."""
-    own = {"high_noise": settings.high_noise, "low_noise": settings.low_noise}.get(expert)
-    if own is None:
+    expert_settings = {"high_noise": settings.high_noise, "low_noise": settings.low_noise}.get(expert)
+    if expert_settings is None:
         return settings
-    said: dict[str, object] = {"rank": own.rank, "alpha": own.alpha, "targets": own.targets}
-    said |= {"start_from": own.start_from, "frozen": own.frozen}
-    return settings.model_copy(update={name: value for name, value in said.items() if value is not None})
+    overrides: dict[str, object] = {
+        "rank": expert_settings.rank,
+        "alpha": expert_settings.alpha,
+        "targets": expert_settings.targets,
+    }
+    overrides |= {"start_from": expert_settings.start_from, "frozen": expert_settings.frozen}
+    return settings.model_copy(update={name: value for name, value in overrides.items() if value is not None})
 
 
-def targets_of(settings: AdapterSettings, presets: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+def resolve_targets(settings: AdapterSettings, presets: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
     """The endings of module names that the settings mean: those of a preset of the family, or their own."""
     if not isinstance(settings.targets, str):
         return settings.targets
@@ -49,21 +53,23 @@ def targets_of(settings: AdapterSettings, presets: Mapping[str, Sequence[str]]) 
     return tuple(presets[settings.targets])
 
 
-def layers_of(module: nn.Module, settings: AdapterSettings, targets: Sequence[str], name: str) -> dict[str, Size]:
+def select_layers(
+    module: nn.Module, settings: AdapterSettings, targets: Sequence[str], name: str
+) -> dict[str, AdapterSize]:
     """Names of the layers, in the module's order, each with the size of its adapter."""
     check_targets(module, targets, name)
-    found = [key for key, _ in module.named_modules() if any(_ends(key, target) for target in targets)]
-    check_matches(found, settings.modules, name)
-    return {key: size_of(key, settings) for key in found}
+    selected = [key for key, _ in module.named_modules() if any(_has_suffix(key, target) for target in targets)]
+    check_module_patterns(selected, settings.modules, name)
+    return {key: adapter_size(key, settings) for key in selected}
 
 
-def size_of(key: str, settings: AdapterSettings) -> Size:
+def adapter_size(key: str, settings: AdapterSettings) -> AdapterSize:
     """The size on the layer of this name."""
-    own = next((one for one in settings.modules if _fits(key, one.match)), None)
-    rank = settings.rank if own is None or own.rank is None else own.rank
-    alpha = settings.alpha if own is None or own.alpha is None else own.alpha
+    override = next((one for one in settings.modules if _matches_pattern(key, one.match)), None)
+    rank = settings.rank if override is None or override.rank is None else override.rank
+    alpha = settings.alpha if override is None or override.alpha is None else override.alpha
     alpha = float(rank) if alpha is None else alpha
-    return Size(rank, alpha, alpha / (math.sqrt(rank) if settings.rslora else rank))
+    return AdapterSize(rank, alpha, alpha / (math.sqrt(rank) if settings.rslora else rank))
 
 
 def check_targets(module: nn.Module, targets: Sequence[str], name: str) -> None:
@@ -71,53 +77,59 @@ def check_targets(module: nn.Module, targets: Sequence[str], name: str) -> None:
     if not targets:
         raise ModelError("adapter.targets is empty; name a preset of the family, or endings of module names")
     for target in targets:
-        matching = [(key, found) for key, found in module.named_modules() if _ends(key, target)]
+        matching = [(key, layer) for key, layer in module.named_modules() if _has_suffix(key, target)]
         if not matching:
-            raise ModelError(f"adapter.targets: no module of {name} is called {target!r}; {_near(module, target)}")
+            raise ModelError(
+                f"adapter.targets: no module of {name} is called {target!r}; {_suggestion(module, target)}"
+            )
         for key, found in matching:
-            if not isinstance(found, ADAPTABLE):
-                inside = _endings(found, f"{target}.")
+            if not isinstance(found, ADAPTABLE_LAYERS):
+                nested_layers = _layer_suffixes(found, f"{target}.")
                 raise ModelError(
                     f"adapter.targets: {key} of {name} is a {type(found).__name__}, and an adapter goes on linear and "
-                    f"convolution layers; {'inside it are ' + some(inside) if inside else 'there are none inside it'}"
+                    f"convolution layers; {'inside it are ' + summarize_names(nested_layers) if nested_layers else 'there are none inside it'}"
                 )
 
 
-def check_matches(keys: Sequence[str], modules: Sequence[ModuleAdapter], name: str) -> None:
+def check_module_patterns(keys: Sequence[str], modules: Sequence[ModuleAdapterSettings], name: str) -> None:
     """ModelError for an entry of adapter.modules that speaks of no layer that is adapted."""
-    for number, one in enumerate(modules):
-        if not any(_fits(key, one.match) for key in keys):
+    for number, module_settings in enumerate(modules):
+        if not any(_matches_pattern(key, module_settings.match) for key in keys):
             raise ModelError(
-                f"adapter.modules[{number}].match is {one.match!r}, and no layer of {name} that the adapter is put on "
-                f"is called so; there are {some(keys, 4)}"
+                f"adapter.modules[{number}].match is {module_settings.match!r}, and no layer of {name} that the adapter is put on "
+                f"is called so; there are {summarize_names(keys, 4)}"
             )
 
 
-def some(names: Sequence[str], most: int = 12) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+def summarize_names(names: Sequence[str], limit: int = 12) -> str:
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
-def _ends(key: str, target: str) -> bool:
+def _has_suffix(key: str, target: str) -> bool:
     return key == target or key.endswith(f".{target}")
 
 
-def _fits(key: str, match: str) -> bool:
-    return fnmatchcase(key, match) or fnmatchcase(key, f"*.{match}")
+def _matches_pattern(key: str, pattern: str) -> bool:
+    return fnmatchcase(key, pattern) or fnmatchcase(key, f"*.{pattern}")
 
 
-def _near(module: nn.Module, target: str) -> str:
-    endings = _endings(module)
-    shorter = {".".join(parts[at:]) for parts in (one.split(".") for one in endings) for at in range(len(parts))}
-    near = difflib.get_close_matches(target, sorted(shorter), n=4, cutoff=0.6)
-    return f"did you mean {some(near)}?" if near else f"there are {some(endings)}"
+def _suggestion(module: nn.Module, target: str) -> str:
+    suffixes = _layer_suffixes(module)
+    shorter_suffixes = {
+        ".".join(parts[at:]) for parts in (one.split(".") for one in suffixes) for at in range(len(parts))
+    }
+    close_matches = difflib.get_close_matches(target, sorted(shorter_suffixes), n=4, cutoff=0.6)
+    return (
+        f"did you mean {summarize_names(close_matches)}?" if close_matches else f"there are {summarize_names(suffixes)}"
+    )
 
 
-def _endings(module: nn.Module, prefix: str = "") -> list[str]:
+def _layer_suffixes(module: nn.Module, prefix: str = "") -> list[str]:
     """Names of the layers that can be adapted, without the numbered blocks they are in."""
-    found: dict[str, None] = {}
+    suffixes: dict[str, None] = {}
     for key, layer in module.named_modules():
-        if isinstance(layer, ADAPTABLE) and key:
+        if isinstance(layer, ADAPTABLE_LAYERS) and key:
             parts = key.split(".")
             numbers = [place for place, part in enumerate(parts[:-1]) if part.isdigit() and place < len(parts) - 2]
-            found[prefix + ".".join(parts[numbers[0] + 1 :] if numbers else parts)] = None
-    return list(found)
+            suffixes[prefix + ".".join(parts[numbers[0] + 1 :] if numbers else parts)] = None
+    return list(suffixes)

@@ -15,16 +15,16 @@ import xxhash
 from torch import nn
 
 from supertuner.config.settings.model import AdapterSettings
-from supertuner.models.adapters.layers import Size
+from supertuner.models.adapters.layers import AdapterSize
 from supertuner.models.spec import Tensors
 
-ADAPTER = "default"
+ADAPTER_NAME = "default"
 """peft's name of the adapter inside the module; it is in no file and in no name of ours."""
-MAGNITUDE = ".lora_magnitude_vector.weight"
+MAGNITUDE_SUFFIX = ".lora_magnitude_vector.weight"
 
 
 def inject(
-    module: nn.Module, settings: AdapterSettings, layers: Mapping[str, Size], *, seed: int, name: str
+    module: nn.Module, settings: AdapterSettings, layers: Mapping[str, AdapterSize], *, seed: int, name: str
 ) -> dict[str, nn.Parameter]:
     """Put adapters on the layers; their parameters by name. All other parameters stop learning.
 
@@ -32,13 +32,13 @@ def inject(
     """
     from peft import LoraConfig, inject_adapter_in_model
 
-    wanted = LoraConfig(
+    lora_config = LoraConfig(
         r=settings.rank,
         lora_alpha=1,  # never meant: every layer has an entry of its own
         lora_dropout=settings.dropout,
         target_modules=list(layers),
-        rank_pattern={_exactly(key): size.rank for key, size in layers.items()},
-        alpha_pattern={_exactly(key): size.alpha for key, size in layers.items()},
+        rank_pattern={_anchored_pattern(key): size.rank for key, size in layers.items()},
+        alpha_pattern={_anchored_pattern(key): size.alpha for key, size in layers.items()},
         use_rslora=settings.rslora,
         use_dora=settings.dora,
     )
@@ -46,44 +46,44 @@ def inject(
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         # peft cannot merge into 8-bit weights, and says so for each layer; we never merge.
         warnings.filterwarnings("ignore", message=".*get_apply_tensor_subclass.*")
-        inject_adapter_in_model(wanted, module, adapter_name=ADAPTER)
+        inject_adapter_in_model(lora_config, module, adapter_name=ADAPTER_NAME)
     parameters = {
-        key.replace(f".{ADAPTER}.", "."): parameter
+        key.replace(f".{ADAPTER_NAME}.", "."): parameter
         for key, parameter in module.named_parameters()
         if parameter.requires_grad
     }
     for key, parameter in parameters.items():
-        parameter.data = _initial(key, parameter, seed, name).to(parameter.device)
+        parameter.data = _initial_value(key, parameter, seed, name).to(parameter.device)
     return parameters
 
 
-def exported(tensors: Mapping[str, torch.Tensor], layers: Mapping[str, Size], prefix: str) -> Tensors:
+def export_tensors(tensors: Mapping[str, torch.Tensor], layers: Mapping[str, AdapterSize], prefix: str) -> Tensors:
     """The tensors as diffusers' `load_lora_weights` takes them.
 
     The scale is multiplied into lora_B, so that the file means the same to programs that read no metadata: diffusers
     takes alpha for the rank where it finds no other, and refuses `.alpha` tensors in some families.
     """
-    found = {}
+    exported_tensors = {}
     for name, tensor in tensors.items():
         layer = re.split(r"\.lora_(?:A|B|magnitude_vector)\.", name)[0]
         scale = layers[layer].scale if ".lora_B." in name else 1.0
-        key = name.removesuffix(".weight") if name.endswith(MAGNITUDE) else name  # as peft writes it
-        found[f"{prefix}.{key}"] = tensor if scale == 1.0 else tensor * scale
-    return found
+        key = name.removesuffix(".weight") if name.endswith(MAGNITUDE_SUFFIX) else name  # as peft writes it
+        exported_tensors[f"{prefix}.{key}"] = tensor if scale == 1.0 else tensor * scale
+    return exported_tensors
 
 
-def _exactly(key: str) -> str:
+def _anchored_pattern(key: str) -> str:
     """peft reads a pattern as the end of a name unless it is anchored."""
     return f"^{re.escape(key)}"
 
 
-def _initial(key: str, parameter: nn.Parameter, seed: int, name: str) -> torch.Tensor:
+def _initial_value(key: str, parameter: nn.Parameter, seed: int, name: str) -> torch.Tensor:
     """As published (arXiv 2106.09685, section 4.1) and as peft does it: A at random, B zero; DoRA's lengths are those
     of the weight's own rows, as peft found them."""
-    if key.endswith(MAGNITUDE):
+    if key.endswith(MAGNITUDE_SUFFIX):
         return parameter.detach().float()
     values = torch.zeros(parameter.shape, dtype=torch.float32)
     if ".lora_A." in key:
-        own = torch.Generator().manual_seed(xxhash.xxh32_intdigest(f"{seed}\0{name}\0{key}".encode()))
-        nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=own)
+        generator = torch.Generator().manual_seed(xxhash.xxh32_intdigest(f"{seed}\0{name}\0{key}".encode()))
+        nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
     return values

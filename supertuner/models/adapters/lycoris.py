@@ -17,83 +17,87 @@ import xxhash
 from torch import nn
 
 from supertuner.config.settings.model import AdapterSettings
-from supertuner.models.adapters.layers import Size
+from supertuner.models.adapters.layers import AdapterSize
 from supertuner.models.spec import Tensors
 
-INSIDE = "lycoris"
+SUBMODULE_NAME = "lycoris"
 """The name of the adapter inside its layer; it is in no name of a parameter of ours."""
-PREFIX = "lycoris_"
+KEY_PREFIX = "lycoris_"
 """How lycoris-lora begins the names of layers in a file; dots become underscores."""
-SCALED = ("lora_up.weight", "hada_w2_a", "lokr_w2", "lokr_w2_b")
+SCALED_TENSORS = ("lora_up.weight", "hada_w2_a", "lokr_w2", "lokr_w2_b")
 """The tensor of each kind that begins at zero: what its scale is multiplied into in a file."""
 
 
 def inject(
-    module: nn.Module, settings: AdapterSettings, layers: Mapping[str, Size], *, seed: int, name: str
+    module: nn.Module, settings: AdapterSettings, layers: Mapping[str, AdapterSize], *, seed: int, name: str
 ) -> dict[str, nn.Parameter]:
     """Put adapters on the layers; their parameters, in fp32, by name. All other parameters stop learning.
 
     lycoris-lora draws first values from torch's global generator: it is seeded for each layer, and put back.
     """
     module.requires_grad_(False)
-    with torch.random.fork_rng(devices=[]), _quietly():
+    with torch.random.fork_rng(devices=[]), _quiet_logger():
         for key, size in layers.items():
             layer = module.get_submodule(key)
             torch.default_generator.manual_seed(xxhash.xxh32_intdigest(f"{seed}\0{name}\0{key}".encode()))
             device = next(layer.parameters()).device
-            adapter = _made(key, layer, settings, size).to(device, torch.float32).requires_grad_(True)
+            adapter = _build_adapter(key, layer, settings, size).to(device, torch.float32).requires_grad_(True)
             adapter.apply_to()
-            layer.add_module(INSIDE, adapter)
+            layer.add_module(SUBMODULE_NAME, adapter)
     return {
-        key.replace(f".{INSIDE}.", "."): parameter
+        key.replace(f".{SUBMODULE_NAME}.", "."): parameter
         for key, parameter in module.named_parameters()
         if parameter.requires_grad
     }
 
 
-def exported(module: nn.Module, layers: Mapping[str, Size]) -> Tensors:
+def export_tensors(module: nn.Module, layers: Mapping[str, AdapterSize]) -> Tensors:
     """The tensors under lycoris-lora's own names, as its loader takes them.
 
     The scale is multiplied into a tensor that began at zero, and alpha is the rank: merging a LoKr or a LoHa,
     lycoris-lora 4.1.3 scales it twice, and other programs take other numbers for the rank of whole matrices.
     """
-    found: Tensors = {}
+    exported_tensors: Tensors = {}
     for key in layers:
-        adapter: Any = module.get_submodule(f"{key}.{INSIDE}")
+        adapter: Any = module.get_submodule(f"{key}.{SUBMODULE_NAME}")
         for name, tensor in adapter.state_dict().items():
             if name == "alpha":
                 tensor = torch.tensor(float(adapter.lora_dim))
-            elif name in SCALED and adapter.scale != 1.0:
+            elif name in SCALED_TENSORS and adapter.scale != 1.0:
                 tensor = tensor * adapter.scale
-            found[f"{PREFIX}{key.replace('.', '_')}.{name}"] = tensor.detach().to("cpu", copy=True).contiguous()
-    return found
+            exported_tensors[f"{KEY_PREFIX}{key.replace('.', '_')}.{name}"] = (
+                tensor.detach().to("cpu", copy=True).contiguous()
+            )
+    return exported_tensors
 
 
-def remark(module: nn.Module, layers: Mapping[str, Size]) -> str | None:
+def full_matrix_note(module: nn.Module, layers: Mapping[str, AdapterSize]) -> str | None:
     """What the user should know: on how many layers the rank is so large that LoKr takes a whole matrix instead."""
-    whole = [key for key in layers if getattr(module.get_submodule(f"{key}.{INSIDE}"), "use_w2", False)]
-    if not whole:
+    full_matrix_layers = [
+        key for key in layers if getattr(module.get_submodule(f"{key}.{SUBMODULE_NAME}"), "use_w2", False)
+    ]
+    if not full_matrix_layers:
         return None
     return (
-        f"LoKr's larger factor is a whole matrix, without a rank, on {len(whole)} of {len(layers)} layers "
-        f"({whole[0]} …): the rank is at least half of its size, or adapter.lokr_full_matrix is set"
+        f"LoKr's larger factor is a whole matrix, without a rank, on {len(full_matrix_layers)} of {len(layers)} layers "
+        f"({full_matrix_layers[0]} …): the rank is at least half of its size, or adapter.lokr_full_matrix is set"
     )
 
 
-def _made(key: str, layer: nn.Module, settings: AdapterSettings, size: Size) -> Any:
+def _build_adapter(key: str, layer: nn.Module, settings: AdapterSettings, size: AdapterSize) -> Any:
     from lycoris.modules.full import FullModule
     from lycoris.modules.locon import LoConModule
     from lycoris.modules.loha import LohaModule
     from lycoris.modules.lokr import LokrModule
 
-    name = PREFIX + key.replace(".", "_")
+    name = KEY_PREFIX + key.replace(".", "_")
     if settings.type == "diff":
         return FullModule(name, layer)
-    kinds = {"locon": LoConModule, "loha": LohaModule, "lokr": LokrModule}
-    options: dict[str, Any] = {"rs_lora": settings.rslora, "bypass_mode": _beside(layer)}
+    adapter_classes = {"locon": LoConModule, "loha": LohaModule, "lokr": LokrModule}
+    options: dict[str, Any] = {"rs_lora": settings.rslora, "bypass_mode": _supports_bypass(layer)}
     if settings.type == "lokr":
         options |= {"factor": settings.lokr_factor, "full_matrix": settings.lokr_full_matrix}
-    adapter = kinds[settings.type](name, layer, lora_dim=size.rank, alpha=size.alpha, **options)
+    adapter = adapter_classes[settings.type](name, layer, lora_dim=size.rank, alpha=size.alpha, **options)
     if getattr(adapter, "use_w1", False) and adapter.use_w2:
         adapter.scale = 1.0  # whole matrices have no rank to be scaled by; with rs_lora it forgets that
     if settings.dropout:  # given to its constructor, LoHa and LoKr print that they have none, which is no longer true
@@ -101,18 +105,18 @@ def _made(key: str, layer: nn.Module, settings: AdapterSettings, size: Size) -> 
     return adapter
 
 
-def _beside(layer: nn.Module) -> bool:
+def _supports_bypass(layer: nn.Module) -> bool:
     """Whether the adapter can be computed beside its layer: grouped and dilated convolutions are rebuilt instead."""
     return getattr(layer, "groups", 1) == 1 and all(step == 1 for step in getattr(layer, "dilation", ()))
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
+def _quiet_logger() -> Iterator[None]:
     """lycoris-lora writes remarks to standard output; what matters of them is told by `remark`."""
     logger = logging.getLogger("LyCORIS")
-    before = logger.level
+    previous_level = logger.level
     logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        logger.setLevel(before)
+        logger.setLevel(previous_level)

@@ -15,11 +15,11 @@ from torch import nn
 from supertuner.core.errors import ModelError
 
 Tensors = Mapping[str, torch.Tensor]
-WEIGHT_ADDED = ("diff", "w_norm")
-BIAS_ADDED = ("diff_b", "b_norm")
-LORA = ("lora_up.weight", "lora_down.weight", "dora_scale")
-LOHA = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b", "dora_scale")
-LOKR = ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b", "dora_scale")
+WEIGHT_DIFFS = ("diff", "w_norm")
+BIAS_DIFFS = ("diff_b", "b_norm")
+LORA_TENSORS = ("lora_up.weight", "lora_down.weight", "dora_scale")
+LOHA_TENSORS = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b", "dora_scale")
+LOKR_TENSORS = ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b", "dora_scale")
 LORA_BIAS = "lora_up.bias"
 """Of peft's `lora_bias`: scaled like the product of the two matrices beside it."""
 
@@ -28,41 +28,41 @@ def merged_weight(weight: torch.Tensor, tensors: Tensors, layer: str, strength: 
     """`tensors`: those of the layer, as kohya and LyCORIS call them. ModelError where they do not fit the weight."""
     if weight.numel() == 0:
         return weight
-    added = [tensors[name] for name in WEIGHT_ADDED if name in tensors]
-    exact = weight.float()
-    if added:
-        _check_all_count(tensors, WEIGHT_ADDED[:1] if "diff" in tensors else WEIGHT_ADDED[1:], layer)
-        if added[0].shape != weight.shape:
-            raise ModelError(f"{layer}: the change is {list(added[0].shape)}, the weight {list(weight.shape)}")
-        return (exact + strength * added[0].float()).to(weight.dtype)
-    if all(name in (*BIAS_ADDED, LORA_BIAS, "alpha") for name in tensors):
+    diffs = [tensors[name] for name in WEIGHT_DIFFS if name in tensors]
+    weight_fp32 = weight.float()
+    if diffs:
+        _require_all_used(tensors, WEIGHT_DIFFS[:1] if "diff" in tensors else WEIGHT_DIFFS[1:], layer)
+        if diffs[0].shape != weight.shape:
+            raise ModelError(f"{layer}: the change is {list(diffs[0].shape)}, the weight {list(weight.shape)}")
+        return (weight_fp32 + strength * diffs[0].float()).to(weight.dtype)
+    if all(name in (*BIAS_DIFFS, LORA_BIAS, "alpha") for name in tensors):
         return weight
-    change = _change(tensors, layer)
-    if change is None:
-        return _by_lycoris(exact, tensors, layer, strength).to(weight.dtype)
-    if change.dim() < 2 or change.numel() != weight.numel() or change.shape[0] != weight.shape[0]:
-        raise ModelError(f"{layer}: the adapter does not fit: it is of {list(change.shape)}, not {list(weight.shape)}")
-    whole = exact + change.reshape(weight.shape)
+    delta = _weight_delta(tensors, layer)
+    if delta is None:
+        return _merge_with_lycoris(weight_fp32, tensors, layer, strength).to(weight.dtype)
+    if delta.dim() < 2 or delta.numel() != weight.numel() or delta.shape[0] != weight.shape[0]:
+        raise ModelError(f"{layer}: the adapter does not fit: it is of {list(delta.shape)}, not {list(weight.shape)}")
+    merged = weight_fp32 + delta.reshape(weight.shape)
     if "dora_scale" in tensors:
-        whole = _with_magnitudes(whole, tensors["dora_scale"].float(), layer)
-    return (exact + strength * (whole - exact)).to(weight.dtype)
+        merged = _apply_dora_magnitudes(merged, tensors["dora_scale"].float(), layer)
+    return (weight_fp32 + strength * (merged - weight_fp32)).to(weight.dtype)
 
 
 def merged_bias(bias: torch.Tensor, tensors: Tensors, layer: str, strength: float = 1.0) -> torch.Tensor:
-    added = [tensors[name].float() for name in BIAS_ADDED if name in tensors]
+    diffs = [tensors[name].float() for name in BIAS_DIFFS if name in tensors]
     if LORA_BIAS in tensors:
-        added.append(tensors[LORA_BIAS].float() * _lora_scale(tensors, layer))
-    if not added:
+        diffs.append(tensors[LORA_BIAS].float() * _lora_scale(tensors, layer))
+    if not diffs:
         return bias
-    for one in added:
-        if one.shape != bias.shape:
-            raise ModelError(f"{layer}: the change is {list(one.shape)}, the bias {list(bias.shape)}")
-    return (bias.float() + strength * sum(added)).to(bias.dtype)
+    for diff in diffs:
+        if diff.shape != bias.shape:
+            raise ModelError(f"{layer}: the change is {list(diff.shape)}, the bias {list(bias.shape)}")
+    return (bias.float() + strength * sum(diffs)).to(bias.dtype)
 
 
 def changes_bias(names: Iterable[str]) -> bool:
     """Whether a layer needs a bias for these tensors of an adapter to be merged into it."""
-    return not {*BIAS_ADDED, LORA_BIAS}.isdisjoint(names)
+    return not {*BIAS_DIFFS, LORA_BIAS}.isdisjoint(names)
 
 
 def _lora_scale(tensors: Tensors, layer: str) -> float:
@@ -81,90 +81,100 @@ def _scale(tensors: Tensors, rank: int | None, layer: str) -> float:
     return float(tensors["alpha"]) / rank
 
 
-def _check_all_count(tensors: Tensors, own: Sequence[str], layer: str) -> None:
+def _require_all_used(tensors: Tensors, used: Sequence[str], layer: str) -> None:
     """ModelError for tensors that would be passed over."""
-    over = [name for name in tensors if name not in (*own, *BIAS_ADDED, LORA_BIAS, "alpha")]
-    if over:
-        kept = [name for name in tensors if name not in over]
-        raise ModelError(f"{layer}: {', '.join(over)} beside {', '.join(kept)} cannot be merged")
+    unused = [name for name in tensors if name not in (*used, *BIAS_DIFFS, LORA_BIAS, "alpha")]
+    if unused:
+        used_names = [name for name in tensors if name not in unused]
+        raise ModelError(f"{layer}: {', '.join(unused)} beside {', '.join(used_names)} cannot be merged")
 
 
-def _change(tensors: Tensors, layer: str) -> torch.Tensor | None:
+def _weight_delta(tensors: Tensors, layer: str) -> torch.Tensor | None:
     """What is added to the weight; None for a kind that is not written out here."""
-    given = {name: tensor.float() for name, tensor in tensors.items()}
-    own: Sequence[str]
+    tensors_fp32 = {name: tensor.float() for name, tensor in tensors.items()}
+    used: Sequence[str]
     rank: int | None = None
     try:
-        if "lora_up.weight" in given and "lora_mid.weight" not in given:
-            own, rank = LORA, given["lora_down.weight"].shape[0]
-            change = given["lora_up.weight"].flatten(1) @ given["lora_down.weight"].flatten(1)
-        elif "hada_w1_a" in given and "hada_t1" not in given:
-            own, rank = LOHA, given["hada_w1_b"].shape[0]
-            change = (given["hada_w1_a"] @ given["hada_w1_b"]) * (given["hada_w2_a"] @ given["hada_w2_b"])
-        elif {"lokr_w1", "lokr_w1_a"} & given.keys() and not {"lokr_t1", "lokr_t2"} & given.keys():
-            own, one, two = LOKR, _factor(given, "lokr_w1"), _factor(given, "lokr_w2")
-            rank = next((given[name].shape[0] for name in ("lokr_w2_b", "lokr_w1_b") if name in given), None)
-            change = torch.kron(one.reshape([*one.shape[:2], *([1] * (two.dim() - 2))]), two)
+        if "lora_up.weight" in tensors_fp32 and "lora_mid.weight" not in tensors_fp32:
+            used, rank = LORA_TENSORS, tensors_fp32["lora_down.weight"].shape[0]
+            delta = tensors_fp32["lora_up.weight"].flatten(1) @ tensors_fp32["lora_down.weight"].flatten(1)
+        elif "hada_w1_a" in tensors_fp32 and "hada_t1" not in tensors_fp32:
+            used, rank = LOHA_TENSORS, tensors_fp32["hada_w1_b"].shape[0]
+            delta = (tensors_fp32["hada_w1_a"] @ tensors_fp32["hada_w1_b"]) * (
+                tensors_fp32["hada_w2_a"] @ tensors_fp32["hada_w2_b"]
+            )
+        elif {"lokr_w1", "lokr_w1_a"} & tensors_fp32.keys() and not {"lokr_t1", "lokr_t2"} & tensors_fp32.keys():
+            used, first_factor, second_factor = (
+                LOKR_TENSORS,
+                _kronecker_factor(tensors_fp32, "lokr_w1"),
+                _kronecker_factor(tensors_fp32, "lokr_w2"),
+            )
+            rank = next(
+                (tensors_fp32[name].shape[0] for name in ("lokr_w2_b", "lokr_w1_b") if name in tensors_fp32), None
+            )
+            delta = torch.kron(
+                first_factor.reshape([*first_factor.shape[:2], *([1] * (second_factor.dim() - 2))]), second_factor
+            )
         else:
             return None
     except (RuntimeError, KeyError, IndexError, ValueError) as error:
         reason = f"it has no {error.args[0]}" if isinstance(error, KeyError) else error
         raise ModelError(f"{layer}: the adapter does not fit together: {reason}") from error
-    _check_all_count(tensors, own, layer)
-    return change * _scale(given, rank, layer)
+    _require_all_used(tensors, used, layer)
+    return delta * _scale(tensors_fp32, rank, layer)
 
 
-def _factor(given: Tensors, name: str) -> torch.Tensor:
-    if name in given:
-        return given[name]
-    left, right = given[f"{name}_a"], given[f"{name}_b"]
+def _kronecker_factor(tensors: Tensors, name: str) -> torch.Tensor:
+    if name in tensors:
+        return tensors[name]
+    left, right = tensors[f"{name}_a"], tensors[f"{name}_b"]
     return (left @ right.flatten(1)).reshape([left.shape[0], *right.shape[1:]])
 
 
-def _with_magnitudes(whole: torch.Tensor, magnitudes: torch.Tensor, layer: str) -> torch.Tensor:
+def _apply_dora_magnitudes(merged: torch.Tensor, magnitudes: torch.Tensor, layer: str) -> torch.Tensor:
     """DoRA (Liu et al., arXiv 2402.09353, eq. 5): the direction of the whole, with a length of its own per output."""
-    if magnitudes.dim() > 0 and magnitudes.shape[0] == magnitudes.numel() == whole.shape[0]:
-        along, lengths = 0, whole.flatten(1).norm(dim=1)
+    if magnitudes.dim() > 0 and magnitudes.shape[0] == magnitudes.numel() == merged.shape[0]:
+        dim, lengths = 0, merged.flatten(1).norm(dim=1)
     elif (
-        magnitudes.shape[:2] == (1, whole.shape[1]) and magnitudes.numel() == whole.shape[1]
+        magnitudes.shape[:2] == (1, merged.shape[1]) and magnitudes.numel() == merged.shape[1]
     ):  # older LyCORIS: per input
-        along, lengths = 1, whole.transpose(0, 1).flatten(1).norm(dim=1)
+        dim, lengths = 1, merged.transpose(0, 1).flatten(1).norm(dim=1)
     else:
-        raise ModelError(f"{layer}: DoRA's magnitudes {list(magnitudes.shape)} do not fit {list(whole.shape)}")
+        raise ModelError(f"{layer}: DoRA's magnitudes {list(magnitudes.shape)} do not fit {list(merged.shape)}")
     factors = magnitudes.flatten() / lengths
-    scaled: torch.Tensor = whole * factors.reshape([-1 if place == along else 1 for place in range(whole.dim())])
+    scaled: torch.Tensor = merged * factors.reshape([-1 if place == dim else 1 for place in range(merged.dim())])
     return scaled
 
 
-def _by_lycoris(weight: torch.Tensor, tensors: Tensors, layer: str, strength: float) -> torch.Tensor:
+def _merge_with_lycoris(weight: torch.Tensor, tensors: Tensors, layer: str, strength: float) -> torch.Tensor:
     from lycoris.modules import get_module, make_module
 
     named = {f"layer.{name}": tensor.float() for name, tensor in tensors.items()}
-    kind, parts = get_module(named, "layer")
-    if kind is None:
+    module_class, parts = get_module(named, "layer")
+    if module_class is None:
         raise ModelError(f"{layer}: {', '.join(tensors)} are of no kind of adapter that lycoris-lora knows")
-    _check_all_count(tensors, kind.weight_list, layer)
+    _require_all_used(tensors, module_class.weight_list, layer)
     try:
-        made = make_module(kind, parts, "layer", _around(weight))
-        found = None if made is None else made.get_merged_weight(strength, weight.shape)[0]
+        lycoris_module = make_module(module_class, parts, "layer", _layer_with_weight(weight))
+        merged = None if lycoris_module is None else lycoris_module.get_merged_weight(strength, weight.shape)[0]
     except Exception as error:  # a stranger's tensors in a library that checks few of their sizes
         raise ModelError(f"{layer}: the adapter does not fit a weight of {list(weight.shape)}: {error}") from error
-    if found is None or found.shape != weight.shape:
+    if merged is None or merged.shape != weight.shape:
         raise ModelError(f"{layer}: lycoris-lora cannot merge its {', '.join(tensors)}")
-    return torch.as_tensor(found).detach()
+    return torch.as_tensor(merged).detach()
 
 
-def _around(weight: torch.Tensor) -> nn.Module:
+def _layer_with_weight(weight: torch.Tensor) -> nn.Module:
     """A layer with this weight, which is what lycoris-lora wants to see."""
     sizes = weight.shape
     with torch.device("meta"):
-        made: nn.Module
+        layer: nn.Module
         if len(sizes) == 2:
-            made = nn.Linear(sizes[1], sizes[0], bias=False)
+            layer = nn.Linear(sizes[1], sizes[0], bias=False)
         else:
-            kinds = {3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}
-            if len(sizes) not in kinds:
+            convolution_classes = {3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}
+            if len(sizes) not in convolution_classes:
                 raise ValueError(f"a weight of {len(sizes)} dimensions is of no linear or convolution layer")
-            made = kinds[len(sizes)](sizes[1], sizes[0], tuple(sizes[2:]), bias=False)  # type: ignore[arg-type]
-    made.weight = nn.Parameter(weight, requires_grad=False)
-    return made
+            layer = convolution_classes[len(sizes)](sizes[1], sizes[0], tuple(sizes[2:]), bias=False)  # type: ignore[arg-type]
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    return layer

@@ -11,10 +11,10 @@ JOINT_ATTENTION: Final = (*SELF_ATTENTION, "add_q_proj", "add_k_proj", "add_v_pr
 """diffusers' attention over pictures and text together."""
 
 
-def presets(attention: Sequence[str], mlp: Sequence[str], rest: Sequence[str]) -> Mapping[str, Sequence[str]]:
+def target_presets(attention: Sequence[str], mlp: Sequence[str], other: Sequence[str]) -> Mapping[str, Sequence[str]]:
     """Each preset holds those before it. `rest` are the linear layers that are neither attention nor feed-forward."""
     return {
         "attention": tuple(attention),
         "attention_mlp": (*attention, *mlp),
-        "all_linear": (*attention, *mlp, *rest),
+        "all_linear": (*attention, *mlp, *other),
     }

@@ -15,59 +15,66 @@ from numpy.typing import NDArray
 from supertuner.core.errors import ModelError
 from supertuner.models import loading
 from supertuner.models.families import sampling_common as sampling
-from supertuner.models.spec import Model, SampleRequest, Tensors
+from supertuner.models.spec import ModelDescription, SampleRequest, Tensors
 
 
-class PictureEncoder:
+class ImageVaeEncoder:
     def __init__(self, vae: Any, device: torch.device) -> None:
         self._vae = vae.to(device)
         self._device = device
 
     @torch.no_grad()
     def encode(self, media: torch.Tensor) -> Tensors:
-        return {"latents": torch.cat([self._one(picture) for picture in media.unbind()]).cpu()}
+        return {"latents": torch.cat([self._encode_one(picture) for picture in media.unbind()]).cpu()}
 
-    def _one(self, picture: torch.Tensor) -> torch.Tensor:
-        pixels = picture[None].to(self._device, torch.float32) / 255.0 * 2.0 - 1.0
+    def _encode_one(self, image: torch.Tensor) -> torch.Tensor:
+        pixels = image[None].to(self._device, torch.float32) / 255.0 * 2.0 - 1.0
         mode = self._vae.encode(pixels).latent_dist.mode()
-        centre, factor = _norm(self._vae)
-        latents: torch.Tensor = (mode - centre) * factor
+        shift, scale_factor = _latent_shift_and_scale(self._vae)
+        latents: torch.Tensor = (mode - shift) * scale_factor
         return latents
 
 
-def decoded(vae: Any, latents: torch.Tensor) -> torch.Tensor:
+def decode_latents(vae: Any, latents: torch.Tensor) -> torch.Tensor:
     """The VAE's pixels of a sampler's latents, in fp32."""
-    centre, factor = _norm(vae)
-    pixels: torch.Tensor = vae.decode(latents.float() / factor + centre, return_dict=False)[0]
+    shift, scale_factor = _latent_shift_and_scale(vae)
+    pixels: torch.Tensor = vae.decode(latents.float() / scale_factor + shift, return_dict=False)[0]
     return pixels
 
 
-class PictureSampler:
+class ImagePipelineSampler:
     """Samples through a family's own diffusers pipeline, with the VAE in fp32 whatever the denoiser computes in."""
 
     def __init__(
         self,
         pipeline: Any,
-        part: str,
-        why_not: Callable[[tuple[int, ...]], str | None],
+        component: str,
+        unsupported_reason: Callable[[tuple[int, ...]], str | None],
         device: torch.device,
         dtype: torch.dtype,
         *,
-        told: Callable[[SampleRequest], dict[str, Any]] = lambda request: {"negative_prompt": request.negative_prompt},
-        unpacked: Callable[[torch.Tensor, SampleRequest], torch.Tensor] = lambda latents, _request: latents,
+        extra_arguments: Callable[[SampleRequest], dict[str, Any]] = lambda request: {
+            "negative_prompt": request.negative_prompt
+        },
+        unpack_latents: Callable[[torch.Tensor, SampleRequest], torch.Tensor] = lambda latents, _request: latents,
     ) -> None:
         """`part` is the denoiser. `told` is what the pipeline is told beside what every one is, and `unpacked` makes
         latents of what it returns."""
-        self._pipeline, self._part, self._why_not = pipeline, part, why_not
-        self._device, self._dtype, self._told, self._unpacked = device, dtype, told, unpacked
+        self._pipeline, self._component, self._unsupported_reason = pipeline, component, unsupported_reason
+        self._device, self._dtype, self._extra_arguments, self._unpack_latents = (
+            device,
+            dtype,
+            extra_arguments,
+            unpack_latents,
+        )
         pipeline.set_progress_bar_config(disable=True)
 
     @torch.no_grad()
     def sample(self, request: SampleRequest) -> NDArray[np.uint8]:
-        require_picture(request, self._why_not((3, request.height, request.width)))
+        require_image_request(request, self._unsupported_reason((3, request.height, request.width)))
         pipeline = self._pipeline
-        with sampling.computing([getattr(pipeline, self._part)], self._device, self._dtype):
-            made = pipeline(
+        with sampling.eval_with_autocast([getattr(pipeline, self._component)], self._device, self._dtype):
+            latents = pipeline(
                 prompt=request.prompt,
                 height=request.height,
                 width=request.width,
@@ -75,41 +82,41 @@ class PictureSampler:
                 guidance_scale=request.guidance_scale,
                 generator=torch.Generator().manual_seed(request.seed),
                 output_type="latent",
-                **self._told(request),
+                **self._extra_arguments(request),
             ).images
-        pixels = decoded(pipeline.vae, self._unpacked(made.float(), request))
-        return sampling.uint8(pipeline.image_processor.postprocess(pixels, output_type="np"))
+        pixels = decode_latents(pipeline.vae, self._unpack_latents(latents.float(), request))
+        return sampling.to_uint8(pipeline.image_processor.postprocess(pixels, output_type="np"))
 
 
-def scale(model: Model) -> int:
+def vae_scale_factor(model: ModelDescription) -> int:
     """Pixels per latent: each of the VAE's levels but the last halves the sides."""
     widths = model.configs["vae"].get("block_out_channels", (0, 0, 0, 0))
     assert isinstance(widths, list | tuple)
     return int(2 ** (len(widths) - 1))
 
 
-def why_not(shape: tuple[int, ...], side: int) -> str | None:
+def image_unsupported_reason(shape: tuple[int, ...], multiple: int) -> str | None:
     """Why media of this shape are no pictures whose sides are multiples of `side`; None if they are."""
     if len(shape) != 3 or shape[0] != 3:
         return f"its shape is {shape}, and this model takes pictures of 3 colours"
-    if shape[1] % side or shape[2] % side:
-        return f"it is {shape[2]}×{shape[1]}, and both sides must be multiples of {side}"
+    if shape[1] % multiple or shape[2] % multiple:
+        return f"it is {shape[2]}×{shape[1]}, and both sides must be multiples of {multiple}"
     return None
 
 
-def require_picture(request: SampleRequest, why: str | None) -> None:
+def require_image_request(request: SampleRequest, reason: str | None) -> None:
     """ModelError for a sample that is no picture, or that cannot be made for the reason given."""
     if request.frames != 1:
         raise ModelError(f"the sample {request.prompt!r} has {request.frames} frames, and this model makes pictures")
-    if why:
-        raise ModelError(f"the sample {request.prompt!r} cannot be made: {why}")
+    if reason:
+        raise ModelError(f"the sample {request.prompt!r} cannot be made: {reason}")
 
 
-def media_encoder(model: Model, device: torch.device) -> PictureEncoder:
-    return PictureEncoder(loading.module(model, "vae", torch.float32), device)
+def build_media_encoder(model: ModelDescription, device: torch.device) -> ImageVaeEncoder:
+    return ImageVaeEncoder(loading.load_module(model, "vae", torch.float32), device)
 
 
-def _norm(vae: Any) -> tuple[torch.Tensor | float, torch.Tensor | float]:
+def _latent_shift_and_scale(vae: Any) -> tuple[torch.Tensor | float, torch.Tensor | float]:
     """What latents are moved by, and then multiplied by: per channel where the config has both, else for all alike."""
     config = vae.config
     if config.latents_mean is None or config.latents_std is None:

@@ -12,64 +12,68 @@ from numpy.typing import NDArray
 from torch import nn
 
 from supertuner.models import loading
-from supertuner.models.spec import Model
+from supertuner.models.spec import ModelDescription
 
 
-def parts(
-    model: Model, modules: Mapping[str, nn.Module], names: Iterable[str], device: torch.device, dtype: torch.dtype
+def pipeline_components(
+    model: ModelDescription,
+    modules: Mapping[str, nn.Module],
+    names: Iterable[str],
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> dict[str, Any]:
     """The parts of a pipeline: those given as they are, the others loaded; a VAE computes in fp32."""
-    chosen: dict[str, Any] = {}
+    components: dict[str, Any] = {}
     for name in names:
         if name in modules:
-            chosen[name] = modules[name]
+            components[name] = modules[name]
         elif name.startswith(("tokenizer", "scheduler")):
-            chosen[name] = loading.plain(model, name)
+            components[name] = loading.load_tokenizer_or_scheduler(model, name)
         else:
-            chosen[name] = loading.module(model, name, torch.float32 if name == "vae" else dtype).to(device)
-    return chosen
+            components[name] = loading.load_module(model, name, torch.float32 if name == "vae" else dtype).to(device)
+    return components
 
 
 @contextmanager
-def computing(modules: Iterable[nn.Module], device: torch.device, dtype: torch.dtype) -> Iterator[None]:
+def eval_with_autocast(modules: Iterable[nn.Module], device: torch.device, dtype: torch.dtype) -> Iterator[None]:
     """While open, these modules are in eval mode and run their forward pass under autocast (fp32: without).
 
     Only they: a scheduler or a VAE that the pipeline calls in between keeps its own precision.
     """
     with ExitStack() as stack:
         for module in modules:
-            stack.enter_context(_evaluating(module))
+            stack.enter_context(_eval_mode(module))
             if dtype != torch.float32:
-                stack.enter_context(_autocasting(module, device, dtype))
+                stack.enter_context(_forward_autocast(module, device, dtype))
         yield
 
 
-def uint8(pixels: NDArray[np.floating[Any]]) -> NDArray[np.uint8]:
+def to_uint8(pixels: NDArray[np.floating[Any]]) -> NDArray[np.uint8]:
     """Pixels in [0, 1], rounded as diffusers rounds them for pictures."""
     return (pixels * 255).round().astype(np.uint8)
 
 
 @contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    training = [one for one in module.modules() if one.training]
+def _eval_mode(module: nn.Module) -> Iterator[None]:
+    training_modules = [submodule for submodule in module.modules() if submodule.training]
     module.eval()
     try:
         yield
     finally:
-        for one in training:
+        for one in training_modules:
             one.training = True
 
 
 @contextmanager
-def _autocasting(module: nn.Module, device: torch.device, dtype: torch.dtype) -> Iterator[None]:
-    opened: list[AbstractContextManager[Any]] = []
+def _forward_autocast(module: nn.Module, device: torch.device, dtype: torch.dtype) -> Iterator[None]:
+    contexts: list[AbstractContextManager[Any]] = []
 
     def enter(_module: nn.Module, _inputs: Any) -> None:
-        opened.append(torch.autocast(device.type, dtype))
-        opened[-1].__enter__()
+        contexts.append(torch.autocast(device.type, dtype))
+        contexts[-1].__enter__()
 
     def leave(_module: nn.Module, _inputs: Any, _output: Any) -> None:
-        opened.pop().__exit__(None, None, None)
+        contexts.pop().__exit__(None, None, None)
 
     before = module.register_forward_pre_hook(enter)
     after = module.register_forward_hook(leave, always_call=True)

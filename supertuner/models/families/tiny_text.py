@@ -17,7 +17,7 @@ from transformers import (
     UMT5EncoderModel,
 )
 
-WORDS: Final = (
+VOCABULARY: Final = (
     "a", "an", "the", "of", "on", "in", "and", "with", "at", "to", "from", "is", "large", "small", "big", "tiny", "red",
     "green", "blue", "yellow", "orange", "purple", "pink", "white", "black", "grey", "brown", "cyan", "circle",
     "square", "triangle", "star", "cross", "ring", "shape", "shapes", "moving", "still", "left", "right", "up", "down",
@@ -26,7 +26,7 @@ WORDS: Final = (
 _CHARACTERS: Final = "abcdefghijklmnopqrstuvwxyz0123456789.,'-"
 
 
-def unigram_tokenizer(words: Sequence[str] = WORDS, longest: int = 512) -> PreTrainedTokenizerFast:
+def unigram_tokenizer(words: Sequence[str] = VOCABULARY, max_length: int = 512) -> PreTrainedTokenizerFast:
     """Like T5's: pieces with a leading bar, `</s>` at the end, padding 0; what is no known word falls to letters, and
     what is no known letter to its bytes, so that two captions never look the same."""
     pieces: list[tuple[str, float]] = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
@@ -43,11 +43,11 @@ def unigram_tokenizer(words: Sequence[str] = WORDS, longest: int = 512) -> PreTr
         single=["$A", "</s>"], pair=["$A", "</s>", "$B", "</s>"], special_tokens=[("</s>", 1)]
     )
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", model_max_length=longest
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", model_max_length=max_length
     )
 
 
-def byte_tokenizer(longest: int = 77) -> PreTrainedTokenizerFast:
+def byte_tokenizer(max_length: int = 77) -> PreTrainedTokenizerFast:
     """Like CLIP's: a start, an end that also pads, and pieces of bytes; here every piece is one byte."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     ids = {piece: index for index, piece in enumerate([*alphabet, "<|startoftext|>", "<|endoftext|>"])}
@@ -55,16 +55,18 @@ def byte_tokenizer(longest: int = 77) -> PreTrainedTokenizerFast:
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    ends = [(token, ids[token]) for token in ("<|startoftext|>", "<|endoftext|>")]
+    special_tokens_ids = [(token, ids[token]) for token in ("<|startoftext|>", "<|endoftext|>")]
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=[ends[0][0], "$A", ends[1][0]], pair=[ends[0][0], "$A", "$B", ends[1][0]], special_tokens=ends
+        single=[special_tokens_ids[0][0], "$A", special_tokens_ids[1][0]],
+        pair=[special_tokens_ids[0][0], "$A", "$B", special_tokens_ids[1][0]],
+        special_tokens=special_tokens_ids,
     )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token="<|startoftext|>",
         eos_token="<|endoftext|>",
         pad_token="<|endoftext|>",
-        model_max_length=longest,
+        model_max_length=max_length,
     )
 
 
@@ -72,7 +74,9 @@ def clip_encoder(tokenizer: PreTrainedTokenizerFast, width: int, layers: int) ->
     return CLIPTextModel(_clip_config(tokenizer, width, layers)).eval()
 
 
-def projecting_clip_encoder(tokenizer: PreTrainedTokenizerFast, width: int, layers: int) -> CLIPTextModelWithProjection:
+def clip_encoder_with_projection(
+    tokenizer: PreTrainedTokenizerFast, width: int, layers: int
+) -> CLIPTextModelWithProjection:
     """Like `clip_encoder`, with a projection behind its summary of a caption."""
     return CLIPTextModelWithProjection(_clip_config(tokenizer, width, layers)).eval()
 
@@ -92,17 +96,17 @@ def _clip_config(tokenizer: PreTrainedTokenizerFast, width: int, layers: int) ->
     )
 
 
-def umt5_encoder(pieces: int, width: int, layers: int) -> UMT5EncoderModel:
-    return UMT5EncoderModel(UMT5Config(**_t5_sizes(pieces, width, layers))).eval()
+def umt5_encoder(vocab_size: int, width: int, layers: int) -> UMT5EncoderModel:
+    return UMT5EncoderModel(UMT5Config(**_t5_sizes(vocab_size, width, layers))).eval()
 
 
-def t5_encoder(pieces: int, width: int, layers: int) -> T5EncoderModel:
-    return T5EncoderModel(T5Config(**_t5_sizes(pieces, width, layers))).eval()
+def t5_encoder(vocab_size: int, width: int, layers: int) -> T5EncoderModel:
+    return T5EncoderModel(T5Config(**_t5_sizes(vocab_size, width, layers))).eval()
 
 
-def _t5_sizes(pieces: int, width: int, layers: int) -> dict[str, Any]:
+def _t5_sizes(vocab_size: int, width: int, layers: int) -> dict[str, Any]:
     return {
-        "vocab_size": pieces,
+        "vocab_size": vocab_size,
         "d_model": width,
         "d_kv": 8,
         "d_ff": 2 * width,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from diffusers import AutoencoderKL
 
 
-def picture_vae(width: int, *, channels: int, scaling_factor: float, shift_factor: float | None) -> AutoencoderKL:
+def tiny_image_vae(width: int, *, channels: int, scaling_factor: float, shift_factor: float | None) -> AutoencoderKL:
     """Eight pixels a latent. With a shift, as Flux and SD3 have it, there are no convolutions around the latents."""
     return AutoencoderKL(
         down_block_types=["DownEncoderBlock2D"] * 4,

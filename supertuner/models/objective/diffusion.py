@@ -25,10 +25,10 @@ import xxhash
 
 from supertuner.core.errors import ModelError
 
-Prediction: TypeAlias = Literal["flow", "epsilon", "v"]
-Weighting: TypeAlias = Literal["none", "sigma_sqrt", "cosmap", "min_snr", "debiased"]
+PredictionType: TypeAlias = Literal["flow", "epsilon", "v"]
+LossWeighting: TypeAlias = Literal["none", "sigma_sqrt", "cosmap", "min_snr", "debiased"]
 
-LOWEST = 2.0**-20
+MIN_SIGMA = 2.0**-20
 """No level is below this: the level 0 has nothing to learn from."""
 FLUX_TOKENS = (256, 4096)
 FLUX_MU = (0.5, 1.15)
@@ -37,7 +37,7 @@ _STANDARD = NormalDist()
 
 
 @dataclass(frozen=True, slots=True)
-class Law:
+class TimestepDistribution:
     """How noise levels are drawn, before they are cut to an expert's range."""
 
     kind: Literal["uniform", "logit_normal"] = "uniform"
@@ -49,13 +49,13 @@ class Law:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Objective:
+class TrainingObjective:
     """What the model predicts, on which schedule, and what a sample counts."""
 
-    prediction: Prediction = "flow"
+    prediction: PredictionType = "flow"
     alphas_cumprod: torch.Tensor | None = None
     """The schedule of a model that predicts epsilon or v: DDPM's ᾱ_t for t = 0 … T-1. Flow needs none."""
-    weighting: Weighting = "none"
+    weighting: LossWeighting = "none"
     snr_gamma: float = 5.0
     """min_snr: the signal-to-noise ratio from which on a clean sample counts no more."""
     huber_delta: float | None = None
@@ -69,10 +69,12 @@ class Objective:
 
 
 @overload
-def level_at(uniform: float, law: Law, low: float = 0.0, high: float = 1.0) -> float: ...
+def sigma_at(uniform: float, distribution: TimestepDistribution, low: float = 0.0, high: float = 1.0) -> float: ...
 @overload
-def level_at(uniform: torch.Tensor, law: Law, low: float = 0.0, high: float = 1.0) -> torch.Tensor: ...
-def level_at(uniform: float | torch.Tensor, law: Law, low: float = 0.0, high: float = 1.0) -> float | torch.Tensor:
+def sigma_at(uniform: torch.Tensor, distribution: TimestepDistribution, low: float = 0.0, high: float = 1.0) -> torch.Tensor: ...
+def sigma_at(
+    uniform: float | torch.Tensor, distribution: TimestepDistribution, low: float = 0.0, high: float = 1.0
+) -> float | torch.Tensor:
     """The level below which a share `uniform` (0 ≤ u < 1) of the law's levels between `low` and `high` lies.
 
     Computed in double precision and rounded to what fp32 can hold without leaving [low, high): a level just below an
@@ -80,11 +82,15 @@ def level_at(uniform: float | torch.Tensor, law: Law, low: float = 0.0, high: fl
     """
     if isinstance(uniform, torch.Tensor):
         # One at a time: vector instructions round differently from the scalar ones at the end of a batch.
-        levels = [level_at(u, law, low, high) for u in uniform.double().flatten().tolist()]
+        levels = [sigma_at(u, distribution, low, high) for u in uniform.double().flatten().tolist()]
         return torch.tensor(levels, dtype=torch.float32).reshape(uniform.shape)
     assert 0 <= uniform <= 1 and 0 <= low < high <= 1, (uniform, low, high)
-    level = _uniform_level(uniform, law, low, high) if law.kind == "uniform" else _normal_level(uniform, law, low, high)
-    return _inside(level, low, high)
+    level = (
+        _uniform_sigma(uniform, distribution, low, high)
+        if distribution.kind == "uniform"
+        else _logit_normal_sigma(uniform, distribution, low, high)
+    )
+    return _clamp_to_range(level, low, high)
 
 
 def auto_shift(tokens: int) -> float:
@@ -98,53 +104,55 @@ def auto_shift(tokens: int) -> float:
     return math.exp(mu) * math.sqrt(max(1.0, tokens / many))
 
 
-def shifted(level: float, shift: float) -> float:
+def shift_sigma(sigma: float, shift: float) -> float:
     """Esser et al., eq. 23, with s for the square root of m/n; its inverse is the same with 1/s."""
-    return shift * level / (1 + (shift - 1) * level)
+    return shift * sigma / (1 + (shift - 1) * sigma)
 
 
-def _uniform_level(u: float, law: Law, low: float, high: float) -> float:
-    begin, end = shifted(low, 1 / law.shift), shifted(high, 1 / law.shift)
-    return shifted(begin + u * (end - begin), law.shift)
+def _uniform_sigma(u: float, distribution: TimestepDistribution, low: float, high: float) -> float:
+    start, end = shift_sigma(low, 1 / distribution.shift), shift_sigma(high, 1 / distribution.shift)
+    return shift_sigma(start + u * (end - start), distribution.shift)
 
 
-def _normal_level(u: float, law: Law, low: float, high: float) -> float:
+def _logit_normal_sigma(u: float, distribution: TimestepDistribution, low: float, high: float) -> float:
     """Eq. 23 multiplies the odds t / (1 - t) by s and so adds ln s to the logit: the shift only moves the mean."""
-    mean, upper_half, begin, end, below, above = _normal_range(law, low, high)
+    mean, upper_half, start, end, below, above = _logit_normal_bounds(distribution, low, high)
     if upper_half:
         u = 1 - u
     share = below + u * (above - below)
-    z = begin if share <= 0 else end if share >= 1 else _STANDARD.inv_cdf(share)
-    return _logistic((-z if upper_half else z) * law.std + mean)
+    z = start if share <= 0 else end if share >= 1 else _STANDARD.inv_cdf(share)
+    return _logistic((-z if upper_half else z) * distribution.std + mean)
 
 
 @lru_cache(maxsize=64)  # a run has few laws and ranges, and draws millions of levels
-def _normal_range(law: Law, low: float, high: float) -> tuple[float, bool, float, float, float, float]:
+def _logit_normal_bounds(
+    distribution: TimestepDistribution, low: float, high: float
+) -> tuple[float, bool, float, float, float, float]:
     """The mean of the logits; whether all else is mirrored; the range in standard deviations, and the shares of the
     law below its ends."""
-    mean = law.mean + math.log(law.shift)
-    begin, end = (_logit(low) - mean) / law.std, (_logit(high) - mean) / law.std
-    upper_half = begin + end > 0
+    mean = distribution.mean + math.log(distribution.shift)
+    start, end = (_logit(low) - mean) / distribution.std, (_logit(high) - mean) / distribution.std
+    upper_half = start + end > 0
     if upper_half:  # by symmetry: tails are exact near 0, and lost near 1
-        begin, end = -end, -begin
-    below, above = _normal_cdf(begin), _normal_cdf(end)
+        start, end = -end, -start
+    below, above = _normal_cdf(start), _normal_cdf(end)
     if above - below < 1e-300:
         raise ModelError(
-            f"objective: logit_mean {law.mean:g}, logit_std {law.std:g} and shift {law.shift:g} give noise levels from "
+            f"objective: logit_mean {distribution.mean:g}, logit_std {distribution.std:g} and shift {distribution.shift:g} give noise levels from "
             f"{low:g} to {high:g} no chance at all; move logit_mean towards {_logit((low + high) / 2):.2g}"
         )
-    return mean, upper_half, begin, end, below, above
+    return mean, upper_half, start, end, below, above
 
 
-def _inside(level: float, low: float, high: float) -> float:
-    lowest, highest = _ends(low, high)
-    return min(max(float(np.float32(level)), lowest), highest)
+def _clamp_to_range(sigma: float, low: float, high: float) -> float:
+    lowest, highest = _float32_bounds(low, high)
+    return min(max(float(np.float32(sigma)), lowest), highest)
 
 
 @lru_cache(maxsize=64)
-def _ends(low: float, high: float) -> tuple[float, float]:
+def _float32_bounds(low: float, high: float) -> tuple[float, float]:
     """The lowest and the highest fp32 number of [low, high)."""
-    lowest, highest = np.float32(max(low, LOWEST)), np.float32(high)
+    lowest, highest = np.float32(max(low, MIN_SIGMA)), np.float32(high)
     if float(lowest) < low:  # as doubles: numpy would compare in fp32
         lowest = np.nextafter(lowest, np.float32(2))
     if float(highest) >= high:
@@ -156,8 +164,8 @@ def _normal_cdf(z: float) -> float:
     return 0.5 * math.erfc(-z / math.sqrt(2))
 
 
-def _logit(level: float) -> float:
-    return -math.inf if level <= 0 else math.inf if level >= 1 else math.log(level / (1 - level))
+def _logit(sigma: float) -> float:
+    return -math.inf if sigma <= 0 else math.inf if sigma >= 1 else math.log(sigma / (1 - sigma))
 
 
 def _logistic(x: float) -> float:
@@ -169,7 +177,7 @@ def _logistic(x: float) -> float:
 
 def sample_uniform(seed: int, position: int) -> float:
     """A number in [0, 1), a function of seed and position only."""
-    return (_hashed(b"level", seed, position) >> 11) * 2.0**-53
+    return (_position_hash(b"level", seed, position) >> 11) * 2.0**-53
 
 
 def sample_noise(seed: int, position: int, shape: Sequence[int], *, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -184,26 +192,30 @@ def noise_seed(seed: int, position: int) -> int:
     torch's CPU generator looks at 32 bits of its seed only. A hash of that width repeats itself within a hundred
     thousand positions; a bijection (the finalizer of MurmurHash3) of the position does not.
     """
-    mixed = (position ^ _hashed(b"noise", seed, position >> 32)) & 0xFFFFFFFF
+    mixed = (position ^ _position_hash(b"noise", seed, position >> 32)) & 0xFFFFFFFF
     mixed = ((mixed ^ (mixed >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF
     mixed = ((mixed ^ (mixed >> 13)) * 0xC2B2AE35) & 0xFFFFFFFF
     return mixed ^ (mixed >> 16)
 
 
-def _hashed(purpose: bytes, seed: int, position: int) -> int:
+def _position_hash(purpose: bytes, seed: int, position: int) -> int:
     return xxhash.xxh3_64_intdigest(struct.pack("<8sqq", purpose, seed, position))
 
 
 # ── input and target ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def add_noise(clean: torch.Tensor, noise: torch.Tensor, levels: torch.Tensor, objective: Objective) -> torch.Tensor:
+def add_noise(
+    clean: torch.Tensor, noise: torch.Tensor, sigmas: torch.Tensor, objective: TrainingObjective
+) -> torch.Tensor:
     """x_l = α·x + σ·ε. Flow: α = 1 - l, σ = l (Esser et al., eq. 13). Else α² = ᾱ_t = 1 - σ² (Ho et al., eq. 4)."""
-    alpha, sigma = _coefficients(clean, levels, objective)
-    return alpha * clean + sigma * noise
+    signal_scale, noise_scale = _coefficients(clean, sigmas, objective)
+    return signal_scale * clean + noise_scale * noise
 
 
-def target(clean: torch.Tensor, noise: torch.Tensor, levels: torch.Tensor, objective: Objective) -> torch.Tensor:
+def prediction_target(
+    clean: torch.Tensor, noise: torch.Tensor, sigmas: torch.Tensor, objective: TrainingObjective
+) -> torch.Tensor:
     """What the model should say of x_l.
 
     flow     ε - x, the velocity of the straight path (Lipman et al., eq. 23 with σ_min = 0 and time turned round)
@@ -214,23 +226,25 @@ def target(clean: torch.Tensor, noise: torch.Tensor, levels: torch.Tensor, objec
         return noise - clean
     if objective.prediction == "epsilon":
         return noise
-    alpha, sigma = _coefficients(clean, levels, objective)
-    return alpha * noise - sigma * clean
+    signal_scale, noise_scale = _coefficients(clean, sigmas, objective)
+    return signal_scale * noise - noise_scale * clean
 
 
-def timestep_index(levels: torch.Tensor, count: int) -> torch.Tensor:
+def timestep_index(sigmas: torch.Tensor, timesteps: int) -> torch.Tensor:
     """The row of a table of `count` timesteps that a level falls in: what the model is told as its timestep."""
-    return (levels.double() * count).floor().long().clamp(0, count - 1)
+    return (sigmas.double() * timesteps).floor().long().clamp(0, timesteps - 1)
 
 
-def _coefficients(like: torch.Tensor, levels: torch.Tensor, objective: Objective) -> tuple[torch.Tensor, torch.Tensor]:
+def _coefficients(
+    like: torch.Tensor, sigmas: torch.Tensor, objective: TrainingObjective
+) -> tuple[torch.Tensor, torch.Tensor]:
     """α and σ of each sample in fp32, shaped so that they multiply a batch."""
     shape = (-1, *(1 for _ in like.shape[1:]))
     if objective.alphas_cumprod is None:
-        sigma = levels.float()
-        alpha = 1 - sigma
+        noise_scale = sigmas.float()
+        signal_scale = 1 - noise_scale
     else:
-        table = objective.alphas_cumprod.to(levels.device, torch.float32)
-        kept = table[timestep_index(levels, len(table))]
-        alpha, sigma = kept.sqrt(), (1 - kept).sqrt()
-    return alpha.reshape(shape), sigma.reshape(shape)
+        table = objective.alphas_cumprod.to(sigmas.device, torch.float32)
+        alpha_bar = table[timestep_index(sigmas, len(table))]
+        signal_scale, noise_scale = alpha_bar.sqrt(), (1 - alpha_bar).sqrt()
+    return signal_scale.reshape(shape), noise_scale.reshape(shape)

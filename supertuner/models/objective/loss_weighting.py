@@ -19,26 +19,26 @@ from collections.abc import Iterator
 import torch
 
 from supertuner.config.settings.model import ObjectiveSettings
-from supertuner.core.events import Decided
-from supertuner.models.objective.diffusion import Objective, Prediction
-from supertuner.models.objective.snr import of_table
+from supertuner.core.events import DecisionEvent
+from supertuner.models.objective.diffusion import PredictionType, TrainingObjective
+from supertuner.models.objective.snr import snr_from_alphas_cumprod
 
-LEAST_SNR = 1e-4
+MIN_SNR = 1e-4
 """`debiased` gives noise alone (SNR 0) an infinite weight; smaller ratios count like this one: a hundredfold."""
-FLOW_IS_EVEN = (
+FLOW_SNR_REASON = (
     "the model learns flow matching, whose velocity is equally large at every noise level: there is nothing for the "
     'SNR to balance. With objective.flow_snr: "path" the SNR of its path counts'
 )
 
 
-def counted(
-    settings: ObjectiveSettings, prediction: Prediction, alphas_cumprod: torch.Tensor | None = None
-) -> Objective:
+def objective_from_settings(
+    settings: ObjectiveSettings, prediction: PredictionType, alphas_cumprod: torch.Tensor | None = None
+) -> TrainingObjective:
     """What a run learns: what its model predicts, with errors counted as the settings say."""
     weighting = settings.weighting
     if prediction == "flow" and settings.flow_snr == "none" and weighting in ("min_snr", "debiased"):
         weighting = "none"
-    return Objective(
+    return TrainingObjective(
         prediction,
         alphas_cumprod,
         weighting,
@@ -47,13 +47,13 @@ def counted(
     )
 
 
-def told(settings: ObjectiveSettings, objective: Objective) -> Iterator[Decided]:
+def weighting_decisions(settings: ObjectiveSettings, objective: TrainingObjective) -> Iterator[DecisionEvent]:
     """What was decided about weights, to be said once."""
     if objective.weighting != settings.weighting:
-        yield Decided("objective.weighting", objective.weighting, FLOW_IS_EVEN)
+        yield DecisionEvent("objective.weighting", objective.weighting, FLOW_SNR_REASON)
 
 
-def weight(levels: torch.Tensor, objective: Objective) -> torch.Tensor:
+def loss_weight(sigmas: torch.Tensor, objective: TrainingObjective) -> torch.Tensor:
     """What a sample's loss counts, one number per level.
 
     cosmap      2 / (π - 2π·l + 2π·l²), the density of Esser et al., eq. 21
@@ -62,38 +62,40 @@ def weight(levels: torch.Tensor, objective: Objective) -> torch.Tensor:
     debiased    w = √SNR (Yu et al., eq. 9: 1 / √SNR of the error in ε)
     """
     if objective.weighting == "none":
-        return torch.ones_like(levels)
+        return torch.ones_like(sigmas)
     if objective.weighting == "cosmap":
-        return 2 / (math.pi * (1 - 2 * levels + 2 * levels**2))
+        return 2 / (math.pi * (1 - 2 * sigmas + 2 * sigmas**2))
     if objective.weighting == "sigma_sqrt":
-        return levels.clamp(min=1e-3) ** -2
+        return sigmas.clamp(min=1e-3) ** -2
     if objective.alphas_cumprod is None:
-        return _of_flow(levels, objective)
-    return _of_table(of_table(objective.alphas_cumprod, levels), objective)
+        return _flow_weight(sigmas, objective)
+    return _snr_weight(snr_from_alphas_cumprod(objective.alphas_cumprod, sigmas), objective)
 
 
-def _of_flow(levels: torch.Tensor, objective: Objective) -> torch.Tensor:
+def _flow_weight(sigmas: torch.Tensor, objective: TrainingObjective) -> torch.Tensor:
     """w · l², written without the ratio, which is infinite at level 0."""
     if objective.weighting == "debiased":
-        return (1 - levels) * levels
-    return torch.minimum((1 - levels).square(), objective.snr_gamma * levels.square())
+        return (1 - sigmas) * sigmas
+    return torch.minimum((1 - sigmas).square(), objective.snr_gamma * sigmas.square())
 
 
-def _of_table(snr: torch.Tensor, objective: Objective) -> torch.Tensor:
+def _snr_weight(snr: torch.Tensor, objective: TrainingObjective) -> torch.Tensor:
     """w over the factor, written so that neither a ratio of 0 nor an infinite one gives anything but its limit."""
-    of_epsilon = objective.prediction == "epsilon"
+    predicts_epsilon = objective.prediction == "epsilon"
     if objective.weighting == "min_snr":
         return (
-            (objective.snr_gamma / snr).clamp(max=1) if of_epsilon else snr.clamp(max=objective.snr_gamma) / (snr + 1)
+            (objective.snr_gamma / snr).clamp(max=1)
+            if predicts_epsilon
+            else snr.clamp(max=objective.snr_gamma) / (snr + 1)
         )
-    return snr.clamp(min=LEAST_SNR).rsqrt() if of_epsilon else 1 / (snr.sqrt() + snr.rsqrt())
+    return snr.clamp(min=MIN_SNR).rsqrt() if predicts_epsilon else 1 / (snr.sqrt() + snr.rsqrt())
 
 
 def per_sample_loss(
     prediction: torch.Tensor,
-    wanted: torch.Tensor,
+    targets: torch.Tensor,
     weights: torch.Tensor,
-    objective: Objective,
+    objective: TrainingObjective,
     mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Mean of each sample's loss over its elements, times its weight: fp32, one number per sample.
@@ -101,13 +103,13 @@ def per_sample_loss(
     With a mask (0 to 1, one number for each place, whatever the channel), places count as much as it says: the mean is
     the weighted one, so a small subject weighs as much as a large one. Where all of it is 0, nothing is learnt.
     """
-    error = prediction.float() - wanted.float()
+    error = prediction.float() - targets.float()
     loss = error.square() if objective.huber_delta is None else pseudo_huber(error, objective.huber_delta)
     if mask is None:
         return loss.flatten(1).mean(1) * weights.float()
-    places = mask.float().expand_as(loss).flatten(1)
-    total = places.sum(1).clamp(min=torch.finfo(torch.float32).tiny)
-    return (loss.flatten(1) * places).sum(1) / total * weights.float()
+    mask_weights = mask.float().expand_as(loss).flatten(1)
+    total = mask_weights.sum(1).clamp(min=torch.finfo(torch.float32).tiny)
+    return (loss.flatten(1) * mask_weights).sum(1) / total * weights.float()
 
 
 def pseudo_huber(error: torch.Tensor, delta: float) -> torch.Tensor:

@@ -14,8 +14,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from supertuner.optim.automagic.packed_rates import Rates
-from supertuner.optim.automagic.workspace import Bench, Tools, padded
+from supertuner.optim.automagic.packed_rates import RateStorage
+from supertuner.optim.automagic.workspace import DeviceWorkspace, ScratchViews, padded_count
 from supertuner.optim.stochastic_bits import name_keys
 
 State: TypeAlias = dict[str, Any]
@@ -31,16 +31,16 @@ def matrix_shape(shape: Sequence[int]) -> Shape:
     return shape[0], math.prod(shape[1:])
 
 
-def state_shapes(shape: Sequence[int], rates: Rates) -> dict[str, tuple[int, torch.dtype]]:
+def state_shapes(shape: Sequence[int], rates: RateStorage) -> dict[str, tuple[int, torch.dtype]]:
     """What is remembered of a parameter: vectors, by name their length and type."""
     rows, columns = matrix_shape(shape)
-    count = padded(rows * columns)
+    count = padded_count(rows * columns)
     moments = {"row": (rows, torch.float32), "column": (columns, torch.float32)}
     return {**moments, **rates.entries(count), "signs": (count // 8, torch.uint8)}
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Batch:
+class ParameterBatch:
     """Parameters that are worked on together."""
 
     parameters: tuple[nn.Parameter, ...]
@@ -52,67 +52,74 @@ class Batch:
     """The same as each parameter's own."""
     keys: torch.Tensor
     """Of their names, for random numbers."""
-    bench: Bench
+    workspace: DeviceWorkspace
 
     @property
     def count(self) -> int:
         """Elements of each."""
         return self.shape[0] * self.shape[1]
 
-    def tools(self) -> Tools:
-        return self.bench.tools(len(self.parameters), *self.shape)
+    def scratch(self) -> ScratchViews:
+        return self.workspace.scratch(len(self.parameters), *self.shape)
 
-    def gradient(self, tools: Tools) -> torch.Tensor:
+    def gradient(self, scratch: ScratchViews) -> torch.Tensor:
         """All gradients, fp32, as matrices. Of a single tensor it may be the gradient itself: not to be changed."""
-        found = [p.grad for p in self.parameters if p.grad is not None]
-        (first, *more) = found
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        (first, *more) = gradients
         if not more and first.dtype == torch.float32 and first.is_contiguous():
             return first.view(1, *self.shape)
-        torch._foreach_copy_(self.split(tools.gradient), found)
-        return tools.gradient
+        torch._foreach_copy_(self.split(scratch.gradient), gradients)
+        return scratch.gradient
 
-    def split(self, whole: torch.Tensor) -> list[torch.Tensor]:
+    def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """One number per weight, cut up into tensors of the parameters' own shape."""
-        parts = whole.view(len(whole), -1)[:, : self.count]
+        parts = flat.view(len(flat), -1)[:, : self.count]
         return [part.view(p.shape) for part, p in zip(parts.unbind(), self.parameters, strict=True)]
 
 
-def batches(
+def build_batches(
     parameters: Mapping[str, nn.Parameter],
     states: Mapping[torch.Tensor, State],
-    rates: Rates,
-    benches: Callable[[torch.device], Bench],
-) -> list[Batch]:
+    rates: RateStorage,
+    workspace_for: Callable[[torch.device], DeviceWorkspace],
+) -> list[ParameterBatch]:
     """The parameters in batches, with what is remembered of them."""
-    alike: dict[tuple[Shape, torch.dtype, torch.device, bool], list[str]] = {}
+    names_by_layout: dict[tuple[Shape, torch.dtype, torch.device, bool], list[str]] = {}
     for name, p in parameters.items():
-        alike.setdefault((matrix_shape(p.shape), p.dtype, p.device, p.is_contiguous()), []).append(name)
-    made = []
-    for (shape, _, device, _), names in alike.items():
-        largest = CPU_ELEMENTS if device.type == "cpu" else DEVICE_ELEMENTS
-        many = max(1, largest // max(1, shape[0] * shape[1]))
-        for first in range(0, len(names), many):
-            some = {name: parameters[name] for name in names[first : first + many]}
-            state = _joined(some, states, rates, state_shapes(shape, rates))
-            views = tuple({key: tensor[row] for key, tensor in state.items()} for row in range(len(some)))
-            made.append(
-                Batch(tuple(some.values()), shape, state, views, name_keys(list(some), device), benches(device))
+        names_by_layout.setdefault((matrix_shape(p.shape), p.dtype, p.device, p.is_contiguous()), []).append(name)
+    result = []
+    for (shape, _, device, _), names in names_by_layout.items():
+        max_elements = CPU_ELEMENTS if device.type == "cpu" else DEVICE_ELEMENTS
+        per_batch = max(1, max_elements // max(1, shape[0] * shape[1]))
+        for first in range(0, len(names), per_batch):
+            members = {name: parameters[name] for name in names[first : first + per_batch]}
+            state = _stack_states(members, states, rates, state_shapes(shape, rates))
+            views = tuple({key: tensor[row] for key, tensor in state.items()} for row in range(len(members)))
+            result.append(
+                ParameterBatch(
+                    tuple(members.values()),
+                    shape,
+                    state,
+                    views,
+                    name_keys(list(members), device),
+                    workspace_for(device),
+                )
             )
-    return made
+    return result
 
 
-def _joined(
+def _stack_states(
     parameters: Mapping[str, nn.Parameter],
     states: Mapping[torch.Tensor, State],
-    rates: Rates,
+    rates: RateStorage,
     shapes: Mapping[str, tuple[int, torch.dtype]],
 ) -> dict[str, torch.Tensor]:
     device = next(iter(parameters.values())).device
-    whole = {
+    stacked = {
         key: torch.zeros(len(parameters), length, dtype=dtype, device=device) for key, (length, dtype) in shapes.items()
     }
-    rates.begin(whole)
+    rates.initialize(stacked)
     for row, p in enumerate(parameters.values()):
-        for key, kept in states.get(p, {}).items():
-            whole[key][row].copy_(kept)
-    return whole
+        for key, saved in states.get(p, {}).items():
+            stacked[key][row].copy_(saved)
+    return stacked

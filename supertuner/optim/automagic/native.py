@@ -15,21 +15,21 @@ from pathlib import Path
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from supertuner.optim.automagic.batched import Batch
-from supertuner.optim.automagic.workspace import padded
+from supertuner.optim.automagic.batched import ParameterBatch
+from supertuner.optim.automagic.workspace import padded_count
 
 POINTERS = ("gradient", "weights", "row", "column", "low", "high", "signs")
-ROOMS = ("row_factor", "column_factor", "sums", "new_signs")
+SCRATCH_POINTERS = ("row_factor", "column_factor", "sums", "new_signs")
 SIZES = ("rows", "columns", "padded")
 NUMBERS = ("share", "epsilon", "clip", "factor", "decay", "lowest")
 FLAGS = ("top", "first")
 
 
-class Step(ctypes.Structure):
+class NativeStep(ctypes.Structure):
     """`struct step` of _automagic.c."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in POINTERS + ROOMS),
+        *((name, ctypes.c_void_p) for name in POINTERS + SCRATCH_POINTERS),
         *((name, ctypes.c_int64) for name in SIZES),
         *((name, ctypes.c_float) for name in NUMBERS),
         *((name, ctypes.c_int32) for name in FLAGS),
@@ -37,7 +37,7 @@ class Step(ctypes.Structure):
 
 
 @dataclass(frozen=True, slots=True)
-class Numbers:
+class NativeStepConstants:
     """What is the same for all tensors of a step; `decay` and `lowest` are in units, as `factor` brings updates."""
 
     share: float
@@ -49,55 +49,55 @@ class Numbers:
     top: int
 
 
-def built() -> Path | None:
+def find_native_library() -> Path | None:
     """The C part, if it was built when the package was installed."""
     here = Path(__file__)
     return next((path for end in EXTENSION_SUFFIXES if (path := here.with_name(f"_automagic{end}")).is_file()), None)
 
 
-class Native:
+class NativeAutomagic:
     """The library, loaded."""
 
     def __init__(self, path: Path) -> None:
-        self._call = ctypes.CDLL(str(path)).supertuner_automagic
-        self._call.argtypes, self._call.restype = [ctypes.POINTER(Step)], None
+        self._step_function = ctypes.CDLL(str(path)).supertuner_automagic
+        self._step_function.argtypes, self._step_function.restype = [ctypes.POINTER(NativeStep)], None
 
-    def takes(self, batch: Batch) -> bool:
+    def supports(self, batch: ParameterBatch) -> bool:
         """Not fake tensors, which have no memory: a forecast of a GPU's step goes torch's own way, as the GPU does."""
         return all(
             p.device.type == "cpu" and p.dtype == torch.float32 and p.is_contiguous() and not isinstance(p, FakeTensor)
             for p in batch.parameters
         )
 
-    def step(self, batches: list[Batch], numbers: Numbers, fresh: set[int]) -> None:
+    def step(self, batches: list[ParameterBatch], constants: NativeStepConstants, fresh: set[int]) -> None:
         """One step of all parameters of these batches, on as many threads as torch uses."""
         jobs = [(batch, row) for batch in batches for row in range(len(batch.parameters))]
         threads = min(torch.get_num_threads(), len(jobs))
         if threads <= 1:
             for batch, row in jobs:
-                self._one(batch, row, numbers, fresh)
+                self._step_one(batch, row, constants, fresh)
             return
         with ThreadPoolExecutor(threads) as pool:  # the library is called without the interpreter's lock
-            list(pool.map(lambda job: self._one(job[0], job[1], numbers, fresh), jobs))
+            list(pool.map(lambda job: self._step_one(job[0], job[1], constants, fresh), jobs))
 
-    def _one(self, batch: Batch, row: int, numbers: Numbers, fresh: set[int]) -> None:
+    def _step_one(self, batch: ParameterBatch, row: int, constants: NativeStepConstants, fresh: set[int]) -> None:
         p, (rows, columns) = batch.parameters[row], batch.shape
         assert p.grad is not None
         gradient = p.grad.to(torch.float32).contiguous()
-        kept = {name: batch.state[name][row] for name in POINTERS[2:]}
-        whole = padded(batch.count)
-        room = torch.empty(rows + 3 * columns + (whole // 8 + 3) // 4, dtype=torch.float32)
-        begins = (0, rows, rows + columns, rows + 3 * columns)
-        step = Step(
+        state_rows = {name: batch.state[name][row] for name in POINTERS[2:]}
+        padded_size = padded_count(batch.count)
+        scratch = torch.empty(rows + 3 * columns + (padded_size // 8 + 3) // 4, dtype=torch.float32)
+        offsets = (0, rows, rows + columns, rows + 3 * columns)
+        step = NativeStep(
             gradient=gradient.data_ptr(),
             weights=p.data_ptr(),
-            **{name: tensor.data_ptr() for name, tensor in kept.items()},
-            **{name: room.data_ptr() + 4 * begin for name, begin in zip(ROOMS, begins, strict=True)},
+            **{name: tensor.data_ptr() for name, tensor in state_rows.items()},
+            **{name: scratch.data_ptr() + 4 * begin for name, begin in zip(SCRATCH_POINTERS, offsets, strict=True)},
             rows=rows,
             columns=columns,
-            padded=whole,
-            **{name: getattr(numbers, name) for name in NUMBERS},
-            top=numbers.top,
+            padded=padded_size,
+            **{name: getattr(constants, name) for name in NUMBERS},
+            top=constants.top,
             first=id(p) in fresh,
         )
-        self._call(ctypes.byref(step))
+        self._step_function(ctypes.byref(step))

@@ -22,20 +22,20 @@ from typing import Literal
 import torch
 from torch import nn
 
-from supertuner.optim.automagic.batched import Batch, batches, matrix_shape
-from supertuner.optim.automagic.native import Native, Numbers, built
+from supertuner.optim.automagic.batched import ParameterBatch, build_batches, matrix_shape
+from supertuner.optim.automagic.native import NativeAutomagic, NativeStepConstants, find_native_library
 from supertuner.optim.automagic.packed_rates import (
-    MOST,
-    Limits,
-    Move,
-    Noise,
+    MAX_CODE,
+    Fp32Rates,
+    LearningRateLimits,
+    LearningRateSpread,
+    NoiseSource,
     PackedRates,
-    PlainRates,
-    Spread,
-    directions,
+    RateStepInputs,
+    sign_agreement,
 )
-from supertuner.optim.automagic.workspace import Bench, Tools, padded
-from supertuner.optim.stochastic_bits import Chance, rounded_to_bf16
+from supertuner.optim.automagic.workspace import DeviceWorkspace, ScratchViews, padded_count
+from supertuner.optim.stochastic_bits import StochasticBits, stochastic_round_to_bf16
 
 EPSILON = 1e-30
 MOVE_RATES, ROUND_WEIGHTS = 1, 2
@@ -48,28 +48,28 @@ class Automagic(torch.optim.Optimizer):
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
-        limits: Limits,
+        limits: LearningRateLimits,
         *,
         weight_decay: float = 0.0,
         seed: int = 0,
         beta2: float = 0.999,
         clip: float = 1.0,
-        mask: Literal["packed", "fp32"] = "packed",
+        rate_storage: Literal["packed", "fp32"] = "packed",
         native: bool = True,
     ) -> None:
         assert all(p.dtype in (torch.float32, torch.bfloat16) for p in parameters.values()), "fp32 or bf16 weights"
-        self._rates = PackedRates(limits) if mask == "packed" else PlainRates(limits)
+        self._rates = PackedRates(limits) if rate_storage == "packed" else Fp32Rates(limits)
         # What differs in a group from its defaults is saved: steps made, and in which units rates are kept.
         defaults = {"lr": limits.start, "weight_decay": weight_decay, "updates": 0, "lowest": 0.0, "unit": 0.0}
         super().__init__(list(parameters.values()), defaults)
         self.param_groups[0].update(lowest=self._rates.lowest, unit=self._rates.unit)
         self._parameters = dict(parameters)
         self._limits, self._seed, self._beta2, self._clip = limits, seed, beta2, clip
-        library = built() if native else None
-        self._native = None if library is None else Native(library)
-        self._benches: dict[torch.device, Bench] = {}
-        self._batches: list[Batch] = []
-        self._live: list[int] = []
+        library = find_native_library() if native else None
+        self._native = None if library is None else NativeAutomagic(library)
+        self._workspaces: dict[torch.device, DeviceWorkspace] = {}
+        self._batches: list[ParameterBatch] = []
+        self._batched_ids: list[int] = []
         """Which parameters the batches are of."""
 
     @torch.no_grad()
@@ -77,102 +77,106 @@ class Automagic(torch.optim.Optimizer):
         assert closure is None, "a window computes its gradients once"
         (group,) = self.param_groups
         step: int = group["updates"]
-        chance = Chance(self._seed, step)
-        fresh = self._arrange()
+        random_bits = StochasticBits(self._seed, step)
+        fresh = self._update_batches()
         factor, decay = group["lr"] / self._limits.start * self._rates.unit, group["weight_decay"]
-        for batch in self._by_c(factor, decay, fresh):
-            tools = batch.tools()
-            gradient = batch.gradient(tools)
-            updates = self._updates(batch, gradient, tools, factor)
-            moves = _moves(batch, gradient, tools, fresh)
-            draw = partial(chance.draw, batch.keys, padded(batch.count))
-            rates = self._rates.advance(batch.state, moves, Move(step, partial(draw, MOVE_RATES), tools))
-            _apply(batch, updates, rates, factor * decay, partial(draw, ROUND_WEIGHTS))
+        for batch in self._step_native(factor, decay, fresh):
+            scratch = batch.scratch()
+            gradient = batch.gradient(scratch)
+            updates = self._updates(batch, gradient, scratch, factor)
+            moves = _rate_moves(batch, gradient, scratch, fresh)
+            draw = partial(random_bits.draw, batch.keys, padded_count(batch.count))
+            rates = self._rates.advance(batch.state, moves, RateStepInputs(step, partial(draw, MOVE_RATES), scratch))
+            _apply_updates(batch, updates, rates, factor * decay, partial(draw, ROUND_WEIGHTS))
         group["updates"] = step + 1
-        self._clear()
+        self._release_workspaces()
 
     @torch.no_grad()
-    def spread(self) -> Spread | None:
+    def learning_rate_spread(self) -> LearningRateSpread | None:
         """How the rates of all weights that were ever trained are spread now; None if there are none."""
         if not isinstance(self._rates, PackedRates) or not self.state:
             return None
         (group,) = self.param_groups
-        self._keep_units()
-        home = next(iter(self.state)).device
-        total = torch.zeros(MOST + 1, dtype=torch.float64, device=home)
-        for state, count, tools in self._rows():
-            total += self._rates.counts(state, count, tools).to(home)
-        self._clear()
-        return self._rates.spread(total, group["lr"] / self._limits.start)
+        self._convert_loaded_rates()
+        device = next(iter(self.state)).device
+        total = torch.zeros(MAX_CODE + 1, dtype=torch.float64, device=device)
+        for state, count, scratch in self._state_rows():
+            total += self._rates.histogram(state, count, scratch).to(device)
+        self._release_workspaces()
+        return self._rates.spread_of_histogram(total, group["lr"] / self._limits.start)
 
     def states_replaced(self) -> None:
         """States were moved to another memory: batches, which hold them together, are made anew when needed."""
-        self._batches, self._live = [], []
+        self._batches, self._batched_ids = [], []
 
-    def _rows(self) -> Iterator[tuple[Mapping[str, torch.Tensor], int, Tools]]:
+    def _state_rows(self) -> Iterator[tuple[Mapping[str, torch.Tensor], int, ScratchViews]]:
         """Everything remembered: batches as they are, and what is of parameters outside of them."""
-        yield from ((batch.state, batch.count, batch.tools()) for batch in self._batches)
+        yield from ((batch.state, batch.count, batch.scratch()) for batch in self._batches)
         inside = {id(view) for batch in self._batches for view in batch.views}
         for p, state in self.state.items():
             if id(state) not in inside:
-                yield {key: kept.unsqueeze(0) for key, kept in state.items()}, p.numel(), self.tools(p)
+                yield {key: kept.unsqueeze(0) for key, kept in state.items()}, p.numel(), self.scratch_for(p)
 
-    def _by_c(self, factor: float, decay: float, fresh: set[int]) -> list[Batch]:
+    def _step_native(self, factor: float, decay: float, fresh: set[int]) -> list[ParameterBatch]:
         """Make the step of all batches that the library takes; the others."""
         native, rates = self._native, self._rates
-        if native is None or not isinstance(rates, PackedRates) or rates.chance < 1.0:
+        if native is None or not isinstance(rates, PackedRates) or rates.move_probability < 1.0:
             return self._batches
         lowest = rates.lowest / rates.unit
-        numbers = Numbers(1 - self._beta2, EPSILON, self._clip, factor, factor * decay, lowest, rates.top)
-        native.step([batch for batch in self._batches if native.takes(batch)], numbers, fresh)
-        return [batch for batch in self._batches if not native.takes(batch)]
+        constants = NativeStepConstants(
+            1 - self._beta2, EPSILON, self._clip, factor, factor * decay, lowest, rates.max_code
+        )
+        native.step([batch for batch in self._batches if native.supports(batch)], constants, fresh)
+        return [batch for batch in self._batches if not native.supports(batch)]
 
-    def _arrange(self) -> set[int]:
+    def _update_batches(self) -> set[int]:
         """Put the parameters that have a gradient into batches, unless they are; those that never had one before.
 
         Batches are made anew where other parameters have gradients than in the step before, or states were loaded.
         """
-        self._keep_units()
-        live = {name: p for name, p in self._parameters.items() if p.grad is not None}
-        own = all(
+        self._convert_loaded_rates()
+        with_gradient = {name: p for name, p in self._parameters.items() if p.grad is not None}
+        states_current = all(
             self.state.get(p) is view for b in self._batches for p, view in zip(b.parameters, b.views, strict=True)
         )
-        if own and self._live == list(map(id, live.values())):
+        if states_current and self._batched_ids == list(map(id, with_gradient.values())):
             return set()
-        fresh = {id(p) for p in live.values() if p not in self.state}
-        self._batches = batches(live, self.state, self._rates, self._bench)
-        self._live = list(map(id, live.values()))
+        fresh = {id(p) for p in with_gradient.values() if p not in self.state}
+        self._batches = build_batches(with_gradient, self.state, self._rates, self._workspace)
+        self._batched_ids = list(map(id, with_gradient.values()))
         for batch in self._batches:
             self.state.update(zip(batch.parameters, batch.views, strict=True))
         return fresh
 
-    def _keep_units(self) -> None:
+    def _convert_loaded_rates(self) -> None:
         """Rates that were loaded in other units, since limits or bump were others then, are put into ours."""
         (group,) = self.param_groups
         lowest, unit = group["lowest"], group["unit"]
         if isinstance(self._rates, PackedRates) and (lowest, unit) != (self._rates.lowest, self._rates.unit):
             for p, state in self.state.items():
                 rows = {key: kept.unsqueeze(0) for key, kept in state.items()}
-                self._rates.convert(rows, self.tools(p), lowest, unit)
+                self._rates.convert(rows, self.scratch_for(p), lowest, unit)
         group.update(lowest=self._rates.lowest, unit=self._rates.unit)
 
-    def tools(self, p: torch.Tensor) -> Tools:
+    def scratch_for(self, p: torch.Tensor) -> ScratchViews:
         """What the state of one parameter is read with: where the state is, which may be at home while `p` is not."""
-        home = next((kept.device for kept in self.state.get(p, {}).values()), p.device)
-        return self._bench(home).tools(1, *matrix_shape(p.shape))
+        device = next((kept.device for kept in self.state.get(p, {}).values()), p.device)
+        return self._workspace(device).scratch(1, *matrix_shape(p.shape))
 
-    def _clear(self) -> None:
-        for bench in self._benches.values():
-            bench.clear()
+    def _release_workspaces(self) -> None:
+        for workspace in self._workspaces.values():
+            workspace.clear()
 
-    def _bench(self, device: torch.device) -> Bench:
-        if device not in self._benches:
-            self._benches[device] = Bench(device)
-        return self._benches[device]
+    def _workspace(self, device: torch.device) -> DeviceWorkspace:
+        if device not in self._workspaces:
+            self._workspaces[device] = DeviceWorkspace(device)
+        return self._workspaces[device]
 
-    def _updates(self, batch: Batch, gradient: torch.Tensor, tools: Tools, factor: float) -> torch.Tensor:
+    def _updates(
+        self, batch: ParameterBatch, gradient: torch.Tensor, scratch: ScratchViews, factor: float
+    ) -> torch.Tensor:
         """u, clipped, times `factor`: one matrix per tensor."""
-        row, column, work = batch.state["row"], batch.state["column"], tools.updates
+        row, column, work = batch.state["row"], batch.state["column"], scratch.updates
         torch.mul(gradient, gradient, out=work)
         row.lerp_(work.mean(-1).add_(EPSILON), 1 - self._beta2)
         column.lerp_(work.mean(-2).add_(EPSILON), 1 - self._beta2)
@@ -182,19 +186,21 @@ class Automagic(torch.optim.Optimizer):
         return work.mul_(rms.clamp_(min=1.0).reciprocal_().mul_(factor))
 
 
-def _moves(batch: Batch, gradient: torch.Tensor, tools: Tools, fresh: set[int]) -> torch.Tensor:
+def _rate_moves(batch: ParameterBatch, gradient: torch.Tensor, scratch: ScratchViews, fresh: set[int]) -> torch.Tensor:
     """By how many bumps each rate moves: 1, 0 or -1. An update has the sign of its gradient."""
-    tools.signs_in.copy_(torch.sign(gradient, out=tools.exact_signs))
-    if tools.beyond.numel():
-        tools.beyond.zero_()
-    moves = directions(batch.state["signs"], tools)
+    scratch.signs_in.copy_(torch.sign(gradient, out=scratch.exact_signs))
+    if scratch.padding.numel():
+        scratch.padding.zero_()
+    moves = sign_agreement(batch.state["signs"], scratch)
     for row, p in enumerate(batch.parameters if fresh else ()):
         if id(p) in fresh:
             moves[row].zero_()
     return moves
 
 
-def _apply(batch: Batch, updates: torch.Tensor, rates: torch.Tensor, decay: float, noise: Noise) -> None:
+def _apply_updates(
+    batch: ParameterBatch, updates: torch.Tensor, rates: torch.Tensor, decay: float, noise: NoiseSource
+) -> None:
     """w ← w - rates · (updates + decay · w), both in the same units."""
     parameters: list[torch.Tensor] = list(batch.parameters)
     if parameters[0].dtype == torch.float32:
@@ -209,4 +215,4 @@ def _apply(batch: Batch, updates: torch.Tensor, rates: torch.Tensor, decay: floa
         updates.add_(weights, alpha=decay)
     flat = weights.view(len(weights), -1)
     flat.addcmul_(updates.view_as(flat), rates[:, : batch.count], value=-1.0)
-    torch._foreach_copy_(parameters, batch.split(rounded_to_bf16(flat, noise()[:, : batch.count])))
+    torch._foreach_copy_(parameters, batch.split(stochastic_round_to_bf16(flat, noise()[:, : batch.count])))

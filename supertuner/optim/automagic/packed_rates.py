@@ -22,18 +22,18 @@ from typing import Protocol, TypeAlias
 
 import torch
 
-from supertuner.optim.automagic.workspace import Tools, fold
+from supertuner.optim.automagic.workspace import ScratchViews, fold_planes
 
-Stored: TypeAlias = Mapping[str, torch.Tensor]
-Noise: TypeAlias = Callable[[], torch.Tensor]
+StoredRates: TypeAlias = Mapping[str, torch.Tensor]
+NoiseSource: TypeAlias = Callable[[], torch.Tensor]
 """Gives int16 numbers, uniform, one per element."""
-MOST = 1023
+MAX_CODE = 1023
 """The largest n of 10 bits."""
 QUANTILES = (0.1, 0.5, 0.9)
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class LearningRateLimits:
     """Where rates start, and how and between what they move."""
 
     start: float
@@ -46,7 +46,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class LearningRateSpread:
     """How the rates of many weights are spread."""
 
     mean: float
@@ -62,15 +62,15 @@ class Spread:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Move:
+class RateStepInputs:
     """What a step has to say to all rates of a tensor."""
 
     step: int
-    noise: Noise
-    tools: Tools
+    noise: NoiseSource
+    scratch: ScratchViews
 
 
-class Rates(Protocol):
+class RateStorage(Protocol):
     """How rates are kept. Two ways: packed, and plain fp32 to compare with."""
 
     lowest: float
@@ -79,132 +79,132 @@ class Rates(Protocol):
     def entries(self, count: int) -> dict[str, tuple[int, torch.dtype]]:
         """What is kept of `count` elements (a multiple of 8): name → length and type."""
 
-    def begin(self, stored: Stored) -> None:
+    def initialize(self, stored: StoredRates) -> None:
         """All rates at their start."""
 
-    def advance(self, stored: Stored, moves: torch.Tensor, move: Move) -> torch.Tensor:
+    def advance(self, stored: StoredRates, moves: torch.Tensor, inputs: RateStepInputs) -> torch.Tensor:
         """Move each rate by so many bumps (1, 0 or -1, int8); the new rates, in units."""
 
-    def read(self, stored: Stored, tools: Tools) -> torch.Tensor:
+    def read(self, stored: StoredRates, scratch: ScratchViews) -> torch.Tensor:
         """The rates as they are, fp32."""
 
 
-class PlainRates:
+class Fp32Rates:
     """fp32, four bytes an element."""
 
     lowest, unit = 0.0, 1.0
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: LearningRateLimits) -> None:
         self._limits = limits
 
     def entries(self, count: int) -> dict[str, tuple[int, torch.dtype]]:
         return {"rates": (count, torch.float32)}
 
-    def begin(self, stored: Stored) -> None:
+    def initialize(self, stored: StoredRates) -> None:
         stored["rates"].fill_(self._limits.start)
 
-    def advance(self, stored: Stored, moves: torch.Tensor, move: Move) -> torch.Tensor:
+    def advance(self, stored: StoredRates, moves: torch.Tensor, inputs: RateStepInputs) -> torch.Tensor:
         rates = stored["rates"].add_(moves.float(), alpha=self._limits.bump)
         return rates.clamp_(self._limits.lowest, self._limits.highest)
 
-    def read(self, stored: Stored, tools: Tools) -> torch.Tensor:
+    def read(self, stored: StoredRates, scratch: ScratchViews) -> torch.Tensor:
         return stored["rates"].clone()
 
 
 class PackedRates:
     """10 bits an element."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: LearningRateLimits) -> None:
         self._start = limits.start
         self.lowest = limits.lowest
         width = limits.highest - limits.lowest
-        self.top = min(MOST, round(width / limits.bump))
+        self.max_code = min(MAX_CODE, round(width / limits.bump))
         """The largest n in use; its rate is the highest."""
-        self.unit = width / self.top if self.top else limits.bump
-        self.chance = min(1.0, limits.bump / self.unit) if width > MOST * limits.bump else 1.0
+        self.unit = width / self.max_code if self.max_code else limits.bump
+        self.move_probability = min(1.0, limits.bump / self.unit) if width > MAX_CODE * limits.bump else 1.0
         """How likely n moves in a step."""
 
     def entries(self, count: int) -> dict[str, tuple[int, torch.dtype]]:
         return {"low": (count, torch.uint8), "high": (count // 4, torch.uint8)}
 
-    def begin(self, stored: Stored) -> None:
-        code = self.code(self._start)
-        stored["low"].fill_(code % 256)
-        stored["high"].fill_(code // 256 * 0b01010101)
+    def initialize(self, stored: StoredRates) -> None:
+        start_code = self.encode(self._start)
+        stored["low"].fill_(start_code % 256)
+        stored["high"].fill_(start_code // 256 * 0b01010101)
 
-    def code(self, rate: float) -> int:
-        return max(0, min(self.top, round((rate - self.lowest) / self.unit)))
+    def encode(self, rate: float) -> int:
+        return max(0, min(self.max_code, round((rate - self.lowest) / self.unit)))
 
-    def advance(self, stored: Stored, moves: torch.Tensor, move: Move) -> torch.Tensor:
-        codes = unpacked(stored, move.tools)
-        if self.chance < 1.0:
-            moves = moves * (move.noise() < self._below(move.step))
-        codes.add_(move.tools.parts.copy_(moves)).clamp_(0, self.top)
-        pack(codes, stored, move.tools)
-        return move.tools.rates.copy_(codes).add_(self.lowest / self.unit)
+    def advance(self, stored: StoredRates, moves: torch.Tensor, inputs: RateStepInputs) -> torch.Tensor:
+        codes = unpack_codes(stored, inputs.scratch)
+        if self.move_probability < 1.0:
+            moves = moves * (inputs.noise() < self._noise_threshold(inputs.step))
+        codes.add_(inputs.scratch.high_bits.copy_(moves)).clamp_(0, self.max_code)
+        pack_codes(codes, stored, inputs.scratch)
+        return inputs.scratch.rates.copy_(codes).add_(self.lowest / self.unit)
 
-    def read(self, stored: Stored, tools: Tools) -> torch.Tensor:
-        return unpacked(stored, tools).to(torch.float32).mul_(self.unit).add_(self.lowest)
+    def read(self, stored: StoredRates, scratch: ScratchViews) -> torch.Tensor:
+        return unpack_codes(stored, scratch).to(torch.float32).mul_(self.unit).add_(self.lowest)
 
-    def convert(self, stored: Stored, tools: Tools, lowest: float, unit: float) -> None:
+    def convert(self, stored: StoredRates, scratch: ScratchViews, lowest: float, unit: float) -> None:
         """Take over rates that were kept in another unit, each to the nearest."""
-        rates = unpacked(stored, tools).to(torch.float64).mul_(unit).add_(lowest)
-        codes = rates.sub_(self.lowest).div_(self.unit).round_().clamp_(0, self.top)
-        pack(codes.to(torch.int16), stored, tools)
+        rates = unpack_codes(stored, scratch).to(torch.float64).mul_(unit).add_(lowest)
+        codes = rates.sub_(self.lowest).div_(self.unit).round_().clamp_(0, self.max_code)
+        pack_codes(codes.to(torch.int16), stored, scratch)
 
-    def counts(self, stored: Stored, count: int, tools: Tools) -> torch.Tensor:
+    def histogram(self, stored: StoredRates, count: int, scratch: ScratchViews) -> torch.Tensor:
         """How many of the first `count` elements have each n."""
-        codes = unpacked(stored, tools)[:, :count].to(torch.float32)
-        return torch.histc(codes, MOST + 1, min=-0.5, max=MOST + 0.5).double()
+        codes = unpack_codes(stored, scratch)[:, :count].to(torch.float32)
+        return torch.histc(codes, MAX_CODE + 1, min=-0.5, max=MAX_CODE + 0.5).double()
 
-    def spread(self, counts: torch.Tensor, factor: float) -> Spread | None:
+    def spread_of_histogram(self, counts: torch.Tensor, factor: float) -> LearningRateSpread | None:
         """What those counts say of the rates; this waits for the device."""
-        rates = torch.arange(MOST + 1, dtype=torch.float64).mul_(self.unit).add_(self.lowest).mul_(factor)
+        rates = torch.arange(MAX_CODE + 1, dtype=torch.float64).mul_(self.unit).add_(self.lowest).mul_(factor)
         numbers = counts.cpu()
         total = float(numbers.sum())
         if not total:
             return None
-        below = numbers.cumsum(0)
+        cumulative = numbers.cumsum(0)
         ends = torch.tensor([0.0, *QUANTILES, 1.0], dtype=torch.float64).mul_(total).clamp_(min=0.5)
-        lowest, *quantiles, highest = rates[torch.searchsorted(below, ends).clamp_(max=MOST)].tolist()
-        return Spread(float(numbers @ rates) / total, lowest, tuple(quantiles), highest)
+        lowest, *quantiles, highest = rates[torch.searchsorted(cumulative, ends).clamp_(max=MAX_CODE)].tolist()
+        return LearningRateSpread(float(numbers @ rates) / total, lowest, tuple(quantiles), highest)
 
-    def _below(self, step: int) -> int:
+    def _noise_threshold(self, step: int) -> int:
         """Noise below this moves n. Of 65,536 values, a whole number: the fraction is made up for in other steps."""
-        wanted = self.chance * 65536
-        return math.floor((step + 1) * wanted) - math.floor(step * wanted) - 32768
+        moves_per_step = self.move_probability * 65536
+        return math.floor((step + 1) * moves_per_step) - math.floor(step * moves_per_step) - 32768
 
 
-def unpacked(stored: Stored, tools: Tools) -> torch.Tensor:
+def unpack_codes(stored: StoredRates, scratch: ScratchViews) -> torch.Tensor:
     """n of every element, int16."""
-    codes = tools.codes.copy_(stored["low"])
-    torch.bitwise_and(stored["high"].unsqueeze(1), tools.bits.pairs, out=tools.quads)
-    tools.parts_in_quads.copy_(tools.quads).mul_(tools.bits.down)
-    return codes.add_(tools.parts)
+    codes = scratch.codes.copy_(stored["low"])
+    torch.bitwise_and(stored["high"].unsqueeze(1), scratch.bits.bit_pairs, out=scratch.quads)
+    scratch.high_bits_in_quads.copy_(scratch.quads).mul_(scratch.bits.to_high_bits)
+    return codes.add_(scratch.high_bits)
 
 
-def pack(codes: torch.Tensor, stored: Stored, tools: Tools) -> None:
+def pack_codes(codes: torch.Tensor, stored: StoredRates, scratch: ScratchViews) -> None:
     """The reverse."""
     stored["low"].copy_(codes)  # modulo 256
-    torch.bitwise_right_shift(codes, tools.bits.byte, out=tools.parts)
-    tools.quads.copy_(tools.parts_in_quads).mul_(tools.bits.up)
-    fold(tools.quad_folds)
-    stored["high"].copy_(tools.quad)
+    torch.bitwise_right_shift(codes, scratch.bits.byte_shift, out=scratch.high_bits)
+    scratch.quads.copy_(scratch.high_bits_in_quads).mul_(scratch.bits.to_pair_position)
+    fold_planes(scratch.quad_folds)
+    stored["high"].copy_(scratch.quad)
 
 
-def directions(signs: torch.Tensor, tools: Tools) -> torch.Tensor:
+def sign_agreement(signs: torch.Tensor, scratch: ScratchViews) -> torch.Tensor:
     """1 where an update has the sign of the last one, -1 where it has the other; `signs` then has the new ones.
 
     It finds the updates' signs in `tools.moves`, and leaves the result there. An update of zero has no sign: it gives
     0, and counts as positive for the next one.
     """
-    bits, planes = tools.bits, tools.planes
-    torch.bitwise_and(planes, bits.one, out=tools.some)  # 1 and -1 are odd
-    torch.clamp(tools.planes_signed, max=0, out=tools.octets_signed)  # -1 has all bits, and only negatives are left
-    tools.octets.bitwise_and_(bits.eight)
-    fold(tools.octet_folds)
-    torch.bitwise_and(signs.bitwise_xor_(tools.octet).unsqueeze(1), bits.eight, out=planes)
-    signs.copy_(tools.octet)
-    planes.clamp_(max=1).bitwise_and_(tools.some)  # 1 where the sign is another
-    torch.sub(tools.some, planes, alpha=2, out=planes)
-    return tools.moves
+    bits, planes = scratch.bits, scratch.planes
+    torch.bitwise_and(planes, bits.one, out=scratch.nonzero)  # 1 and -1 are odd
+    torch.clamp(scratch.planes_signed, max=0, out=scratch.octets_signed)  # -1 has all bits, and only negatives are left
+    scratch.octets.bitwise_and_(bits.sign_bits)
+    fold_planes(scratch.octet_folds)
+    torch.bitwise_and(signs.bitwise_xor_(scratch.octet).unsqueeze(1), bits.sign_bits, out=planes)
+    signs.copy_(scratch.octet)
+    planes.clamp_(max=1).bitwise_and_(scratch.nonzero)  # 1 where the sign is another
+    torch.sub(scratch.nonzero, planes, alpha=2, out=planes)
+    return scratch.moves

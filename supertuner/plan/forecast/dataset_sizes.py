@@ -13,14 +13,14 @@ import numpy as np
 
 from supertuner.config.settings.tree import RunConfig
 from supertuner.data.ordering.buckets import Bucket
-from supertuner.data.ordering.order import Group, Order
-from supertuner.optim.schedule import Course, course_of
+from supertuner.data.ordering.order import BucketGroup, SampleOrder
+from supertuner.optim.schedule import TrainingSchedule, build_training_schedule
 
-ONE_EACH = Fraction(1)
+ONE_DRAW = Fraction(1)
 
 
 @dataclass(frozen=True, slots=True)
-class Filled:
+class BucketCount:
     """A bucket and how many samples are in it."""
 
     bucket: Bucket
@@ -28,7 +28,7 @@ class Filled:
 
 
 @dataclass(frozen=True, slots=True)
-class Captions:
+class CaptionTotals:
     """What of a dataset's captions is encoded and cached."""
 
     count: int
@@ -38,75 +38,83 @@ class Captions:
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class DatasetSize:
     """One dataset."""
 
     id: str
     in_memory: bool
     """Staged into memory; otherwise on a disk."""
     held_out: bool
-    filled: tuple[Filled, ...]
+    bucket_counts: tuple[BucketCount, ...]
     """Buckets with their samples. Where the number of samples is not known, the largest bucket with none."""
     samples: int | None
     """In all buckets together; a sample that is used at several resolutions counts at each."""
     stored_bytes: int | None
     """What staging will take, if files are stored as they are."""
-    captions: Captions | None
-    known: str
+    captions: CaptionTotals | None
+    explanation: str
     """Where the numbers come from, or why there are none and what to do about it."""
-    rate: Fraction = ONE_EACH
+    draws_per_epoch: Fraction = ONE_DRAW
     """How often each sample is drawn in an epoch."""
-    media_turns: int = 1
+    cached_media_variants: int = 1
     """Encoded variations of each sample that are cached at once; 0: none is cached."""
-    text_turns: int = 1
-    encodes: tuple[str, ...] = ()
+    cached_text_variants: int = 1
+    encoded_while_training: tuple[str, ...] = ()
     """`media`, `text`: what is encoded while training goes on, so that its encoder stays on the GPU."""
 
     @property
-    def entries(self) -> int | None:
+    def cache_entries(self) -> int | None:
         """Encoded samples in the cache."""
-        return None if self.samples is None else self.samples * self.media_turns
+        return None if self.samples is None else self.samples * self.cached_media_variants
 
 
-def trained_on(holdings: Sequence[Holding]) -> tuple[Holding, ...]:
-    return tuple(one for one in holdings if not one.held_out)
+def training_datasets(datasets: Sequence[DatasetSize]) -> tuple[DatasetSize, ...]:
+    return tuple(one for one in datasets if not one.held_out)
 
 
-def shapes_drawn(holdings: Sequence[Holding]) -> dict[Bucket, float | None]:
+def bucket_draw_shares(datasets: Sequence[DatasetSize]) -> dict[Bucket, float | None]:
     """Every bucket that is trained on, and its share of the draws; None where that is not known."""
     draws: dict[Bucket, float] = {}
-    for holding in trained_on(holdings):
-        for filled in holding.filled:
-            draws[filled.bucket] = draws.get(filled.bucket, 0.0) + float(holding.rate * filled.samples)
+    for dataset in training_datasets(datasets):
+        for bucket_count in dataset.bucket_counts:
+            draws[bucket_count.bucket] = draws.get(bucket_count.bucket, 0.0) + float(
+                dataset.draws_per_epoch * bucket_count.samples
+            )
     total = sum(draws.values())
-    unknown = any(holding.samples is None for holding in trained_on(holdings))
+    unknown = any(holding.samples is None for holding in training_datasets(datasets))
     if len(draws) == 1:
         return dict.fromkeys(draws, 1.0)
     return {bucket: None if unknown or not total else count / total for bucket, count in draws.items()}
 
 
-def course(config: RunConfig, holdings: Sequence[Holding], processes: int = 1) -> Course | None:
+def forecast_schedule(
+    config: RunConfig, datasets: Sequence[DatasetSize], world_size: int = 1
+) -> TrainingSchedule | None:
     """The run's windows, as training will cut them; None: how long it is follows from how many samples there are, and
     that is not known."""
     train = config.train
-    known = all(holding.samples for holding in trained_on(holdings))
-    if not known:
+    sizes_known = all(holding.samples for holding in training_datasets(datasets))
+    if not sizes_known:
         if train.max_steps is None or train.num_epochs is not None:
             return None
-        return course_of(config, _nobody_asks, processes)
-    order = _order(config, holdings)
-    return course_of(config, order.epoch_begin, processes)
+        return build_training_schedule(config, _unknown_epoch_length, world_size)
+    order = _sample_order(config, datasets)
+    return build_training_schedule(config, order.epoch_begin, world_size)
 
 
-def _order(config: RunConfig, holdings: Sequence[Holding]) -> Order:
+def _sample_order(config: RunConfig, datasets: Sequence[DatasetSize]) -> SampleOrder:
     """The order itself, over numbers instead of samples: its epochs are as long as those of the run."""
     groups = [
-        Group(number, holding.id, filled.bucket, np.arange(filled.samples, dtype=np.uint32), holding.rate)
-        for number, holding in enumerate(trained_on(holdings))
-        for filled in holding.filled
+        BucketGroup(
+            number, holding.id, filled.bucket, np.arange(filled.samples, dtype=np.uint32), holding.draws_per_epoch
+        )
+        for number, holding in enumerate(training_datasets(datasets))
+        for filled in holding.bucket_counts
     ]
-    return Order(groups, seed=config.run.seed, batch_size=config.train.batch_size, drop_last=config.loader.drop_last)
+    return SampleOrder(
+        groups, seed=config.run.seed, batch_size=config.train.batch_size, drop_last=config.loader.drop_last
+    )
 
 
-def _nobody_asks(epoch: int) -> int:
+def _unknown_epoch_length(epoch: int) -> int:
     raise AssertionError(f"the length of {epoch} epochs is not known, and max_steps alone ends the run")

@@ -12,9 +12,9 @@ from math import prod
 
 from supertuner.config.settings.tree import RunConfig
 from supertuner.config.settings.validation import ValidationSettings
-from supertuner.optim.schedule import Course, accumulation
+from supertuner.optim.schedule import TrainingSchedule, accumulation_steps
 
-PROMPTS_TAKEN = 4
+MAX_PROMPTS_FROM_CAPTIONS = 4
 """Where no prompt is given, at most so many captions are sampled; `plan/sample_requests.py` takes them."""
 
 
@@ -30,7 +30,7 @@ class StepTime:
 
 
 @dataclass(frozen=True, slots=True)
-class Windows:
+class WindowGroup:
     """Windows of one size in a run."""
 
     samples: int
@@ -39,53 +39,63 @@ class Windows:
     """For each process, if all samples of a window are of one shape; more where they are not."""
 
 
-def windows(course: Course, batch_size: int, processes: int = 1) -> tuple[Windows, ...]:
+def group_windows(schedule: TrainingSchedule, batch_size: int, world_size: int = 1) -> tuple[WindowGroup, ...]:
     """The run's windows by size, in order; the last one may be short."""
-    found = []
-    steps = course.total_steps
-    short = len(course.window_of(steps - 1)) if steps else 0
-    for number, part in enumerate(course.stretches):
-        end = course.stretches[number + 1].step if number + 1 < len(course.stretches) else steps
-        count = min(end, steps) - part.step
-        last = part.step < steps <= end and short < part.size
-        if count - last > 0:
-            found.append(Windows(part.size, count - last, accumulation(part.size, batch_size, processes)))
-        if last:
-            found.append(Windows(short, 1, accumulation(short, batch_size, processes)))
-    return tuple(found)
+    groups = []
+    steps = schedule.total_steps
+    last_window_samples = len(schedule.window_at(steps - 1)) if steps else 0
+    for number, part in enumerate(schedule.spans):
+        end = schedule.spans[number + 1].first_step if number + 1 < len(schedule.spans) else steps
+        count = min(end, steps) - part.first_step
+        has_short_last = part.first_step < steps <= end and last_window_samples < part.window_size
+        if count - has_short_last > 0:
+            groups.append(
+                WindowGroup(
+                    part.window_size,
+                    count - has_short_last,
+                    accumulation_steps(part.window_size, batch_size, world_size),
+                )
+            )
+        if has_short_last:
+            groups.append(
+                WindowGroup(last_window_samples, 1, accumulation_steps(last_window_samples, batch_size, world_size))
+            )
+    return tuple(groups)
 
 
-def largest_window(config: RunConfig, course: Course | None, processes: int = 1) -> int:
+def largest_window_micro_batches(config: RunConfig, schedule: TrainingSchedule | None, world_size: int = 1) -> int:
     """Micro-batches of the largest window that the run comes to."""
     batch = config.train.batch_size
-    if course is None:
+    if schedule is None:
         return config.train.gradient_accumulation_steps
-    return max((one.micro_batches for one in windows(course, batch, processes)), default=1)
+    return max((one.micro_batches for one in group_windows(schedule, batch, world_size)), default=1)
 
 
-def training_s(parts: Sequence[Windows], experts: Sequence[StepTime]) -> float:
+def training_seconds(window_groups: Sequence[WindowGroup], expert_times: Sequence[StepTime]) -> float:
     """All windows; experts take turns, so each has its share of every size."""
-    each = [sum(time.window_s(part.micro_batches) for time in experts) / len(experts) for part in parts]
-    return sum(part.count * seconds for part, seconds in zip(parts, each, strict=True))
+    mean_window_s = [
+        sum(time.window_s(part.micro_batches) for time in expert_times) / len(expert_times) for part in window_groups
+    ]
+    return sum(part.count * seconds for part, seconds in zip(window_groups, mean_window_s, strict=True))
 
 
-def mean_time(times: Sequence[StepTime], shares: Sequence[float]) -> StepTime:
+def mean_step_time(times: Sequence[StepTime], shares: Sequence[float]) -> StepTime:
     """Of batches of several shapes, drawn so often."""
-    whole = sum(shares)
-    micro = sum(time.micro_batch_s * share for time, share in zip(times, shares, strict=True)) / whole
+    total_share = sum(shares)
+    micro = sum(time.micro_batch_s * share for time, share in zip(times, shares, strict=True)) / total_share
     return StepTime(micro, max(time.update_s for time in times))
 
 
-def between(times: Mapping[int, float], tokens: int) -> float:
+def interpolate_by_tokens(seconds_by_tokens: Mapping[int, float], tokens: int) -> float:
     """What a micro-batch of so many tokens takes, from what others take.
 
     Work is a polynomial of second degree in the number of tokens: linear layers are of the first, attention is of the
     second. Through three sizes it is exact, through two and zero it is close, and of one it is taken to be in
     proportion. Sizes beyond the known ones are continued.
     """
-    points = sorted(times.items())
-    if tokens in times:
-        return times[tokens]
+    points = sorted(seconds_by_tokens.items())
+    if tokens in seconds_by_tokens:
+        return seconds_by_tokens[tokens]
     if len(points) == 1:
         return points[0][1] * tokens / points[0][0]
     points = points if len(points) >= 3 else [(0, 0.0), *points]
@@ -95,14 +105,14 @@ def between(times: Mapping[int, float], tokens: int) -> float:
     )
 
 
-def validations(settings: ValidationSettings, total_steps: int) -> int:
+def validation_count(settings: ValidationSettings, total_steps: int) -> int:
     """How often samples are made."""
     every = settings.every_steps
-    inside = 0 if every is None else total_steps // every
+    during_training = 0 if every is None else total_steps // every
     ends_with_one = every is not None and total_steps % every == 0 and total_steps > 0
-    return int(settings.at_start) + inside + int(settings.at_end and not ends_with_one)
+    return int(settings.at_start) + during_training + int(settings.at_end and not ends_with_one)
 
 
-def samples_each(settings: ValidationSettings) -> int:
+def samples_per_validation(settings: ValidationSettings) -> int:
     """Samples of one validation; at most, where prompts are taken from captions."""
-    return (len(settings.prompts) or PROMPTS_TAKEN) * len(settings.seeds)
+    return (len(settings.prompts) or MAX_PROMPTS_FROM_CAPTIONS) * len(settings.seeds)

@@ -9,17 +9,17 @@ from math import prod
 from supertuner.config.settings.tree import RunConfig
 from supertuner.data.ordering.buckets import Bucket
 from supertuner.plan.forecast import duration
-from supertuner.plan.forecast.context import Situation
-from supertuner.plan.forecast.dataset_sizes import Holding
-from supertuner.plan.forecast.model import Change, Forecast, Phase, Room, Timing
-from supertuner.plan.forecast.phases import phases, sample_size
-from supertuner.plan.forecast.run_model import Expertise, KnownRun, Tracing
-from supertuner.plan.forecast.storage import together
-from supertuner.plan.forecast.suggestions import changes
-from supertuner.plan.forecast.timing import Repeated, Whole, timing
-from supertuner.plan.placement.planner import Planning
+from supertuner.plan.forecast.context import SuggestionBaseline
+from supertuner.plan.forecast.dataset_sizes import DatasetSize
+from supertuner.plan.forecast.model import MachineCapacity, PhaseForecast, RunForecast, RunTiming, SuggestedChange
+from supertuner.plan.forecast.phases import forecast_phases, validation_bucket
+from supertuner.plan.forecast.run_model import ExpertForecast, RunModel, TraceProvider
+from supertuner.plan.forecast.storage import total_storage
+from supertuner.plan.forecast.suggestions import suggest_changes
+from supertuner.plan.forecast.timing import RepeatedWork, RunWork, forecast_timing
+from supertuner.plan.placement.planner import RunPlanner
 
-ASSUMED_SHARE = 0.4
+ASSUMED_COMPUTE_SHARE = 0.4
 """Of the published peaks, for a second column of times: 400 of a GH200's 990 TFLOPS. An assumption, not a measurement;
 `--compute-share` says another."""
 LAUNCH_S = 5e-6
@@ -27,50 +27,50 @@ LAUNCH_S = 5e-6
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Estimated:
+class RunEstimate:
     """A forecast, and what pictures of it are drawn from."""
 
-    forecast: Forecast
-    experts: tuple[Expertise, ...]
+    forecast: RunForecast
+    experts: tuple[ExpertForecast, ...]
     bucket: Bucket
     """The shape that needs the most."""
-    planning: Planning | None
+    planner: RunPlanner | None
     """What a run is given to follow its plans; None: it follows none."""
 
-    def fullest(self) -> Expertise:
-        return max(self.experts, key=lambda one: one.traced.peak()[0])
+    def fullest_expert(self) -> ExpertForecast:
+        return max(self.experts, key=lambda one: one.trace.peak()[0])
 
-    def idle_bytes(self, of: Expertise) -> int:
+    def idle_bytes(self, trained_expert: ExpertForecast) -> int:
         """Of the experts that wait while this one is trained."""
-        return sum(one.standing_bytes for one in self.experts if one is not of)
+        return sum(one.resident_bytes for one in self.experts if one is not trained_expert)
 
 
 def forecast_run(
     config: RunConfig,
-    room: Room,
-    tracing: Tracing,
-    held: Sequence[Holding],
+    capacity: MachineCapacity,
+    traces: TraceProvider,
+    datasets: Sequence[DatasetSize],
     *,
     compute_share: float | None = None,
     advise: bool = True,
-) -> Estimated:
+) -> RunEstimate:
     """Everything about a run on a machine. `advise`: also what single changes would do."""
-    run = KnownRun(config, room, tracing, tuple(held))
-    found, why = _timing(run, compute_share)
-    parts = phases(run)
-    forecast = Forecast(
-        model=tracing.model.title,
-        settings=settings_text(config, run.largest, run.micro_batches),
-        room=run.room,
-        phases=parts,
-        stored=run.kept,
-        timing=found,
+    run = RunModel(config, capacity, traces, tuple(datasets))
+    run_timing, why = _forecast_timing(run, compute_share)
+    phases_at_peak = forecast_phases(run)
+    forecast = RunForecast(
+        model=traces.model.title,
+        settings=settings_text(config, run.largest_bucket, run.micro_batches),
+        capacity=run.capacity,
+        phases=phases_at_peak,
+        stored=run.storage,
+        timing=run_timing,
         why_no_timing=why,
-        changes=_advice(run, parts) if advise else (),
+        changes=_suggest_changes(run, phases_at_peak) if advise else (),
         plans=run.plans,
         notes=tuple(_notes(run)),
     )
-    return Estimated(forecast, run.experts, run.largest, run.planning())
+    return RunEstimate(forecast, run.experts, run.largest_bucket, run.build_planner())
 
 
 def settings_text(config: RunConfig, bucket: Bucket, micro_batches: int) -> str:
@@ -92,93 +92,99 @@ def settings_text(config: RunConfig, bucket: Bucket, micro_batches: int) -> str:
 # ── time ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _timing(run: KnownRun, compute_share: float | None) -> tuple[Timing | None, str]:
-    if not run.timed:
-        missing = ", ".join(run.rates.unknown)
-        return None, f"{missing} of {run.room.title} is not known, so no time is modelled"
-    unknown = [f"datasets[{one.id}]: {one.known}" for one in run.held if one.samples is None]
-    whole = Whole(
+def _forecast_timing(run: RunModel, compute_share: float | None) -> tuple[RunTiming | None, str]:
+    if not run.has_known_rates:
+        missing = ", ".join(run.rates.unknown_rates)
+        return None, f"{missing} of {run.capacity.title} is not known, so no time is modelled"
+    unknown = [f"datasets[{one.id}]: {one.explanation}" for one in run.datasets if one.samples is None]
+    run_work = RunWork(
         experts=tuple(one.steps for one in run.experts),
-        shares=_shares(run),
-        course=run.course,
+        token_shares=_token_shares(run),
+        schedule=run.schedule,
         batch_size=run.config.train.batch_size,
-        encoding=_encoded(run),
-        sampling=_sampled(run),
+        encoding=_encoding_work(run),
+        sampling=_sampling_work(run),
         switch_every=run.config.model.switch_boundary_every,
         left_out=(*unknown, "reading and decoding files, loading weights, writing checkpoints"),
     )
-    share = ASSUMED_SHARE if compute_share is None else compute_share
-    return timing(whole, run.room.machine, run.limits, run.rates, (1.0, share)), ""
+    share = ASSUMED_COMPUTE_SHARE if compute_share is None else compute_share
+    return forecast_timing(run_work, run.capacity.machine, run.limits, run.rates, (1.0, share)), ""
 
 
-def _shares(run: KnownRun) -> dict[int, float]:
+def _token_shares(run: RunModel) -> dict[int, float]:
     """Where shares are not known, everything is taken to be as large as the largest."""
-    found: dict[int, float] = {}
+    shares: dict[int, float] = {}
     for bucket, share in run.buckets.items():
         if share is None:
-            return {run.tracing.tokens(run.largest): 1.0}
-        tokens = run.tracing.tokens(bucket)
-        found[tokens] = found.get(tokens, 0.0) + share
-    return found
+            return {run.traces.tokens_per_sample(run.largest_bucket): 1.0}
+        tokens = run.traces.tokens_per_sample(bucket)
+        shares[tokens] = shares.get(tokens, 0.0) + share
+    return shares
 
 
-def _encoded(run: KnownRun) -> tuple[Repeated, ...] | None:
+def _encoding_work(run: RunModel) -> tuple[RepeatedWork, ...] | None:
     """Every sample in every variation, in proportion to its volume; every caption."""
     volume, captions = 0.0, 0
-    for one in run.held:
-        if one.samples is None or one.captions is None:
+    for dataset in run.datasets:
+        if dataset.samples is None or dataset.captions is None:
             return None
-        volume += one.media_turns * sum(filled.samples * prod(filled.bucket.shape) for filled in one.filled)
-        captions += one.text_turns * one.captions.count
-    media, text = run.tracing.media(run.largest), run.tracing.text()
-    return Repeated.of(media, volume / prod(run.largest.shape)), Repeated.of(text, captions)
+        volume += dataset.cached_media_variants * sum(
+            filled.samples * prod(filled.bucket.shape) for filled in dataset.bucket_counts
+        )
+        captions += dataset.cached_text_variants * dataset.captions.count
+    media, text = run.traces.media_trace(run.largest_bucket), run.traces.text_trace()
+    return RepeatedWork.from_trace(media, volume / prod(run.largest_bucket.shape)), RepeatedWork.from_trace(
+        text, captions
+    )
 
 
-def _sampled(run: KnownRun) -> tuple[Repeated, ...] | None:
-    if run.course is None:
+def _sampling_work(run: RunModel) -> tuple[RepeatedWork, ...] | None:
+    if run.schedule is None:
         return None
     settings = run.config.validation
-    count = duration.validations(settings, run.course.total_steps) * duration.samples_each(settings)
+    count = duration.validation_count(settings, run.schedule.total_steps) * duration.samples_per_validation(settings)
     if not count:
         return ()
-    work = run.tracing.sampling(sample_size(run)).work(settings.inference_steps)
-    return (Repeated((work,), count),)
+    work = run.traces.sampling_trace(validation_bucket(run)).total_work(settings.inference_steps)
+    return (RepeatedWork((work,), count),)
 
 
 # ── advice ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _advice(run: KnownRun, parts: Sequence[Phase]) -> tuple[Change, ...]:
+def _suggest_changes(run: RunModel, phase_forecasts: Sequence[PhaseForecast]) -> tuple[SuggestedChange, ...]:
     """About the expert whose training needs the most."""
-    worst = max(run.experts, key=lambda one: one.traced.peak()[0])
-    mine = next(phase for phase in parts if phase.name == worst.phase)
-    now = Situation(
+    fullest_expert = max(run.experts, key=lambda one: one.trace.peak()[0])
+    training_phase = next(phase for phase in phase_forecasts if phase.name == fullest_expert.phase)
+    baseline = SuggestionBaseline(
         config=run.config,
-        room=run.room,
-        rates=run.rates if run.timed else None,
-        table=worst.steps.table,
-        choice=worst.steps.choice,
-        peak_bytes=mine.everything_bytes,
-        other_bytes=max((one.gpu_bytes for one in parts if not one.name.startswith("train ")), default=0),
-        host_bytes=together(run.kept, "memory")[0],
-        plan=run.plans.get(worst.phase),
-        acts=run.acts,
+        capacity=run.capacity,
+        rates=run.rates if run.has_known_rates else None,
+        table=fullest_expert.steps.table,
+        choice=fullest_expert.steps.choice,
+        peak_bytes=training_phase.all_on_gpu_bytes,
+        other_phases_bytes=max(
+            (one.gpu_bytes for one in phase_forecasts if not one.name.startswith("train ")), default=0
+        ),
+        host_bytes=total_storage(run.storage, "memory")[0],
+        plan=run.plans.get(fullest_expert.phase),
+        follows_plans=run.follows_plans,
         limits=run.limits,
     )
-    return changes(now)
+    return suggest_changes(baseline)
 
 
-def _notes(run: KnownRun) -> list[str]:
-    found = []
+def _notes(run: RunModel) -> list[str]:
+    notes = []
     if run.config.parallel.strategy == "fsdp":
-        found.append('all of it is of one process that has all weights; parallel.strategy "fsdp" is not forecast')
-    return found + _small_steps(run)
+        notes.append('all of it is of one process that has all weights; parallel.strategy "fsdp" is not forecast')
+    return notes + _small_step_notes(run)
 
 
-def _small_steps(run: KnownRun) -> list[str]:
-    if not run.timed:
+def _small_step_notes(run: RunModel) -> list[str]:
+    if not run.has_known_rates:
         return []
-    works = [stretch.work for stretch in run.experts[0].traced.stretches]
+    works = [stretch.work for stretch in run.experts[0].trace.spans]
     launched = LAUNCH_S * sum(work.operators for work in works)
     if sum(map(run.rates.seconds, works)) >= launched:
         return []

@@ -12,8 +12,8 @@ from enum import StrEnum
 
 from supertuner.core.types import bytes_text
 from supertuner.memory.machines import Machine
-from supertuner.plan.forecast.storage import Stored, together
-from supertuner.plan.placement.plan import Modelled, Plan
+from supertuner.plan.forecast.storage import StorageItem, total_storage
+from supertuner.plan.placement.plan import MemoryPlan, PlanEstimate
 
 TIGHT_SHARE = 0.95
 """Of GPU memory; `memory.overflow` leaves the same 5 % free. What a driver and its context take is not forecast."""
@@ -21,15 +21,15 @@ HOST_SHARE = 0.9
 """Of host memory, for a plan and what the run stores; `memory.overflow` leaves the same 10 % to others."""
 
 
-class Fit(StrEnum):
+class FitStatus(StrEnum):
     FITS = "fits"
     TIGHT = "fits tightly"
-    DOES_NOT = "does not fit"
+    DOES_NOT_FIT = "does not fit"
     UNKNOWN = "not known"
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class MachineCapacity:
     """What a machine has for a run."""
 
     machine: Machine
@@ -40,7 +40,7 @@ class Room:
     """On a one-pool machine this is the same memory again."""
     source: str
     """Where the two come from."""
-    overflows: bool = False
+    has_overflow: bool = False
     """What finds no room on the GPU goes on in host memory (`memory.overflow`)."""
 
     @property
@@ -54,7 +54,7 @@ class Room:
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
+class PhaseForecast:
     """A part of the run with a peak of its own."""
 
     name: str
@@ -70,35 +70,35 @@ class Phase:
     """What the figures leave out."""
     certain: bool = True
     """False: full of convolutions, whose workspaces nobody knows without the GPU."""
-    plan: Plan | None = None
+    plan: MemoryPlan | None = None
     """The plan that the run follows in it; None: it has everything on the GPU."""
 
     @property
-    def planned(self) -> Modelled | None:
+    def plan_estimate(self) -> PlanEstimate | None:
         """What the plan makes of it, if one is followed."""
         return None if self.plan is None or not self.plan.fits else self.plan.modelled
 
     @property
-    def everything_bytes(self) -> int:
+    def all_on_gpu_bytes(self) -> int:
         """With everything on the GPU: what the allocator takes, where that is forecast."""
         return max(sum(self.gpu.values()), self.reserved_bytes or 0)
 
     @property
     def gpu_bytes(self) -> int:
         """What must be there: by the plan, if one is followed."""
-        return self.everything_bytes if self.planned is None else self.planned.gpu_peak_bytes
+        return self.all_on_gpu_bytes if self.plan_estimate is None else self.plan_estimate.gpu_peak_bytes
 
     @property
     def host_bytes(self) -> int:
-        return sum(self.host.values()) + (0 if self.planned is None else self.planned.host_peak_bytes)
+        return sum(self.host.values()) + (0 if self.plan_estimate is None else self.plan_estimate.host_peak_bytes)
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class FitVerdict:
     """A phase against a machine."""
 
     phase: str
-    fit: Fit
+    fit: FitStatus
     need_bytes: int
     have_bytes: int | None
     where: str
@@ -111,7 +111,7 @@ class Judged:
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class TimingScenario:
     """What everything takes if kernels reach a share of the machine's published rates."""
 
     compute_share: float
@@ -133,10 +133,10 @@ class Pace:
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
+class RunTiming:
     """What steps and the run take, modelled."""
 
-    paces: tuple[Pace, ...]
+    paces: tuple[TimingScenario, ...]
     """The first is at the rates as published: the least that it can take."""
     window: int
     """Samples of the largest window."""
@@ -152,7 +152,7 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class SuggestedChange:
     """One change of the settings, or another machine, and what it would do."""
 
     what: str
@@ -172,70 +172,76 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Forecast:
+class RunForecast:
     model: str
     settings: str
     """What is trained and how, in a line."""
-    room: Room
-    phases: tuple[Phase, ...]
-    stored: tuple[Stored, ...]
-    timing: Timing | None
+    capacity: MachineCapacity
+    phases: tuple[PhaseForecast, ...]
+    stored: tuple[StorageItem, ...]
+    timing: RunTiming | None
     why_no_timing: str = ""
-    changes: tuple[Change, ...] = ()
-    plans: Mapping[str, Plan] = field(default_factory=dict)
+    changes: tuple[SuggestedChange, ...] = ()
+    plans: Mapping[str, MemoryPlan] = field(default_factory=dict)
     """By phase: where things would live by a plan, whether the run follows it or not."""
     notes: tuple[str, ...] = ()
 
     @property
-    def fullest(self) -> Phase | None:
+    def fullest_phase(self) -> PhaseForecast | None:
         """The phase that would need the most with everything on the GPU."""
-        return max(self.phases, key=lambda phase: phase.everything_bytes, default=None)
+        return max(self.phases, key=lambda phase: phase.all_on_gpu_bytes, default=None)
 
     @property
-    def stored_bytes(self) -> int:
+    def stored_host_bytes(self) -> int:
         """Host memory that staged files, caches and batches take, as far as it is known."""
-        return together(self.stored, "memory")[0]
+        return total_storage(self.stored, "memory")[0]
 
     @property
-    def judged(self) -> Judged:
+    def verdict(self) -> FitVerdict:
         """The worst of all phases: what does not fit before what fits tightly, and of these the fullest."""
-        found = [verdict for phase in self.phases for verdict in judge(phase, self.room, self.stored_bytes)]
-        return max(found, key=_worse, default=Judged("", Fit.UNKNOWN, 0, None, "GPU memory"))
+        verdicts = [
+            verdict for phase in self.phases for verdict in judge_phase(phase, self.capacity, self.stored_host_bytes)
+        ]
+        return max(verdicts, key=_severity, default=FitVerdict("", FitStatus.UNKNOWN, 0, None, "GPU memory"))
 
 
-def judge(phase: Phase, room: Room, stored_bytes: int) -> list[Judged]:
+def judge_phase(phase: PhaseForecast, capacity: MachineCapacity, stored_bytes: int) -> list[FitVerdict]:
     """A phase in each memory that it needs."""
-    together = phase.gpu_bytes + phase.host_bytes + stored_bytes
-    if room.on_cpu:
-        return [_judged(phase, together, room.host_bytes, "host memory")]
-    if room.one_pool:
-        return [_judged(phase, together, room.gpu_bytes, "the pool")]
-    over = 0
-    if room.overflows and room.gpu_bytes is not None:
-        over = max(0, phase.gpu_bytes - int(TIGHT_SHARE * room.gpu_bytes))
+    total_bytes = phase.gpu_bytes + phase.host_bytes + stored_bytes
+    if capacity.on_cpu:
+        return [_fit_verdict(phase, total_bytes, capacity.host_bytes, "host memory")]
+    if capacity.one_pool:
+        return [_fit_verdict(phase, total_bytes, capacity.gpu_bytes, "the pool")]
+    overflow_bytes = 0
+    if capacity.has_overflow and capacity.gpu_bytes is not None:
+        overflow_bytes = max(0, phase.gpu_bytes - int(TIGHT_SHARE * capacity.gpu_bytes))
     return [
-        _judged(phase, phase.gpu_bytes - over, room.gpu_bytes, "GPU memory"),
-        _judged(phase, phase.host_bytes + stored_bytes + over, room.host_bytes, "host memory"),
+        _fit_verdict(phase, phase.gpu_bytes - overflow_bytes, capacity.gpu_bytes, "GPU memory"),
+        _fit_verdict(phase, phase.host_bytes + stored_bytes + overflow_bytes, capacity.host_bytes, "host memory"),
     ]
 
 
-def _judged(phase: Phase, need: int, have: int | None, where: str) -> Judged:
+def _fit_verdict(phase: PhaseForecast, need: int, have: int | None, where: str) -> FitVerdict:
     if have is None:
-        return Judged(phase.name, Fit.UNKNOWN, need, have, where)
-    fit = Fit.DOES_NOT if need > have else Fit.TIGHT if need > TIGHT_SHARE * have else Fit.FITS
-    return Judged(phase.name, fit, need, have, where)
+        return FitVerdict(phase.name, FitStatus.UNKNOWN, need, have, where)
+    fit = FitStatus.DOES_NOT_FIT if need > have else FitStatus.TIGHT if need > TIGHT_SHARE * have else FitStatus.FITS
+    return FitVerdict(phase.name, fit, need, have, where)
 
 
-def _worse(judged: Judged) -> tuple[int, float]:
+def _severity(verdict: FitVerdict) -> tuple[int, float]:
     """What is missing counts most; a host whose memory nobody knows (a card fits many) counts least."""
-    rank = {Fit.FITS: 1, Fit.TIGHT: 2, Fit.DOES_NOT: 3}.get(judged.fit, 2 if judged.where != "host memory" else 0)
-    return rank, judged.need_bytes / max(1, judged.have_bytes or 1)
+    rank = {FitStatus.FITS: 1, FitStatus.TIGHT: 2, FitStatus.DOES_NOT_FIT: 3}.get(
+        verdict.fit, 2 if verdict.where != "host memory" else 0
+    )
+    return rank, verdict.need_bytes / max(1, verdict.have_bytes or 1)
 
 
-def room_text(room: Room) -> str:
+def capacity_text(capacity: MachineCapacity) -> str:
     """`GH200 96 GB: 96.0 GiB of GPU memory, 480 GiB of host memory`."""
-    if room.one_pool and room.gpu_bytes is not None:
-        return f"{room.title}: one pool of {bytes_text(room.gpu_bytes)}"
-    gpu = "" if room.gpu_bytes is None else f"{bytes_text(room.gpu_bytes)} of GPU memory"
-    host = "host memory not known" if room.host_bytes is None else f"{bytes_text(room.host_bytes)} of host memory"
-    return f"{room.title}: {', '.join(filter(None, (gpu, host)))}"
+    if capacity.one_pool and capacity.gpu_bytes is not None:
+        return f"{capacity.title}: one pool of {bytes_text(capacity.gpu_bytes)}"
+    gpu = "" if capacity.gpu_bytes is None else f"{bytes_text(capacity.gpu_bytes)} of GPU memory"
+    host = (
+        "host memory not known" if capacity.host_bytes is None else f"{bytes_text(capacity.host_bytes)} of host memory"
+    )
+    return f"{capacity.title}: {', '.join(filter(None, (gpu, host)))}"

@@ -13,42 +13,42 @@ from typing import Literal, TypeAlias
 from supertuner.config.settings.tree import RunConfig
 from supertuner.core.types import bytes_text
 from supertuner.data.ordering.buckets import Bucket
-from supertuner.plan.forecast.dataset_sizes import Holding
+from supertuner.plan.forecast.dataset_sizes import DatasetSize
 
-Where: TypeAlias = Literal["memory", "disk"]
+StorageLocation: TypeAlias = Literal["memory", "disk"]
 
-PAGE = 4096
-ENDS = 2
+PAGE_BYTES = 4096
+SPECIAL_TOKENS = 2
 """Tokens of a caption beside those of its letters: where it begins, and where it ends."""
-UNIT_BYTES = 256
+CACHE_ENTRY_OVERHEAD_BYTES = 256
 """What an entry of a cache takes beside its tensors; as `cache/capacity.py` counts."""
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StorageItem:
     """Something that a run keeps."""
 
     what: str
-    where: Where
+    where: StorageLocation
     nbytes: int | None
     """None: not known; `how` says why."""
     how: str
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class EncodedSizes:
     """What encoded samples and captions of a model take, by their shape."""
 
-    latents: Callable[[Bucket], int | None]
+    latent_bytes: Callable[[Bucket], int | None]
     """Bytes of the encoded sample; None: this bucket cannot be encoded."""
     token_bytes: int | None
     """Of an encoded caption, for each of its tokens; None: it is not made of tokens."""
-    longest_text: int | None
+    longest_caption_bytes: int | None
     """Bytes of the longest caption that the model reads; None: not known."""
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
+class ExpertStateSizes:
     """What is trained of one expert, and what is kept about it."""
 
     expert: str
@@ -58,91 +58,102 @@ class Trained:
     export_bytes: int
 
 
-def stored(
+def list_storage(
     config: RunConfig,
-    holdings: Sequence[Holding],
-    sizes: Sizes,
-    trained: Sequence[Trained],
+    datasets: Sequence[DatasetSize],
+    sizes: EncodedSizes,
+    experts: Sequence[ExpertStateSizes],
     batch_bytes: int | None,
-) -> tuple[Stored, ...]:
+) -> tuple[StorageItem, ...]:
     """Everything, from the files to the exports."""
     cache = config.cache_config
     return (
-        *map(_staged, holdings),
-        *_cached("latents", cache.vae_cache_type, cache.persistent_cache, *_latents(holdings, sizes)),
-        *_cached("text", cache.text_cache_type, cache.persistent_cache, *_text(holdings, sizes)),
-        *_batches(config, batch_bytes),
-        *_kept(config, trained),
+        *map(_staged_item, datasets),
+        *_cache_items("latents", cache.vae_cache_type, cache.persistent_cache, *_latent_cache_size(datasets, sizes)),
+        *_cache_items("text", cache.text_cache_type, cache.persistent_cache, *_text_cache_size(datasets, sizes)),
+        *_batch_items(config, batch_bytes),
+        *_checkpoint_items(config, experts),
     )
 
 
-def together(parts: Iterable[Stored], where: Where) -> tuple[int, bool]:
+def total_storage(items: Iterable[StorageItem], where: StorageLocation) -> tuple[int, bool]:
     """Bytes of what is known there, and whether all of it is."""
-    mine = [part for part in parts if part.where == where]
-    return sum(part.nbytes or 0 for part in mine), all(part.nbytes is not None for part in mine)
+    items_there = [part for part in items if part.where == where]
+    return sum(part.nbytes or 0 for part in items_there), all(part.nbytes is not None for part in items_there)
 
 
-def _staged(holding: Holding) -> Stored:
-    where: Where = "memory" if holding.in_memory else "disk"
-    return Stored(f"datasets[{holding.id}], staged", where, holding.stored_bytes, holding.known)
+def _staged_item(dataset: DatasetSize) -> StorageItem:
+    where: StorageLocation = "memory" if dataset.in_memory else "disk"
+    return StorageItem(f"datasets[{dataset.id}], staged", where, dataset.stored_bytes, dataset.explanation)
 
 
-def _latents(holdings: Sequence[Holding], sizes: Sizes) -> tuple[int | None, str]:
+def _latent_cache_size(datasets: Sequence[DatasetSize], sizes: EncodedSizes) -> tuple[int | None, str]:
     nbytes, entries = 0, 0
-    for holding in holdings:
-        if holding.samples is None:
-            return None, f"datasets[{holding.id}]: {holding.known}"
-        for filled in holding.filled:
-            each = sizes.latents(filled.bucket)
-            if each is None:
-                return None, f"datasets[{holding.id}]: the model cannot take {filled.bucket.label}"
-            nbytes += filled.samples * holding.media_turns * _entry(each)
-            entries += filled.samples * holding.media_turns
+    for dataset in datasets:
+        if dataset.samples is None:
+            return None, f"datasets[{dataset.id}]: {dataset.explanation}"
+        for bucket_count in dataset.bucket_counts:
+            latent_bytes = sizes.latent_bytes(bucket_count.bucket)
+            if latent_bytes is None:
+                return None, f"datasets[{dataset.id}]: the model cannot take {bucket_count.bucket.label}"
+            nbytes += bucket_count.samples * dataset.cached_media_variants * _cache_entry_bytes(latent_bytes)
+            entries += bucket_count.samples * dataset.cached_media_variants
     return nbytes, f"{entries:,} encoded samples"
 
 
-def _text(holdings: Sequence[Holding], sizes: Sizes) -> tuple[int | None, str]:
-    if sizes.longest_text is None:
+def _text_cache_size(datasets: Sequence[DatasetSize], sizes: EncodedSizes) -> tuple[int | None, str]:
+    if sizes.longest_caption_bytes is None:
         return None, "what a caption becomes is not known of this model"
-    nbytes, entries, longest = 0, 0, False
-    for holding in holdings:
-        captions = holding.captions
+    nbytes, entries, assumes_longest = 0, 0, False
+    for dataset in datasets:
+        captions = dataset.captions
         if captions is None:
-            return None, f"datasets[{holding.id}]: {holding.known}"
-        most = captions.count * _entry(sizes.longest_text)
+            return None, f"datasets[{dataset.id}]: {dataset.explanation}"
+        max_bytes = captions.count * _cache_entry_bytes(sizes.longest_caption_bytes)
         if captions.total_bytes is None or sizes.token_bytes is None:
-            longest = True
+            assumes_longest = True
         else:
-            tokens = captions.total_bytes + captions.count * ENDS
-            most = min(most, tokens * sizes.token_bytes + captions.count * (PAGE + UNIT_BYTES))
-        nbytes += most * holding.text_turns
-        entries += captions.count * holding.text_turns
-    bound = "at most: each as long as the model reads" if longest else "at most: a token for each of their bytes"
+            tokens = captions.total_bytes + captions.count * SPECIAL_TOKENS
+            max_bytes = min(
+                max_bytes, tokens * sizes.token_bytes + captions.count * (PAGE_BYTES + CACHE_ENTRY_OVERHEAD_BYTES)
+            )
+        nbytes += max_bytes * dataset.cached_text_variants
+        entries += captions.count * dataset.cached_text_variants
+    bound = (
+        "at most: each as long as the model reads" if assumes_longest else "at most: a token for each of their bytes"
+    )
     return nbytes, f"{entries:,} captions; {bound}"
 
 
-def _cached(what: str, kind: str, persistent: bool, nbytes: int | None, how: str) -> list[Stored]:
+def _cache_items(what: str, kind: str, persistent: bool, nbytes: int | None, how: str) -> list[StorageItem]:
     if kind == "none":
         return []
-    found = [Stored(f"cache of {what}", "memory" if kind == "unified_memory" else "disk", nbytes, how)]
+    items = [StorageItem(f"cache of {what}", "memory" if kind == "unified_memory" else "disk", nbytes, how)]
     if persistent and kind == "unified_memory":
-        found.append(Stored(f"cache of {what}, kept", "disk", nbytes, "cache_config.persistent_cache"))
-    return found
+        items.append(StorageItem(f"cache of {what}, kept", "disk", nbytes, "cache_config.persistent_cache"))
+    return items
 
 
-def _batches(config: RunConfig, batch_bytes: int | None) -> list[Stored]:
-    ahead = config.loader.ahead + 1
+def _batch_items(config: RunConfig, batch_bytes: int | None) -> list[StorageItem]:
+    ahead = config.loader.batches_ahead + 1
     nbytes = None if batch_bytes is None else ahead * batch_bytes
-    return [Stored("batches on their way", "memory", nbytes, f"{ahead} micro-batches, in memory that the GPU reads")]
+    return [
+        StorageItem("batches on their way", "memory", nbytes, f"{ahead} micro-batches, in memory that the GPU reads")
+    ]
 
 
-def _kept(config: RunConfig, trained: Sequence[Trained]) -> list[Stored]:
-    each = sum(one.parameter_bytes + one.state_bytes for one in trained)
+def _checkpoint_items(config: RunConfig, experts: Sequence[ExpertStateSizes]) -> list[StorageItem]:
+    checkpoint_bytes = sum(one.parameter_bytes + one.state_bytes for one in experts)
     count = config.checkpoints.keep + 1
-    exports = sum(one.export_bytes for one in trained)
-    text = f"{count} of {bytes_text(each)}: the last {config.checkpoints.keep}, and one that is being written"
-    return [Stored("checkpoints", "disk", count * each, text), Stored("exports", "disk", exports, "what was trained")]
+    exports = sum(one.export_bytes for one in experts)
+    text = (
+        f"{count} of {bytes_text(checkpoint_bytes)}: the last {config.checkpoints.keep}, and one that is being written"
+    )
+    return [
+        StorageItem("checkpoints", "disk", count * checkpoint_bytes, text),
+        StorageItem("exports", "disk", exports, "what was trained"),
+    ]
 
 
-def _entry(nbytes: int) -> int:
-    return -(-nbytes // PAGE) * PAGE + UNIT_BYTES
+def _cache_entry_bytes(nbytes: int) -> int:
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES + CACHE_ENTRY_OVERHEAD_BYTES

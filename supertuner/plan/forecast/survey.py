@@ -12,120 +12,140 @@ from math import prod
 
 import numpy as np
 
-from supertuner.config.settings.data import Dataset
+from supertuner.config.settings.data import DatasetSettings
 from supertuner.config.settings.tree import RunConfig
-from supertuner.core.errors import BrokenMedia
+from supertuner.core.errors import BrokenMediaError
 from supertuner.core.types import MIB
-from supertuner.data.cache_policy import How, treatment
-from supertuner.data.ordering.assign import Block, bucket_numbers, bucket_table
+from supertuner.data.cache_policy import CacheMode, dataset_cache_policy
+from supertuner.data.ordering.assign import MediaMetadataSlice, bucket_indices, bucket_table
 from supertuner.data.ordering.buckets import NO_BUCKET, Bucket
-from supertuner.data.ordering.order import rate_of
+from supertuner.data.ordering.order import draws_per_epoch
 from supertuner.data.probe import probe
-from supertuner.data.probe.facts import Facts
+from supertuner.data.probe.facts import MediaInfo
 from supertuner.data.sources import open_source
-from supertuner.data.sources.listing import Item, Listing, Source, Span
+from supertuner.data.sources.listing import DataSource, FileSpan, SourceItem, SourceListing
 from supertuner.data.staging import budget as fit
 from supertuner.data.staging.reading import read_span
-from supertuner.plan.forecast.dataset_sizes import Captions, Filled, Holding
+from supertuner.plan.forecast.dataset_sizes import BucketCount, CaptionTotals, DatasetSize
 
-MOST_FILES = 400
+MAX_FILES_READ = 400
 """Headers that are read: enough to tell a share of 5 % from one of 8 %."""
-MOST_BYTES = 1024 * MIB
+MAX_BYTES_READ = 1024 * MIB
 """Whole files are read, as staging does; of large ones only a few."""
 
 
-def survey(config: RunConfig, samples: int | None = None) -> tuple[Holding, ...]:
+def survey_datasets(config: RunConfig, samples: int | None = None) -> tuple[DatasetSize, ...]:
     """Every dataset; `samples` is the size of those that are not here."""
-    return tuple(_holding(config, dataset, samples) for dataset in config.datasets)
+    return tuple(_survey_dataset(config, dataset, samples) for dataset in config.datasets)
 
 
-def _holding(config: RunConfig, dataset: Dataset, samples: int | None) -> Holding:
-    treated = treatment(dataset, config.cache_config)
-    turns = {How.CACHED: 1, How.EACH_EPOCH: 2, How.AT_USE: 0}  # an epoch's entries are made while the last one's serve
+def _survey_dataset(config: RunConfig, dataset: DatasetSettings, samples: int | None) -> DatasetSize:
+    cache_policy = dataset_cache_policy(dataset, config.cache_config)
+    variants = {
+        CacheMode.CACHED: 1,
+        CacheMode.EACH_EPOCH: 2,
+        CacheMode.ON_THE_FLY: 0,
+    }  # an epoch's entries are made while the last one's serve
     root = dataset.instance_data_dir
-    here = root is not None and root.exists()
-    found = _seen(dataset, open_source(dataset)) if here else _unseen(dataset, samples)
-    filled, count, stored, captions, known = found
-    return Holding(
+    is_here = root is not None and root.exists()
+    result = _inspect_files(dataset, open_source(dataset)) if is_here else _assume_largest_bucket(dataset, samples)
+    bucket_counts, count, stored, captions, explanation = result
+    return DatasetSize(
         id=dataset.id,
         in_memory=dataset.type == "in_memory",
         held_out=dataset.held_out,
-        filled=filled,
+        bucket_counts=bucket_counts,
         samples=count,
         stored_bytes=stored,
         captions=captions,
-        known=known,
-        rate=rate_of(dataset.repeats, dataset.weight),
-        media_turns=turns[treated.media] * treated.media_turns,
-        text_turns=turns[treated.text] * treated.text_turns,
-        encodes=tuple(
-            what for what, how in (("media", treated.media), ("text", treated.text)) if how is not How.CACHED
+        explanation=explanation,
+        draws_per_epoch=draws_per_epoch(dataset.repeats, dataset.weight),
+        cached_media_variants=variants[cache_policy.media_mode] * cache_policy.media_variations,
+        cached_text_variants=variants[cache_policy.text_mode] * cache_policy.text_variations,
+        encoded_while_training=tuple(
+            what
+            for what, how in (("media", cache_policy.media_mode), ("text", cache_policy.text_mode))
+            if how is not CacheMode.CACHED
         ),
     )
 
 
-Found = tuple[tuple[Filled, ...], int | None, int | None, Captions | None, str]
+SurveyResult = tuple[tuple[BucketCount, ...], int | None, int | None, CaptionTotals | None, str]
 
 
-def _unseen(dataset: Dataset, samples: int | None) -> Found:
+def _assume_largest_bucket(dataset: DatasetSettings, samples: int | None) -> SurveyResult:
     """Nothing to look at: all samples are taken to be in the largest bucket that the settings allow."""
-    bucket = largest(bucket_table(dataset))
+    bucket = largest_bucket(bucket_table(dataset))
     limited = samples if samples is None or dataset.limit is None else min(samples, dataset.limit)
     where = f"{dataset.instance_data_dir} is not on this machine"
     if limited is None:
-        return (Filled(bucket, 0),), None, None, None, f"{where}: say --samples N"
-    each = len(dataset.resolution) if dataset.resolution_mode == "each" else 1
+        return (BucketCount(bucket, 0),), None, None, None, f"{where}: say --samples N"
+    buckets_per_sample = len(dataset.resolution) if dataset.resolution_mode == "each" else 1
     text = f"{where}: --samples {samples}, all taken to be of the largest bucket, {bucket.label}"
-    return (Filled(bucket, limited * each),), limited * each, None, Captions(limited, None), text
+    return (
+        (BucketCount(bucket, limited * buckets_per_sample),),
+        limited * buckets_per_sample,
+        None,
+        CaptionTotals(limited, None),
+        text,
+    )
 
 
-def _seen(dataset: Dataset, source: Source) -> Found:
-    listing = source.listing()
-    looked_at = _spread(listing.items)
-    facts = [one for item in looked_at if (one := _facts(item, source, dataset)) is not None]
-    filled, share = _filled(dataset, facts, len(listing.items), len(looked_at))
+def _inspect_files(dataset: DatasetSettings, source: DataSource) -> SurveyResult:
+    listing = source.list_items()
+    inspected = _pick_evenly(listing.items)
+    facts = [one for item in inspected if (one := _probe_item(item, source, dataset)) is not None]
+    bucket_counts, scale = _count_buckets(dataset, facts, len(listing.items), len(inspected))
     root = dataset.instance_data_dir
-    if not filled:
-        bucket = largest(bucket_table(dataset))
-        return (Filled(bucket, 0),), None, None, None, f"{root} holds no {dataset.dataset_type} that fits a bucket"
+    if not bucket_counts:
+        bucket = largest_bucket(bucket_table(dataset))
+        return (BucketCount(bucket, 0),), None, None, None, f"{root} holds no {dataset.dataset_type} that fits a bucket"
     stored = sum(fit.stored_bytes(item.nbytes) for item in listing.items)
     stored += fit.overhead_bytes(len(listing.items), listing.key_bytes(), listing.caption_bytes(), 1)
-    count = sum(one.samples for one in filled)
-    how = "each was looked at" if share == 1 else f"{len(looked_at)} of them were looked at"
-    known = f"{len(listing.items):,} files in {root}; {how}"
-    return filled, count, round(stored * len(facts) / max(1, len(looked_at))), _captions(dataset, listing), known
+    count = sum(one.samples for one in bucket_counts)
+    how = "each was looked at" if scale == 1 else f"{len(inspected)} of them were looked at"
+    explanation = f"{len(listing.items):,} files in {root}; {how}"
+    return (
+        bucket_counts,
+        count,
+        round(stored * len(facts) / max(1, len(inspected))),
+        _count_captions(dataset, listing),
+        explanation,
+    )
 
 
-def largest(buckets: Sequence[Bucket]) -> Bucket:
+def largest_bucket(buckets: Sequence[Bucket]) -> Bucket:
     """By what it takes to encode and to train: its volume."""
     return max(buckets, key=lambda bucket: (prod(bucket.shape), bucket))
 
 
-def _spread(items: Sequence[Item]) -> list[Item]:
+def _pick_evenly(items: Sequence[SourceItem]) -> list[SourceItem]:
     """Evenly over the listing, as many as are few enough and small enough."""
-    step = max(1, -(-len(items) // MOST_FILES))
-    picked: list[Item] = []
+    step = max(1, -(-len(items) // MAX_FILES_READ))
+    picked: list[SourceItem] = []
     nbytes = 0
     for item in items[::step]:
         nbytes += item.nbytes
-        if picked and nbytes > MOST_BYTES:
+        if picked and nbytes > MAX_BYTES_READ:
             break
         picked.append(item)
     return picked
 
 
-def _facts(item: Item, source: Source, dataset: Dataset) -> Facts | None:
+def _probe_item(item: SourceItem, source: DataSource, dataset: DatasetSettings) -> MediaInfo | None:
     """None: staging will set the file aside."""
     try:
-        content = read_span(item.media) if isinstance(item.media, Span) else source.payload(item.media)
+        content = read_span(item.media) if isinstance(item.media, FileSpan) else source.read_row(item.media)
         return probe(content, dataset.dataset_type)
-    except BrokenMedia:
+    except BrokenMediaError:
         return None  # `supertuner stage` says what is wrong with it
 
 
-def _filled(dataset: Dataset, facts: Sequence[Facts], items: int, looked_at: int) -> tuple[tuple[Filled, ...], float]:
+def _count_buckets(
+    dataset: DatasetSettings, facts: Sequence[MediaInfo], item_count: int, inspected_count: int
+) -> tuple[tuple[BucketCount, ...], float]:
     """Buckets with their samples; what was seen of some files stands for all of them."""
-    block = Block(
+    media_columns = MediaMetadataSlice(
         width=np.array([one.width for one in facts], np.int32),
         height=np.array([one.height for one in facts], np.int32),
         frames=np.array([one.frames for one in facts], np.int32),
@@ -134,26 +154,26 @@ def _filled(dataset: Dataset, facts: Sequence[Facts], items: int, looked_at: int
     )
     table = bucket_table(dataset)
     counts: Counter[Bucket] = Counter()
-    for column in bucket_numbers(dataset, block):
+    for column in bucket_indices(dataset, media_columns):
         counts.update(table[number] for number in column.tolist() if number != NO_BUCKET)
-    scale = items / looked_at if looked_at else 1.0
+    scale = item_count / inspected_count if inspected_count else 1.0
     ordered = sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))
-    return tuple(Filled(bucket, max(1, round(count * scale))) for bucket, count in ordered), scale
+    return tuple(BucketCount(bucket, max(1, round(count * scale))) for bucket, count in ordered), scale
 
 
-def _captions(dataset: Dataset, listing: Listing) -> Captions:
+def _count_captions(dataset: DatasetSettings, listing: SourceListing) -> CaptionTotals:
     """One that is dropped is the empty one, and is encoded once."""
     settings = dataset.captions
     trigger = 0 if settings.trigger_word is None else len(settings.trigger_word.encode()) + 2
     if settings.source == "constant" or settings.constant is not None:
-        return Captions(1, len((settings.constant or "").encode()) + trigger)
-    texts = [_caption(item) for item in listing.items]
+        return CaptionTotals(1, len((settings.constant or "").encode()) + trigger)
+    texts = [_caption_count_and_bytes(item) for item in listing.items]
     count = sum(one for one, _ in texts) + int(settings.dropout > 0)
-    return Captions(count, sum(nbytes for _, nbytes in texts) + trigger * count)
+    return CaptionTotals(count, sum(nbytes for _, nbytes in texts) + trigger * count)
 
 
-def _caption(item: Item) -> tuple[int, int]:
+def _caption_count_and_bytes(item: SourceItem) -> tuple[int, int]:
     """How many captions an item has, and their bytes. A file counts as one: how many are in it is not looked at."""
-    if isinstance(item.caption, Span):
+    if isinstance(item.caption, FileSpan):
         return 1, max(0, item.caption.nbytes)
     return max(1, len(item.caption or ())), sum(len(text.encode()) for text in item.caption or ())

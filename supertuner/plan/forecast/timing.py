@@ -10,135 +10,165 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from supertuner.memory.machines import Machine
-from supertuner.optim.schedule import Course
-from supertuner.plan.forecast.context import plain_seconds
-from supertuner.plan.forecast.duration import StepTime, Windows, between, mean_time, training_s, windows
-from supertuner.plan.forecast.model import Pace, Timing
-from supertuner.plan.placement.choice import Choice
-from supertuner.plan.placement.plan import Plan
-from supertuner.plan.placement.plan_step import judged
-from supertuner.plan.placement.roofline import bound
-from supertuner.plan.placement.step_table import StepTable, Work
-from supertuner.plan.placement.throughput import Limits, Rates
-from supertuner.plan.trace.record import Trace
+from supertuner.optim.schedule import TrainingSchedule
+from supertuner.plan.forecast.context import window_seconds_without_plan
+from supertuner.plan.forecast.duration import (
+    StepTime,
+    WindowGroup,
+    group_windows,
+    interpolate_by_tokens,
+    mean_step_time,
+    training_seconds,
+)
+from supertuner.plan.forecast.model import RunTiming, TimingScenario
+from supertuner.plan.placement.choice import PlacementChoice
+from supertuner.plan.placement.plan import MemoryPlan
+from supertuner.plan.placement.plan_step import evaluate_plan
+from supertuner.plan.placement.roofline import step_time_bound
+from supertuner.plan.placement.step_table import OperatorWork, StepTable
+from supertuner.plan.placement.throughput import MachineRates, MemoryLimits
+from supertuner.plan.trace.record import ExecutionTrace
 
-UNLIMITED = 1 << 60
+UNLIMITED_BYTES = 1 << 60
 """Of a machine whose memory nobody knows, the bound of a step in which everything fits."""
 
 
 @dataclass(frozen=True, slots=True)
-class Steps:
+class ExpertSteps:
     """One expert's steps, and how they are run."""
 
     table: StepTable
     """At the shape that needs the most, for the largest window."""
-    choice: Choice
+    choice: PlacementChoice
     """Without a plan."""
-    plan: Plan | None = None
+    plan: MemoryPlan | None = None
     """With one."""
     tokens: int = 1
-    others: Mapping[int, StepTable] = field(default_factory=dict)
+    tables_by_tokens: Mapping[int, StepTable] = field(default_factory=dict)
     """Tokens → tables of other shapes."""
 
-    def seconds(self, table: StepTable, machine: Machine, limits: Limits | None, rates: Rates) -> float:
+    def window_seconds(
+        self, table: StepTable, machine: Machine, limits: MemoryLimits | None, rates: MachineRates
+    ) -> float:
         """Of a window. What does not fit is timed as if it did."""
         if self.plan is not None and self.plan.fits and limits is not None:
-            found = judged(table, self.plan, machine, limits, rates).seconds
-            if math.isfinite(found):
-                return found
-        return plain_seconds(table, self.choice, rates)
+            planned_seconds = evaluate_plan(table, self.plan, machine, limits, rates).seconds
+            if math.isfinite(planned_seconds):
+                return planned_seconds
+        return window_seconds_without_plan(table, self.choice, rates)
 
-    def time(self, table: StepTable, machine: Machine, limits: Limits | None, rates: Rates) -> StepTime:
-        one = self.seconds(replace(table, micro_batches=1), machine, limits, rates)
-        two = self.seconds(replace(table, micro_batches=2), machine, limits, rates)
-        micro = min(one, max(0.0, two - one))
-        return StepTime(micro, one - micro)
+    def step_time(
+        self, table: StepTable, machine: Machine, limits: MemoryLimits | None, rates: MachineRates
+    ) -> StepTime:
+        one_micro_batch_s = self.window_seconds(replace(table, micro_batches=1), machine, limits, rates)
+        two_micro_batches_s = self.window_seconds(replace(table, micro_batches=2), machine, limits, rates)
+        micro = min(one_micro_batch_s, max(0.0, two_micro_batches_s - one_micro_batch_s))
+        return StepTime(micro, one_micro_batch_s - micro)
 
 
 @dataclass(frozen=True, slots=True)
-class Repeated:
+class RepeatedWork:
     """Work that is done so many times in a run: pieces one after the other."""
 
-    pieces: tuple[Work, ...]
-    times: float
+    pieces: tuple[OperatorWork, ...]
+    repeats: float
 
     @classmethod
-    def of(cls, trace: Trace, times: float) -> Repeated:
-        return cls(tuple(stretch.work for stretch in trace.stretches), times)
+    def from_trace(cls, trace: ExecutionTrace, repeats: float) -> RepeatedWork:
+        return cls(tuple(stretch.work for stretch in trace.spans), repeats)
 
-    def seconds(self, rates: Rates) -> float:
-        return self.times * sum(map(rates.seconds, self.pieces))
+    def seconds(self, rates: MachineRates) -> float:
+        return self.repeats * sum(map(rates.seconds, self.pieces))
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Whole:
+class RunWork:
     """Everything that a run does."""
 
-    experts: tuple[Steps, ...]
-    shares: Mapping[int, float]
+    experts: tuple[ExpertSteps, ...]
+    token_shares: Mapping[int, float]
     """Tokens of a sample → how much of the draws; together 1."""
-    course: Course | None
+    schedule: TrainingSchedule | None
     batch_size: int
-    encoding: tuple[Repeated, ...] | None
+    encoding: tuple[RepeatedWork, ...] | None
     """None: how often is not known."""
-    sampling: tuple[Repeated, ...] | None
+    sampling: tuple[RepeatedWork, ...] | None
     switch_every: int = 1
     """Steps after which another expert has its turn."""
     left_out: tuple[str, ...] = ()
 
 
-def timing(whole: Whole, machine: Machine, limits: Limits | None, rates: Rates, shares: Sequence[float]) -> Timing:
+def forecast_timing(
+    run_work: RunWork,
+    machine: Machine,
+    limits: MemoryLimits | None,
+    rates: MachineRates,
+    compute_shares: Sequence[float],
+) -> RunTiming:
     """At each of `shares` of the machine's rates."""
-    course = whole.course
-    parts = () if course is None else windows(course, whole.batch_size)
-    table = whole.experts[0].table
-    window = max((part.samples for part in parts), default=table.micro_batches * whole.batch_size)
-    return Timing(
-        paces=tuple(_pace(whole, parts, machine, limits, replace(rates, compute_share=share)) for share in shares),
+    schedule = run_work.schedule
+    window_groups = () if schedule is None else group_windows(schedule, run_work.batch_size)
+    table = run_work.experts[0].table
+    window = max((part.samples for part in window_groups), default=table.micro_batches * run_work.batch_size)
+    return RunTiming(
+        paces=tuple(
+            _timing_scenario(run_work, window_groups, machine, limits, replace(rates, compute_share=share))
+            for share in compute_shares
+        ),
         window=window,
         micro_batches=table.micro_batches,
-        first_window=parts[0].samples if parts else window,
-        steps=None if course is None else course.total_steps,
-        samples=None if course is None else course.total_samples,
-        left_out=whole.left_out,
+        first_window=window_groups[0].samples if window_groups else window,
+        steps=None if schedule is None else schedule.total_steps,
+        samples=None if schedule is None else schedule.total_samples,
+        left_out=run_work.left_out,
     )
 
 
-def _pace(whole: Whole, parts: Sequence[Windows], machine: Machine, limits: Limits | None, rates: Rates) -> Pace:
-    slowest = max(whole.experts, key=lambda steps: steps.seconds(steps.table, machine, limits, rates))
-    least = bound(slowest.table, rates, limits or Limits(UNLIMITED, None))
-    times = [_mean(steps, whole.shares, machine, limits, rates) for steps in whole.experts]
-    bounded = math.isfinite(least.seconds)
-    return Pace(
+def _timing_scenario(
+    run_work: RunWork,
+    window_groups: Sequence[WindowGroup],
+    machine: Machine,
+    limits: MemoryLimits | None,
+    rates: MachineRates,
+) -> TimingScenario:
+    slowest = max(run_work.experts, key=lambda steps: steps.window_seconds(steps.table, machine, limits, rates))
+    time_bound = step_time_bound(slowest.table, rates, limits or MemoryLimits(UNLIMITED_BYTES, None))
+    times = [_mean_step_time(steps, run_work.token_shares, machine, limits, rates) for steps in run_work.experts]
+    bounded = math.isfinite(time_bound.seconds)
+    return TimingScenario(
         compute_share=rates.compute_share,
-        step_s=slowest.seconds(slowest.table, machine, limits, rates),
-        bound_s=least.seconds if bounded else least.compute_s,
-        bounded_by=least.by if bounded else "compute, if there were room",
-        training_s=None if whole.course is None else training_s(parts, times) + _switching_s(whole, rates),
-        encoding_s=_seconds(whole.encoding, rates),
-        sampling_s=_seconds(whole.sampling, rates),
+        step_s=slowest.window_seconds(slowest.table, machine, limits, rates),
+        bound_s=time_bound.seconds if bounded else time_bound.compute_s,
+        bounded_by=time_bound.limited_by if bounded else "compute, if there were room",
+        training_s=None
+        if run_work.schedule is None
+        else training_seconds(window_groups, times) + _expert_switching_s(run_work, rates),
+        encoding_s=_total_seconds(run_work.encoding, rates),
+        sampling_s=_total_seconds(run_work.sampling, rates),
     )
 
 
-def _mean(steps: Steps, shares: Mapping[int, float], machine: Machine, limits: Limits | None, rates: Rates) -> StepTime:
+def _mean_step_time(
+    steps: ExpertSteps, shares: Mapping[int, float], machine: Machine, limits: MemoryLimits | None, rates: MachineRates
+) -> StepTime:
     """Over the shapes that are drawn: some were traced, the others lie between them."""
-    known = {steps.tokens: steps.table, **steps.others}
-    times = {tokens: steps.time(table, machine, limits, rates) for tokens, table in known.items()}
+    tables = {steps.tokens: steps.table, **steps.tables_by_tokens}
+    times = {tokens: steps.step_time(table, machine, limits, rates) for tokens, table in tables.items()}
     micro = {tokens: time.micro_batch_s for tokens, time in times.items()}
     update = times[steps.tokens].update_s
-    found = [StepTime(between(micro, tokens), update) for tokens in shares]
-    return mean_time(found, list(shares.values()))
+    drawn_times = [StepTime(interpolate_by_tokens(micro, tokens), update) for tokens in shares]
+    return mean_step_time(drawn_times, list(shares.values()))
 
 
-def _seconds(repeated: Sequence[Repeated] | None, rates: Rates) -> float | None:
-    return None if repeated is None else sum(one.seconds(rates) for one in repeated)
+def _total_seconds(repeated_work: Sequence[RepeatedWork] | None, rates: MachineRates) -> float | None:
+    return None if repeated_work is None else sum(one.seconds(rates) for one in repeated_work)
 
 
-def _switching_s(whole: Whole, rates: Rates) -> float:
+def _expert_switching_s(run_work: RunWork, rates: MachineRates) -> float:
     """Where experts wait in host memory, whoever has its turn is fetched first; what is frozen does not go back."""
-    first = whole.experts[0]
-    waits = first.plan is not None and first.plan.idle_at_home
-    if not waits or len(whole.experts) < 2 or whole.course is None or not rates.to_device_bytes_s:
+    first = run_work.experts[0]
+    swaps_experts = first.plan is not None and first.plan.idle_at_home
+    if not swaps_experts or len(run_work.experts) < 2 or run_work.schedule is None or not rates.to_device_bytes_s:
         return 0.0
-    changes = whole.course.total_steps // whole.switch_every
-    return changes * first.table.idle_bytes / (len(whole.experts) - 1) / rates.to_device_bytes_s
+    changes = run_work.schedule.total_steps // run_work.switch_every
+    return changes * first.table.idle_bytes / (len(run_work.experts) - 1) / rates.to_device_bytes_s

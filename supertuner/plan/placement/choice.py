@@ -8,29 +8,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from supertuner.plan.placement.plan import Fate, Plan, Residence, Stepping
-from supertuner.plan.placement.step_table import Block, StepTable
-from supertuner.plan.placement.throughput import Rates
+from supertuner.plan.placement.plan import ActivationPolicy, MemoryPlan, OptimizerPlacement, WeightPlacement
+from supertuner.plan.placement.step_table import BlockCosts, StepTable
+from supertuner.plan.placement.throughput import MachineRates
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class PlacementChoice:
     streamed: tuple[bool, ...]
     """Of each block, whether its weights are at home in host memory."""
-    fates: tuple[Fate, ...]
+    activations: tuple[ActivationPolicy, ...]
     ahead: int
-    stepping: Stepping
+    optimizer: OptimizerPlacement
     idle_at_home: bool
 
     @classmethod
-    def nothing(cls, blocks: int) -> Choice:
+    def all_on_gpu(cls, blocks: int) -> PlacementChoice:
         """Everything stays in GPU memory."""
-        return cls((False,) * blocks, (Fate.KEEP,) * blocks, 1, Stepping.GPU, False)
+        return cls((False,) * blocks, (ActivationPolicy.KEEP,) * blocks, 1, OptimizerPlacement.GPU, False)
 
     @classmethod
-    def of(cls, plan: Plan) -> Choice:
+    def from_plan(cls, plan: MemoryPlan) -> PlacementChoice:
         return cls(
-            tuple(block.weights is Residence.STREAMED for block in plan.blocks),
+            tuple(block.weights is WeightPlacement.STREAMED for block in plan.blocks),
             tuple(block.activations for block in plan.blocks),
             plan.ahead,
             plan.stepping,
@@ -38,56 +38,56 @@ class Choice:
         )
 
     @property
-    def at_once(self) -> int:
+    def max_sends_in_flight(self) -> int:
         """Blocks whose activations may be on their way home together; they take their place on the GPU until one more
         is sent, or their backward pass is over."""
         return max(1, self.ahead)
 
-    def settled(self) -> Choice:
+    def without_immediate_refetches(self) -> PlacementChoice:
         """The same, but activations that are fetched again the moment they were sent are kept instead.
 
         Block b is used b-th in the forward pass and (2n - 1 - b)-th in all: within `ahead` uses it would come back.
         """
-        last = len(self.fates) - 1
-        fates = tuple(
-            Fate.KEEP if fate is Fate.SEND and 2 * (last - block) + 1 <= self.ahead else fate
-            for block, fate in enumerate(self.fates)
+        last = len(self.activations) - 1
+        activations = tuple(
+            ActivationPolicy.KEEP if fate is ActivationPolicy.SEND and 2 * (last - block) + 1 <= self.ahead else fate
+            for block, fate in enumerate(self.activations)
         )
-        return Choice(self.streamed, fates, self.ahead, self.stepping, self.idle_at_home)
+        return PlacementChoice(self.streamed, activations, self.ahead, self.optimizer, self.idle_at_home)
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class TimedStep:
     """A table with its times on one machine: lists by block."""
 
     table: StepTable
-    rates: Rates
+    rates: MachineRates
     movable: Sequence[bool]
     """What stands around the blocks, `(before)` and `(after)`, is no module of its own: its weights stay, and so do its
     activations."""
     forward_s: Sequence[float]
     backward_s: Sequence[float]
-    weights: Sequence[int]
-    travels: Sequence[int]
+    weight_bytes: Sequence[int]
+    streamable_bytes: Sequence[int]
     """Of a block's weights, what is streamed if they are: an adapter beside larger frozen weights stays."""
-    trained_travel: Sequence[bool]
+    streams_trained: Sequence[bool]
     """Whether what is trained is among it."""
-    trained: Sequence[int]
-    gradients: Sequence[int]
-    state: Sequence[int]
-    saved: Sequence[int]
-    inputs: Sequence[int]
-    in_forward: Sequence[int]
+    trained_bytes: Sequence[int]
+    gradient_bytes: Sequence[int]
+    state_bytes: Sequence[int]
+    saved_bytes: Sequence[int]
+    input_bytes: Sequence[int]
+    forward_bytes: Sequence[int]
     """What a block's own pass needs: its activations, and its temporaries."""
-    in_backward: Sequence[int]
-    in_both: Sequence[int]
+    backward_bytes: Sequence[int]
+    recompute_bytes: Sequence[int]
     """… of a block that is recomputed."""
-    shares: Sequence[float]
+    update_shares: Sequence[float]
     """Of the optimizer's work, what is done for each block."""
     update_s: float
 
     @classmethod
-    def of(cls, table: StepTable, rates: Rates) -> Step:
+    def from_table(cls, table: StepTable, rates: MachineRates) -> TimedStep:
         blocks = table.blocks
         assert blocks, f"{table.phase} has no blocks"
         trained = sum(block.trained_bytes for block in blocks)
@@ -97,35 +97,35 @@ class Step:
             movable=[not block.name.startswith("(") for block in blocks],
             forward_s=[rates.seconds(block.forward) for block in blocks],
             backward_s=[rates.seconds(block.backward) for block in blocks],
-            weights=[block.frozen_bytes + block.trained_bytes for block in blocks],
-            travels=[b.frozen_bytes + (b.trained_bytes if _along(b) else 0) for b in blocks],
-            trained_travel=[_along(block) for block in blocks],
-            trained=[block.trained_bytes for block in blocks],
-            gradients=[block.gradient_bytes for block in blocks],
-            state=[block.state_bytes for block in blocks],
-            saved=[block.saved_bytes for block in blocks],
-            inputs=[block.input_bytes for block in blocks],
-            in_forward=[block.saved_bytes + block.forward_peak_bytes for block in blocks],
-            in_backward=[block.saved_bytes + block.backward_peak_bytes for block in blocks],
-            in_both=[b.saved_bytes + max(b.forward_peak_bytes, b.backward_peak_bytes) for b in blocks],
-            shares=[block.trained_bytes / trained if trained else 1.0 / len(blocks) for block in blocks],
+            weight_bytes=[block.frozen_bytes + block.trained_bytes for block in blocks],
+            streamable_bytes=[b.frozen_bytes + (b.trained_bytes if _streams_trained(b) else 0) for b in blocks],
+            streams_trained=[_streams_trained(block) for block in blocks],
+            trained_bytes=[block.trained_bytes for block in blocks],
+            gradient_bytes=[block.gradient_bytes for block in blocks],
+            state_bytes=[block.state_bytes for block in blocks],
+            saved_bytes=[block.saved_bytes for block in blocks],
+            input_bytes=[block.input_bytes for block in blocks],
+            forward_bytes=[block.saved_bytes + block.forward_peak_bytes for block in blocks],
+            backward_bytes=[block.saved_bytes + block.backward_peak_bytes for block in blocks],
+            recompute_bytes=[b.saved_bytes + max(b.forward_peak_bytes, b.backward_peak_bytes) for b in blocks],
+            update_shares=[block.trained_bytes / trained if trained else 1.0 / len(blocks) for block in blocks],
             update_s=rates.seconds(table.update),
         )
 
-    def leaving_gradients(self, choice: Choice) -> list[int]:
+    def offloaded_gradient_bytes(self, choice: PlacementChoice) -> list[int]:
         """By block, gradients that are not on the GPU: they are with their weights, or with a host that steps."""
-        if choice.stepping is Stepping.HOST:
-            return list(self.gradients)
-        away = zip(self.gradients, choice.streamed, self.trained_travel, strict=True)
-        return [gradient if streamed and along else 0 for gradient, streamed, along in away]
+        if choice.optimizer is OptimizerPlacement.HOST:
+            return list(self.gradient_bytes)
+        rows = zip(self.gradient_bytes, choice.streamed, self.streams_trained, strict=True)
+        return [gradient if streamed and along else 0 for gradient, streamed, along in rows]
 
-    def returning(self, choice: Choice) -> list[int]:
+    def streamed_trained_bytes(self, choice: PlacementChoice) -> list[int]:
         """By block, trained weights that come to be stepped on the GPU and go home again."""
-        away = zip(self.trained, choice.streamed, self.trained_travel, strict=True)
-        return [trained if streamed and along else 0 for trained, streamed, along in away]
+        rows = zip(self.trained_bytes, choice.streamed, self.streams_trained, strict=True)
+        return [trained if streamed and along else 0 for trained, streamed, along in rows]
 
     @property
-    def micro_s(self) -> float:
+    def micro_batch_s(self) -> float:
         """Forward and backward of one micro-batch, nothing recomputed."""
         return sum(self.forward_s) + sum(self.backward_s)
 
@@ -133,12 +133,12 @@ class Step:
     def host_step_s(self) -> float:
         """How long the host steps, if the speed of its memory is known."""
         assert self.rates.host_bytes_s is not None, "a step on a host whose memory's speed is not known"
-        return sum(self.host_step_bytes(b) for b in range(len(self.trained))) / self.rates.host_bytes_s
+        return sum(self.host_step_bytes(b) for b in range(len(self.trained_bytes))) / self.rates.host_bytes_s
 
     def host_step_bytes(self, block: int) -> int:
         """Of host memory, what the CPU reads and writes to step a block: parameters and state both, gradients once."""
-        return 2 * (self.trained[block] + self.state[block]) + self.gradients[block]
+        return 2 * (self.trained_bytes[block] + self.state_bytes[block]) + self.gradient_bytes[block]
 
 
-def _along(block: Block) -> bool:
+def _streams_trained(block: BlockCosts) -> bool:
     return block.trained_bytes > block.frozen_bytes

@@ -11,29 +11,29 @@ from dataclasses import dataclass
 
 from supertuner.memory.emulator.clock import Clock
 from supertuner.memory.emulator.figures import Parameters
-from supertuner.plan.placement.choice import Choice, Step
-from supertuner.plan.placement.memory_needs import Needs, needs
-from supertuner.plan.placement.simulate import Played, play
-from supertuner.plan.placement.throughput import Limits, figures_of
+from supertuner.plan.placement.choice import PlacementChoice, TimedStep
+from supertuner.plan.placement.memory_needs import MemoryNeeds, compute_memory_needs
+from supertuner.plan.placement.simulate import SimulatedWindow, simulate_window
+from supertuner.plan.placement.throughput import MemoryLimits, emulator_figures
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class ChoiceEvaluation:
     """What a choice needs and takes."""
 
-    choice: Choice
-    needs: Needs
-    played: Played | None
+    choice: PlacementChoice
+    needs: MemoryNeeds
+    simulated: SimulatedWindow | None
     """None: it does not fit, or nobody had the patience."""
 
     @property
     def seconds(self) -> float:
-        return math.inf if self.played is None else self.played.seconds
+        return math.inf if self.simulated is None else self.simulated.seconds
 
 
-class QuickChip:
-    def __init__(self, step: Step, limits: Limits) -> None:
-        figures = figures_of("quick", step.rates, limits)
+class FastSimulatedMachine:
+    def __init__(self, step: TimedStep, limits: MemoryLimits) -> None:
+        figures = emulator_figures("quick", step.rates, limits)
         self._clock = Clock(figures, Parameters(duplex=step.rates.duplex))
         self._gpu_bytes = limits.gpu_bytes
 
@@ -44,24 +44,33 @@ class QuickChip:
     def compute(self, seconds: float) -> None:
         self._clock.spend(seconds)
 
-    def stream(self, nbytes: int, to_gpu: bool, after: float = 0.0) -> float:
+    def start_copy(self, nbytes: int, to_gpu: bool, after: float = 0.0) -> float:
         return self._clock.cross(nbytes if to_gpu else 0, 0 if to_gpu else nbytes, after)
 
-    def wait(self, until: float) -> None:
-        self._clock.wait(until)
+    def wait_until(self, time_s: float) -> None:
+        self._clock.wait(time_s)
 
-    def hold(self, nbytes: int) -> None:
+    def set_gpu_bytes_in_use(self, nbytes: int) -> None:
         assert nbytes <= self._gpu_bytes, "more is held than there is"
 
 
-def judge(
-    step: Step, choice: Choice, limits: Limits, *, needed: Needs | None = None, patience_s: float = math.inf
-) -> Verdict:
+def evaluate_choice(
+    step: TimedStep,
+    choice: PlacementChoice,
+    limits: MemoryLimits,
+    *,
+    memory_needs: MemoryNeeds | None = None,
+    max_waiting_s: float = math.inf,
+) -> ChoiceEvaluation:
     """How long a window of this choice takes, if it fits. `needed`: if that is known already; `patience_s`: with what
     waits longer than this, nobody need bother."""
-    choice = choice.settled()
-    needed = needed or needs(step, choice)
-    if not needed.fit(limits, step.rates.one_pool):
-        return Verdict(choice, needed, None)
-    chip = QuickChip(step, limits)
-    return Verdict(choice, needed, play(step, choice, needed, limits.gpu_bytes, chip, patience_s=patience_s))
+    choice = choice.without_immediate_refetches()
+    memory_needs = memory_needs or compute_memory_needs(step, choice)
+    if not memory_needs.fits(limits, step.rates.one_pool):
+        return ChoiceEvaluation(choice, memory_needs, None)
+    machine = FastSimulatedMachine(step, limits)
+    return ChoiceEvaluation(
+        choice,
+        memory_needs,
+        simulate_window(step, choice, memory_needs, limits.gpu_bytes, machine, max_waiting_s=max_waiting_s),
+    )

@@ -14,126 +14,135 @@ from dataclasses import dataclass
 from typing import Final
 
 from supertuner.core.types import MIB
-from supertuner.plan.placement.choice import Choice, Step
-from supertuner.plan.placement.plan import Fate, Stepping
-from supertuner.plan.placement.throughput import Limits
+from supertuner.plan.placement.choice import PlacementChoice, TimedStep
+from supertuner.plan.placement.plan import ActivationPolicy, OptimizerPlacement
+from supertuner.plan.placement.throughput import MemoryLimits
 
-PIECE_BYTES: Final = 256 * MIB
+UPDATE_PIECE_BYTES: Final = 256 * MIB
 """An update for which something comes to the GPU is done in pieces of whole parameters, of about this many bytes."""
-PIECES: Final = 10
+UPDATE_PIECES_ON_GPU: Final = 10
 """On the GPU at once: one is stepped, one comes, eight go home (`train.acting.homes.AT_ONCE`)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
+class MemoryNeeds:
     """In bytes."""
 
-    forward: list[int]
+    forward_bytes: list[int]
     """By block."""
-    backward: list[int]
-    update: int
-    pieces: list[int]
+    backward_bytes: list[int]
+    update_bytes: int
+    update_piece_bytes: list[int]
     """By block, what comes to the GPU in the update. Not all at once: a block is several pieces."""
-    host: int
+    host_bytes: int
 
     @property
-    def gpu(self) -> int:
+    def gpu_bytes(self) -> int:
         """The most that is needed at once."""
-        return max(max(self.forward), max(self.backward), self.update)
+        return max(max(self.forward_bytes), max(self.backward_bytes), self.update_bytes)
 
-    def fit(self, limits: Limits, one_pool: bool) -> bool:
+    def fits(self, limits: MemoryLimits, one_pool: bool) -> bool:
         if one_pool:
-            return self.gpu + self.host <= limits.gpu_bytes
-        return self.gpu <= limits.gpu_bytes and self.host <= (limits.host_bytes or 0)
+            return self.gpu_bytes + self.host_bytes <= limits.gpu_bytes
+        return self.gpu_bytes <= limits.gpu_bytes and self.host_bytes <= (limits.host_bytes or 0)
 
 
-def needs(step: Step, choice: Choice) -> Needs:
-    base = _base(step, choice)
-    forward, backward = _passes(step, choice, base)
-    pieces = _pieces(step, choice)
-    update = base + _update_extra(step, choice, pieces)
-    return Needs(forward, backward, update, pieces, _host(step, choice))
+def compute_memory_needs(step: TimedStep, choice: PlacementChoice) -> MemoryNeeds:
+    base = _resident_bytes(step, choice)
+    forward, backward = _pass_bytes(step, choice, base)
+    pieces = _update_piece_bytes(step, choice)
+    update = base + _update_extra_bytes(step, choice, pieces)
+    return MemoryNeeds(forward, backward, update, pieces, _host_bytes(step, choice))
 
 
-def _pieces(step: Step, choice: Choice) -> list[int]:
-    if choice.stepping is Stepping.HOST:
-        return [0] * len(step.weights)
-    home = zip(step.returning(choice), step.leaving_gradients(choice), step.state, strict=True)
-    moves = choice.stepping is Stepping.STREAMED
-    return [trained + gradient + (state if moves else 0) for trained, gradient, state in home]
+def _update_piece_bytes(step: TimedStep, choice: PlacementChoice) -> list[int]:
+    if choice.optimizer is OptimizerPlacement.HOST:
+        return [0] * len(step.weight_bytes)
+    offloaded = zip(
+        step.streamed_trained_bytes(choice), step.offloaded_gradient_bytes(choice), step.state_bytes, strict=True
+    )
+    streams_state = choice.optimizer is OptimizerPlacement.STREAMED
+    return [trained + gradient + (state if streams_state else 0) for trained, gradient, state in offloaded]
 
 
-def _base(step: Step, choice: Choice) -> int:
+def _resident_bytes(step: TimedStep, choice: PlacementChoice) -> int:
     """What is on the GPU all the time."""
     table = step.table
-    away = [w for w, streamed in zip(step.travels, choice.streamed, strict=True) if streamed]
-    total = sum(step.weights) - sum(away) + table.batch_bytes
-    total += min(choice.ahead + 1, len(away)) * max(away, default=0)
+    streamed_weights = [w for w, streamed in zip(step.streamable_bytes, choice.streamed, strict=True) if streamed]
+    total = sum(step.weight_bytes) - sum(streamed_weights) + table.batch_bytes
+    total += min(choice.ahead + 1, len(streamed_weights)) * max(streamed_weights, default=0)
     total += 0 if choice.idle_at_home else table.idle_bytes
-    return total + (sum(step.state) if choice.stepping is Stepping.GPU else 0)
+    return total + (sum(step.state_bytes) if choice.optimizer is OptimizerPlacement.GPU else 0)
 
 
-def _passes(step: Step, choice: Choice, base: int) -> tuple[list[int], list[int]]:
-    fates, count, ahead = choice.fates, len(step.weights), choice.ahead
-    sent = [saved if fate is Fate.SEND else 0 for saved, fate in zip(step.saved, fates, strict=True)]
-    lingering = [b for b in range(count) if sent[b]][-choice.at_once :]
+def _pass_bytes(step: TimedStep, choice: PlacementChoice, resident: int) -> tuple[list[int], list[int]]:
+    policies, count, ahead = choice.activations, len(step.weight_bytes), choice.ahead
+    sent = [
+        saved if policy is ActivationPolicy.SEND else 0
+        for saved, policy in zip(step.saved_bytes, policies, strict=True)
+    ]
+    lingering = [b for b in range(count) if sent[b]][-choice.max_sends_in_flight :]
     forward, backward = [0] * count, [0] * count
-    below = flying = 0  # what blocks before this one left; and what of them is on its way home
+    left_by_earlier = in_flight = 0  # what blocks before this one left; and what of them is on its way home
     window: deque[int] = deque()
-    for b, fate in enumerate(fates):
-        near = max(0, b - ahead)
-        coming = sum(sent[near:b])
+    for b, fate in enumerate(policies):
+        first_prefetched = max(0, b - ahead)
+        prefetched = sum(sent[first_prefetched:b])
         for j in lingering:
-            if j < near:
-                coming += sent[j]
-        forward[b] = base + below + flying + step.in_forward[b]
-        own = step.in_both[b] if fate is Fate.RECOMPUTE else step.in_backward[b]
-        backward[b] = base + below + coming + own
-        if fate is Fate.KEEP:
-            below += step.saved[b]
-        elif fate is Fate.RECOMPUTE:
-            below += step.inputs[b]
+            if j < first_prefetched:
+                prefetched += sent[j]
+        forward[b] = resident + left_by_earlier + in_flight + step.forward_bytes[b]
+        pass_bytes = step.recompute_bytes[b] if fate is ActivationPolicy.RECOMPUTE else step.backward_bytes[b]
+        backward[b] = resident + left_by_earlier + prefetched + pass_bytes
+        if fate is ActivationPolicy.KEEP:
+            left_by_earlier += step.saved_bytes[b]
+        elif fate is ActivationPolicy.RECOMPUTE:
+            left_by_earlier += step.input_bytes[b]
         elif sent[b]:
             window.append(sent[b])
-            flying += sent[b] - (window.popleft() if len(window) > choice.at_once else 0)
+            in_flight += sent[b] - (window.popleft() if len(window) > choice.max_sends_in_flight else 0)
     _add_gradients(step, choice, forward, backward)
     return forward, backward
 
 
-def _add_gradients(step: Step, choice: Choice, forward: list[int], backward: list[int]) -> None:
+def _add_gradients(step: TimedStep, choice: PlacementChoice, forward: list[int], backward: list[int]) -> None:
     """Those of earlier micro-batches, and as the backward pass makes them. To what is away it must be added: twice."""
-    several = step.table.micro_batches > 1
-    leaving = step.leaving_gradients(choice)
-    there = sum(step.gradients) - sum(leaving) if several else 0
+    accumulates = step.table.micro_batches > 1
+    offloaded = step.offloaded_gradient_bytes(choice)
+    on_gpu = sum(step.gradient_bytes) - sum(offloaded) if accumulates else 0
     for b in range(len(forward)):
-        forward[b] += there
+        forward[b] += on_gpu
     for b in reversed(range(len(forward))):
-        there += 0 if several else step.gradients[b] - leaving[b]
-        backward[b] += there + leaving[b] * (2 if several else 1)
+        on_gpu += 0 if accumulates else step.gradient_bytes[b] - offloaded[b]
+        backward[b] += on_gpu + offloaded[b] * (2 if accumulates else 1)
 
 
-def _update_extra(step: Step, choice: Choice, pieces: Sequence[int]) -> int:
+def _update_extra_bytes(step: TimedStep, choice: PlacementChoice, pieces: Sequence[int]) -> int:
     """Gradients and temporaries. A step taken piece by piece has the temporaries of one piece, and several pieces."""
-    if choice.stepping is Stepping.HOST:
+    if choice.optimizer is OptimizerPlacement.HOST:
         return 0
-    staying = sum(step.gradients) - sum(step.leaving_gradients(choice))
+    resident_gradients = sum(step.gradient_bytes) - sum(step.offloaded_gradient_bytes(choice))
     if not any(pieces):
-        return staying + step.table.update_peak_bytes
+        return resident_gradients + step.table.update_peak_bytes
     if not step.table.by_pieces:
-        return staying + step.table.update_peak_bytes + sum(pieces)
-    share = min(max(step.shares), PIECE_BYTES / sum(step.trained))
-    moved = max(piece / trained for piece, trained in zip(pieces, step.trained, strict=True) if trained)
-    together = min(sum(pieces), int(PIECES * min(PIECE_BYTES, max(step.trained)) * moved))
-    return staying + int(step.table.update_peak_bytes * share) + together
+        return resident_gradients + step.table.update_peak_bytes + sum(pieces)
+    share = min(max(step.update_shares), UPDATE_PIECE_BYTES / sum(step.trained_bytes))
+    moved_per_byte = max(piece / trained for piece, trained in zip(pieces, step.trained_bytes, strict=True) if trained)
+    pieces_on_gpu = min(
+        sum(pieces), int(UPDATE_PIECES_ON_GPU * min(UPDATE_PIECE_BYTES, max(step.trained_bytes)) * moved_per_byte)
+    )
+    return resident_gradients + int(step.table.update_peak_bytes * share) + pieces_on_gpu
 
 
-def _host(step: Step, choice: Choice) -> int:
-    total = sum(w for w, streamed in zip(step.travels, choice.streamed, strict=True) if streamed)
-    total += sum(s for s, fate in zip(step.saved, choice.fates, strict=True) if fate is Fate.SEND)
+def _host_bytes(step: TimedStep, choice: PlacementChoice) -> int:
+    total = sum(w for w, streamed in zip(step.streamable_bytes, choice.streamed, strict=True) if streamed)
+    total += sum(
+        s for s, fate in zip(step.saved_bytes, choice.activations, strict=True) if fate is ActivationPolicy.SEND
+    )
     total += step.table.idle_bytes if choice.idle_at_home else 0
-    if choice.stepping is not Stepping.GPU:
-        total += sum(step.state)
-    total += sum(step.leaving_gradients(choice))
-    if choice.stepping is Stepping.HOST:
-        total += sum(step.trained) - sum(step.returning(choice))
+    if choice.optimizer is not OptimizerPlacement.GPU:
+        total += sum(step.state_bytes)
+    total += sum(step.offloaded_gradient_bytes(choice))
+    if choice.optimizer is OptimizerPlacement.HOST:
+        total += sum(step.trained_bytes) - sum(step.streamed_trained_bytes(choice))
     return total

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class Residence(StrEnum):
+class WeightPlacement(StrEnum):
     """Where the weights of a block live."""
 
     GPU = "gpu"
@@ -19,7 +19,7 @@ class Residence(StrEnum):
     need no way back."""
 
 
-class Fate(StrEnum):
+class ActivationPolicy(StrEnum):
     """What becomes of a block's activations between its forward and its backward pass."""
 
     KEEP = "keep"
@@ -28,7 +28,7 @@ class Fate(StrEnum):
     RECOMPUTE = "recompute"
 
 
-class Stepping(StrEnum):
+class OptimizerPlacement(StrEnum):
     """Where the optimizer's state lives and steps."""
 
     GPU = "gpu"
@@ -41,13 +41,13 @@ class Stepping(StrEnum):
 @dataclass(frozen=True, slots=True)
 class BlockPlan:
     name: str
-    weights: Residence
-    activations: Fate
+    weights: WeightPlacement
+    activations: ActivationPolicy
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Modelled:
+class PlanEstimate:
     """What the plan's step would take by the model. Never measured."""
 
     seconds: float
@@ -60,25 +60,25 @@ class Modelled:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class MemoryPlan:
     phase: str
     machine: str
     fits: bool
     blocks: tuple[BlockPlan, ...]
     ahead: int
     """How many blocks before its use a streamed block is fetched; there are `ahead` + 1 slots."""
-    stepping: Stepping
+    stepping: OptimizerPlacement
     idle_at_home: bool
     """Whether experts that are not in training wait in host memory."""
-    modelled: Modelled | None
+    modelled: PlanEstimate | None
     """None: a figure of the machine that it needs is not known."""
     reasons: tuple[str, ...] = ()
 
     @property
-    def does_nothing(self) -> bool:
+    def keeps_all_on_gpu(self) -> bool:
         """Everything stays in GPU memory, nothing is recomputed: a plan that costs nothing."""
         return (
             not self.idle_at_home
-            and self.stepping is Stepping.GPU
-            and all(b.weights is Residence.GPU and b.activations is Fate.KEEP for b in self.blocks)
+            and self.stepping is OptimizerPlacement.GPU
+            and all(b.weights is WeightPlacement.GPU and b.activations is ActivationPolicy.KEEP for b in self.blocks)
         )

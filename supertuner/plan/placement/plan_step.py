@@ -12,51 +12,62 @@ from dataclasses import replace
 
 from supertuner.core.types import bytes_text
 from supertuner.memory.machines import Machine
-from supertuner.plan.placement.choice import Choice, Step
-from supertuner.plan.placement.fast_simulate import Verdict, judge
-from supertuner.plan.placement.memory_needs import Needs, needs
-from supertuner.plan.placement.plan import BlockPlan, Fate, Modelled, Plan, Residence, Stepping
-from supertuner.plan.placement.roofline import Bound, bound
-from supertuner.plan.placement.search import search
+from supertuner.plan.placement.choice import PlacementChoice, TimedStep
+from supertuner.plan.placement.fast_simulate import ChoiceEvaluation, evaluate_choice
+from supertuner.plan.placement.memory_needs import MemoryNeeds, compute_memory_needs
+from supertuner.plan.placement.plan import (
+    ActivationPolicy,
+    BlockPlan,
+    MemoryPlan,
+    OptimizerPlacement,
+    PlanEstimate,
+    WeightPlacement,
+)
+from supertuner.plan.placement.roofline import StepTimeBound, step_time_bound
+from supertuner.plan.placement.search import search_placement
 from supertuner.plan.placement.step_table import StepTable
 from supertuner.plan.placement.text import block_reason, plan_reasons
-from supertuner.plan.placement.throughput import Limits, Rates
+from supertuner.plan.placement.throughput import MachineRates, MemoryLimits
 
-STAND_IN_FLOPS, STAND_IN_BYTES_S = 1e14, 1e12
+ASSUMED_FLOPS, ASSUMED_BYTES_S = 1e14, 1e12
 """Where a machine's speed is unknown a plan is still made, by how much there is to do; its time is then not told."""
 
 
-def place(table: StepTable, machine: Machine, limits: Limits | None = None, *, rates: Rates | None = None) -> Plan:
+def plan_step(
+    table: StepTable, machine: Machine, limits: MemoryLimits | None = None, *, rates: MachineRates | None = None
+) -> MemoryPlan:
     """The plan of one step. `rates`: as counters of a run say, instead of the machine's figures."""
-    given = Rates.of(machine) if rates is None else rates
-    room = Limits.of(machine) if limits is None else limits
-    known, missing = _filled(given)
-    step = Step.of(table, known)
-    least = bound(table, known, room)
-    verdict = search(step, room, least.seconds)
-    if verdict is None:
-        return _refused(step, machine, room, least)
-    reasons = plan_reasons(step, verdict, least, room, missing)
-    return _written(step, machine, verdict, None if missing else least, reasons)
+    machine_rates = MachineRates.from_machine(machine) if rates is None else rates
+    available = MemoryLimits.from_machine(machine) if limits is None else limits
+    filled_rates, missing = _fill_unknown_rates(machine_rates)
+    step = TimedStep.from_table(table, filled_rates)
+    time_bound = step_time_bound(table, filled_rates, available)
+    evaluation = search_placement(step, available, time_bound.seconds)
+    if evaluation is None:
+        return _build_infeasible_plan(step, machine, available, time_bound)
+    reasons = plan_reasons(step, evaluation, time_bound, available, missing)
+    return _build_plan(step, machine, evaluation, None if missing else time_bound, reasons)
 
 
-def judged(table: StepTable, plan: Plan, machine: Machine, limits: Limits, rates: Rates | None = None) -> Verdict:
+def evaluate_plan(
+    table: StepTable, plan: MemoryPlan, machine: Machine, limits: MemoryLimits, rates: MachineRates | None = None
+) -> ChoiceEvaluation:
     """What the model says of a plan that somebody else made."""
-    step = Step.of(table, Rates.of(machine) if rates is None else rates)
-    return judge(step, Choice.of(plan), limits)
+    step = TimedStep.from_table(table, MachineRates.from_machine(machine) if rates is None else rates)
+    return evaluate_choice(step, PlacementChoice.from_plan(plan), limits)
 
 
-def _filled(rates: Rates) -> tuple[Rates, tuple[str, ...]]:
+def _fill_unknown_rates(rates: MachineRates) -> tuple[MachineRates, tuple[str, ...]]:
     """Rates to decide by, and what of them is not known."""
-    missing = list(rates.unknown)
+    missing = list(rates.unknown_rates)
     up, down = rates.to_device_bytes_s, rates.to_host_bytes_s
     if not rates.one_pool and (up is None) != (down is None):
         missing.append("to_device_bytes_s" if up is None else "to_host_bytes_s")
     return (
         replace(
             rates,
-            matmul_flops=rates.matmul_flops or STAND_IN_FLOPS,
-            gpu_bytes_s=rates.gpu_bytes_s or STAND_IN_BYTES_S,
+            matmul_flops=rates.matmul_flops or ASSUMED_FLOPS,
+            gpu_bytes_s=rates.gpu_bytes_s or ASSUMED_BYTES_S,
             to_device_bytes_s=up or down,
             to_host_bytes_s=down or up,
         ),
@@ -64,66 +75,88 @@ def _filled(rates: Rates) -> tuple[Rates, tuple[str, ...]]:
     )
 
 
-def _written(step: Step, machine: Machine, verdict: Verdict, least: Bound | None, reasons: tuple[str, ...]) -> Plan:
-    choice = verdict.choice
+def _build_plan(
+    step: TimedStep,
+    machine: Machine,
+    evaluation: ChoiceEvaluation,
+    time_bound: StepTimeBound | None,
+    reasons: tuple[str, ...],
+) -> MemoryPlan:
+    choice = evaluation.choice
     modelled = None
-    if least is not None:
-        modelled = Modelled(verdict.seconds, least.seconds, least.by, verdict.needs.gpu, verdict.needs.host)
-    return Plan(
+    if time_bound is not None:
+        modelled = PlanEstimate(
+            evaluation.seconds,
+            time_bound.seconds,
+            time_bound.limited_by,
+            evaluation.needs.gpu_bytes,
+            evaluation.needs.host_bytes,
+        )
+    return MemoryPlan(
         phase=step.table.phase,
         machine=machine.key,
-        fits=verdict.played is not None,
-        blocks=_blocks(step, verdict),
+        fits=evaluation.simulated is not None,
+        blocks=_build_block_plans(step, evaluation),
         ahead=choice.ahead,
-        stepping=choice.stepping,
+        stepping=choice.optimizer,
         idle_at_home=choice.idle_at_home and step.table.idle_bytes > 0,
         modelled=modelled,
         reasons=reasons,
     )
 
 
-def _blocks(step: Step, verdict: Verdict) -> tuple[BlockPlan, ...]:
-    choice = verdict.choice
+def _build_block_plans(step: TimedStep, evaluation: ChoiceEvaluation) -> tuple[BlockPlan, ...]:
+    choice = evaluation.choice
     return tuple(
         BlockPlan(
             block.name,
-            Residence.STREAMED if choice.streamed[b] else Residence.GPU,
-            choice.fates[b],
+            WeightPlacement.STREAMED if choice.streamed[b] else WeightPlacement.GPU,
+            choice.activations[b],
             block_reason(step, choice, b),
         )
         for b, block in enumerate(step.table.blocks)
     )
 
 
-def _refused(step: Step, machine: Machine, limits: Limits, least: Bound) -> Plan:
+def _build_infeasible_plan(
+    step: TimedStep, machine: Machine, limits: MemoryLimits, time_bound: StepTimeBound
+) -> MemoryPlan:
     """The choice that needs least of the GPU's memory, and by how much it is too large."""
-    choice = least_memory(step)
-    needed = needs(step, choice)
-    verdict = Verdict(choice, needed, None)
-    reasons = (_lack(step, needed, limits),)
-    return _written(step, machine, verdict, replace(least, seconds=math.inf, by="no room"), reasons)
+    choice = least_gpu_memory_choice(step)
+    memory_needs = compute_memory_needs(step, choice)
+    evaluation = ChoiceEvaluation(choice, memory_needs, None)
+    reasons = (_shortage_text(step, memory_needs, limits),)
+    return _build_plan(step, machine, evaluation, replace(time_bound, seconds=math.inf, limited_by="no room"), reasons)
 
 
-def least_memory(step: Step) -> Choice:
+def least_gpu_memory_choice(step: TimedStep) -> PlacementChoice:
     """As little on the GPU as can be."""
-    away = step.rates.has_link
-    fates = tuple(Fate.RECOMPUTE if block.recomputable else Fate.KEEP for block in step.table.blocks)
-    streamed = tuple(away and step.travels[b] > 0 and step.movable[b] for b in range(len(step.weights)))
-    large = away and sum(step.state) > 0
-    return Choice(streamed, fates, 0, Stepping.STREAMED if large else Stepping.GPU, away)
+    has_link = step.rates.has_link
+    activations = tuple(
+        ActivationPolicy.RECOMPUTE if block.recomputable else ActivationPolicy.KEEP for block in step.table.blocks
+    )
+    streamed = tuple(
+        has_link and step.streamable_bytes[b] > 0 and step.movable[b] for b in range(len(step.weight_bytes))
+    )
+    has_state_to_move = has_link and sum(step.state_bytes) > 0
+    return PlacementChoice(
+        streamed, activations, 0, OptimizerPlacement.STREAMED if has_state_to_move else OptimizerPlacement.GPU, has_link
+    )
 
 
-def _lack(step: Step, needed: Needs, limits: Limits) -> str:
+def _shortage_text(step: TimedStep, memory_needs: MemoryNeeds, limits: MemoryLimits) -> str:
     host = limits.host_bytes
     if step.rates.one_pool or not step.rates.has_link:
-        lacking = needed.gpu + needed.host - limits.gpu_bytes
+        lacking = memory_needs.gpu_bytes + memory_needs.host_bytes - limits.gpu_bytes
         return f"does not fit: with everything recomputed {bytes_text(lacking)} are lacking"
     parts = []
-    if needed.gpu > limits.gpu_bytes:
-        parts.append(f"{bytes_text(needed.gpu - limits.gpu_bytes)} of GPU memory")
+    if memory_needs.gpu_bytes > limits.gpu_bytes:
+        parts.append(f"{bytes_text(memory_needs.gpu_bytes - limits.gpu_bytes)} of GPU memory")
     if host is None:
-        parts.append(f"{bytes_text(needed.host)} of host memory, of which it is not known how much there is")
-    elif needed.host > host:
-        parts.append(f"{bytes_text(needed.host - host)} of host memory")
+        parts.append(
+            f"{bytes_text(memory_needs.host_bytes)} of host memory, of which it is not known how much there is"
+        )
+    elif memory_needs.host_bytes > host:
+        parts.append(f"{bytes_text(memory_needs.host_bytes - host)} of host memory")
     lacks = " and ".join(parts) or "a way to have both"
     return f"does not fit: streaming and recomputing everything, it lacks {lacks}"

@@ -9,38 +9,38 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from supertuner.plan.placement.throughput import Rates
-from supertuner.train.offload.transfer import Counters
+from supertuner.plan.placement.throughput import MachineRates
+from supertuner.train.offload.transfer import TransferCounters
 
-DRIFT = 0.10
+DRIFT_THRESHOLD = 0.10
 """Beyond it a plan is made anew."""
-WAITING = 0.02
+WAITING_THRESHOLD = 0.02
 """Of a window's time: a computation that waits for copies longer than this may gain from fetching further ahead."""
-HELPED = 0.9
+IMPROVEMENT_RATIO = 0.9
 """Fetching further ahead has helped if the wait fell at least to this share of what it was."""
-ENOUGH_S = 1e-3
+MIN_COPY_S = 1e-3
 """Copies that took less together say nothing about the link."""
 
 
 @dataclass(frozen=True, slots=True)
-class Observed:
+class PlanObservation:
     """Some windows of one expert under one plan."""
 
     windows: int
     samples: int
     seconds: float
-    counters: Counters
+    counters: TransferCounters
 
     @property
     def to_device_bytes_s(self) -> float | None:
-        return _rate(self.counters.fetched_bytes, self.counters.fetch_s)
+        return _bytes_per_second(self.counters.fetched_bytes, self.counters.fetch_s)
 
     @property
     def to_host_bytes_s(self) -> float | None:
-        return _rate(self.counters.sent_bytes, self.counters.send_s)
+        return _bytes_per_second(self.counters.sent_bytes, self.counters.send_s)
 
     @property
-    def waiting(self) -> float:
+    def waiting_share(self) -> float:
         """Share of the time in which the computation waited for copies."""
         return self.counters.waited_s / self.seconds if self.seconds > 0 else 0.0
 
@@ -50,77 +50,83 @@ class Observed:
 
 
 @dataclass(frozen=True, slots=True)
-class Basis:
+class PlanAssumptions:
     """What a plan rests on. None: not known, and then not compared."""
 
     to_device_bytes_s: float | None = None
     to_host_bytes_s: float | None = None
-    waiting: float | None = None
+    waiting_share: float | None = None
     """Share of the step in which the model has the computation wait."""
     peak_sample_s: float | None = None
     """What computing a sample under this plan would take at the machine's peak."""
     sample_s: float | None = None
     """As it was observed when the plan was new."""
 
-    def learnt(self, seen: Observed) -> Basis:
-        return self if self.sample_s is not None else replace(self, sample_s=seen.sample_s)
+    def with_sample_time(self, observation: PlanObservation) -> PlanAssumptions:
+        return self if self.sample_s is not None else replace(self, sample_s=observation.sample_s)
 
 
-def drift(basis: Basis, seen: Observed) -> str | None:
+def describe_drift(assumptions: PlanAssumptions, observation: PlanObservation) -> str | None:
     """Why the plan no longer rests on what is the case; None: it does."""
-    for name, was, now in (
-        ("the link to the GPU", basis.to_device_bytes_s, seen.to_device_bytes_s),
-        ("the link to the host", basis.to_host_bytes_s, seen.to_host_bytes_s),
+    for name, assumed, observed in (
+        ("the link to the GPU", assumptions.to_device_bytes_s, observation.to_device_bytes_s),
+        ("the link to the host", assumptions.to_host_bytes_s, observation.to_host_bytes_s),
     ):
-        if was is not None and now is not None and abs(now / was - 1) > DRIFT:
-            return f"{name} moves {now / 1e9:.3g} GB/s, and the plan rests on {was / 1e9:.3g}"
-    if basis.waiting is not None and seen.waiting - basis.waiting > DRIFT:
-        return f"the GPU waits for copies {seen.waiting:.0%} of the time, and {basis.waiting:.0%} was planned"
-    if basis.sample_s is not None and abs(seen.sample_s / basis.sample_s - 1) > DRIFT:
-        return f"a sample takes {seen.sample_s:.3g} s, and took {basis.sample_s:.3g} when the plan was new"
+        if assumed is not None and observed is not None and abs(observed / assumed - 1) > DRIFT_THRESHOLD:
+            return f"{name} moves {observed / 1e9:.3g} GB/s, and the plan rests on {assumed / 1e9:.3g}"
+    if (
+        assumptions.waiting_share is not None
+        and observation.waiting_share - assumptions.waiting_share > DRIFT_THRESHOLD
+    ):
+        return f"the GPU waits for copies {observation.waiting_share:.0%} of the time, and {assumptions.waiting_share:.0%} was planned"
+    if assumptions.sample_s is not None and abs(observation.sample_s / assumptions.sample_s - 1) > DRIFT_THRESHOLD:
+        return f"a sample takes {observation.sample_s:.3g} s, and took {assumptions.sample_s:.3g} when the plan was new"
     return None
 
 
-def rates_seen(rates: Rates, basis: Basis, seen: Observed) -> Rates:
+def observed_rates(rates: MachineRates, assumptions: PlanAssumptions, observation: PlanObservation) -> MachineRates:
     """The rates to plan with from now on: what was observed, and the machine's figures for the rest.
 
     The share of the peak that kernels reach is that of samples of the planned shape; where many are smaller it comes
     out too high, as it was before anything was observed.
     """
-    computing = seen.seconds - seen.counters.waited_s
+    compute_s = observation.seconds - observation.counters.waited_s
     share = rates.compute_share
-    if basis.peak_sample_s is not None and computing > 0:
-        share = min(1.0, basis.peak_sample_s * seen.samples / computing)
+    if assumptions.peak_sample_s is not None and compute_s > 0:
+        share = min(1.0, assumptions.peak_sample_s * observation.samples / compute_s)
     return replace(
         rates,
         compute_share=share,
-        to_device_bytes_s=seen.to_device_bytes_s or rates.to_device_bytes_s,
-        to_host_bytes_s=seen.to_host_bytes_s or rates.to_host_bytes_s,
+        to_device_bytes_s=observation.to_device_bytes_s or rates.to_device_bytes_s,
+        to_host_bytes_s=observation.to_host_bytes_s or rates.to_host_bytes_s,
     )
 
 
 @dataclass(frozen=True, slots=True)
-class Distance:
+class PrefetchDistance:
     """How far ahead blocks are fetched, following the waits."""
 
     ahead: int
-    most: int
+    max_ahead: int
     """What memory and the number of blocks allow."""
-    before: float | None = None
+    previous_waiting: float | None = None
     """Share of waiting at one block less, if that was tried just now."""
     settled: bool = False
     """More did not help: the link itself is too slow, and that is for a new plan to answer."""
 
-    def after(self, seen: Observed) -> tuple[Distance, str | None]:
+    def adjusted(self, observation: PlanObservation) -> tuple[PrefetchDistance, str | None]:
         """The distance for the next windows, and why if it is another."""
-        if self.before is not None and seen.waiting > HELPED * self.before:
-            back = replace(self, ahead=self.ahead - 1, before=None, settled=True)
-            return back, f"{self.ahead} blocks ahead did not help: the GPU waits {seen.waiting:.1%} of the time"
-        if seen.waiting > WAITING and self.ahead < self.most and not self.settled:
-            more = replace(self, ahead=self.ahead + 1, before=seen.waiting)
-            return more, f"the GPU waits for copies {seen.waiting:.1%} of the time"
-        return replace(self, before=None), None
+        if self.previous_waiting is not None and observation.waiting_share > IMPROVEMENT_RATIO * self.previous_waiting:
+            one_less = replace(self, ahead=self.ahead - 1, previous_waiting=None, settled=True)
+            return (
+                one_less,
+                f"{self.ahead} blocks ahead did not help: the GPU waits {observation.waiting_share:.1%} of the time",
+            )
+        if observation.waiting_share > WAITING_THRESHOLD and self.ahead < self.max_ahead and not self.settled:
+            one_more = replace(self, ahead=self.ahead + 1, previous_waiting=observation.waiting_share)
+            return one_more, f"the GPU waits for copies {observation.waiting_share:.1%} of the time"
+        return replace(self, previous_waiting=None), None
 
 
-def _rate(nbytes: int, seconds: float) -> float | None:
-    return nbytes / seconds if nbytes and seconds > ENOUGH_S else None
+def _bytes_per_second(nbytes: int, seconds: float) -> float | None:
+    return nbytes / seconds if nbytes and seconds > MIN_COPY_S else None

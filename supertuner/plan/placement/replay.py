@@ -14,39 +14,39 @@ from supertuner.memory.emulator.clock import Traffic
 from supertuner.memory.emulator.figures import Parameters
 from supertuner.memory.emulator.superchip import Superchip
 from supertuner.memory.machines import Machine
-from supertuner.plan.placement.choice import Choice, Step
-from supertuner.plan.placement.memory_needs import needs
-from supertuner.plan.placement.plan import Plan
-from supertuner.plan.placement.simulate import Played, play
+from supertuner.plan.placement.choice import PlacementChoice, TimedStep
+from supertuner.plan.placement.memory_needs import compute_memory_needs
+from supertuner.plan.placement.plan import MemoryPlan
+from supertuner.plan.placement.simulate import SimulatedWindow, simulate_window
 from supertuner.plan.placement.step_table import StepTable
-from supertuner.plan.placement.throughput import Limits, Rates, figures_of
+from supertuner.plan.placement.throughput import MachineRates, MemoryLimits, emulator_figures
 
 PAGE_BYTES = 2 * MIB
 """Of the modelled pages: whole blocks of the driver. Plans move whole tensors, so smaller ones would say the same."""
 
 
 @dataclass(frozen=True, slots=True)
-class Replayed:
+class SuperchipReplay:
     """What the software superchip said."""
 
-    played: Played
+    simulated: SimulatedWindow
     gpu_peak_bytes: int
     traffic: Traffic
 
     @property
     def seconds(self) -> float:
-        return self.played.seconds
+        return self.simulated.seconds
 
 
-class OnSuperchip:
+class SuperchipMachine:
     """The verbs of a step over the software superchip. What is held is one allocation of device memory, made anew when
     it grows or shrinks: more than there is is refused by the chip itself."""
 
     def __init__(self, chip: Superchip) -> None:
         self._chip = chip
         self._address: int | None = None
-        self._held = 0
-        self.peak = 0
+        self._held_bytes = 0
+        self.peak_bytes = 0
 
     @property
     def now(self) -> float:
@@ -55,40 +55,49 @@ class OnSuperchip:
     def compute(self, seconds: float) -> None:
         self._chip.compute(seconds)
 
-    def stream(self, nbytes: int, to_gpu: bool, after: float = 0.0) -> float:
+    def start_copy(self, nbytes: int, to_gpu: bool, after: float = 0.0) -> float:
         return self._chip.stream(nbytes, to_gpu, after)
 
-    def wait(self, until: float) -> None:
-        self._chip.wait(until)
+    def wait_until(self, time_s: float) -> None:
+        self._chip.wait(time_s)
 
-    def hold(self, nbytes: int) -> None:
-        whole = nbytes // PAGE_BYTES * PAGE_BYTES  # as one allocation, rounding up would be ours and not the plan's
-        self.peak = max(self.peak, nbytes)
-        if whole == self._held:
+    def set_gpu_bytes_in_use(self, nbytes: int) -> None:
+        whole_pages_bytes = (
+            nbytes // PAGE_BYTES * PAGE_BYTES
+        )  # as one allocation, rounding up would be ours and not the plan's
+        self.peak_bytes = max(self.peak_bytes, nbytes)
+        if whole_pages_bytes == self._held_bytes:
             return
         if self._address is not None:
             self._chip.free(self._address)
             self._address = None
-        self._held = whole
-        if whole:
-            self._address = self._chip.allocate(Kind.DEVICE, whole)
+        self._held_bytes = whole_pages_bytes
+        if whole_pages_bytes:
+            self._address = self._chip.allocate(Kind.DEVICE, whole_pages_bytes)
 
 
-def superchip_for(machine: Machine, rates: Rates, limits: Limits, page_bytes: int = PAGE_BYTES) -> Superchip:
+def build_superchip(
+    machine: Machine, rates: MachineRates, limits: MemoryLimits, page_bytes: int = PAGE_BYTES
+) -> Superchip:
     """The machine as the plan sees it. Faults come in batches of as many bytes whatever the page."""
     standard = Parameters()
     batch = standard.fault_batch_pages * 65536 // page_bytes
     parameters = Parameters(fault_batch_pages=max(1, batch), duplex=rates.duplex)
-    figures = figures_of(machine.title, rates, limits, ats=machine.ats)
+    figures = emulator_figures(machine.title, rates, limits, ats=machine.ats)
     return Superchip(figures, page_bytes=page_bytes, parameters=parameters)
 
 
-def replay(table: StepTable, plan: Plan, machine: Machine, limits: Limits, *, rates: Rates | None = None) -> Replayed:
+def replay_plan(
+    table: StepTable, plan: MemoryPlan, machine: Machine, limits: MemoryLimits, *, rates: MachineRates | None = None
+) -> SuperchipReplay:
     """Play one window of a plan. Refused (`memory.driver.Refused`) if it does not fit."""
-    known = Rates.of(machine) if rates is None else rates
-    step, choice = Step.of(table, known), Choice.of(plan).settled()
-    chip = superchip_for(machine, known, limits)
-    runner = OnSuperchip(chip)
-    played = play(step, choice, needs(step, choice), limits.gpu_bytes, runner)
-    assert played is not None, "patience has no end here"
-    return Replayed(played, runner.peak, chip.traffic)
+    known_rates = MachineRates.from_machine(machine) if rates is None else rates
+    step, choice = (
+        TimedStep.from_table(table, known_rates),
+        PlacementChoice.from_plan(plan).without_immediate_refetches(),
+    )
+    chip = build_superchip(machine, known_rates, limits)
+    superchip_machine = SuperchipMachine(chip)
+    simulated = simulate_window(step, choice, compute_memory_needs(step, choice), limits.gpu_bytes, superchip_machine)
+    assert simulated is not None, "patience has no end here"
+    return SuperchipReplay(simulated, superchip_machine.peak_bytes, chip.traffic)

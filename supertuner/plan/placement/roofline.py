@@ -14,184 +14,235 @@ import math
 from dataclasses import dataclass, replace
 from typing import Final
 
-from supertuner.plan.placement.choice import Step
-from supertuner.plan.placement.lp_bound import Priced, Program, Thing, Way, priced
-from supertuner.plan.placement.plan import Stepping
+from supertuner.plan.placement.choice import TimedStep
+from supertuner.plan.placement.lp_bound import BoundProgram, ItemOptions, PlacementOption, PricedBound, bound_by_prices
+from supertuner.plan.placement.plan import OptimizerPlacement
 from supertuner.plan.placement.step_table import StepTable
-from supertuner.plan.placement.throughput import Limits, Rates
+from supertuner.plan.placement.throughput import MachineRates, MemoryLimits
 
-MOMENTS: Final = 3
+EXAMINED_BLOCKS: Final = 3
 """Of so many last blocks the backward pass is looked at: there most is held. Each gives a bound; the best counts."""
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
+class StepTimeBound:
     """Modelled seconds that no plan goes below; infinite if no plan fits."""
 
     seconds: float
-    by: str
+    limited_by: str
     """`compute`, `gpu memory`, `link to gpu`, `link to host`, `host memory`; `no room` if no plan fits."""
     compute_s: float
     """The step's own work, nothing done twice, with the optimizer's on the GPU."""
-    stepping: Stepping | None
+    optimizer: OptimizerPlacement | None
     """Where the optimizer steps in the best case."""
 
 
-def bound(table: StepTable, rates: Rates, limits: Limits) -> Bound:
+def step_time_bound(table: StepTable, rates: MachineRates, limits: MemoryLimits) -> StepTimeBound:
     """The least modelled time of one window. Rates that are needed must be known (`Rates.unknown`)."""
-    step = Step.of(table, rates)
-    compute_s = table.micro_batches * step.micro_s + step.update_s
-    best = Bound(math.inf, "no room", compute_s, None)
-    for stepping in Stepping:
-        if stepping is not Stepping.GPU and not (rates.has_link and any(step.trained)):
+    step = TimedStep.from_table(table, rates)
+    compute_s = table.micro_batches * step.micro_batch_s + step.update_s
+    best = StepTimeBound(math.inf, "no room", compute_s, None)
+    for optimizer in OptimizerPlacement:
+        if optimizer is not OptimizerPlacement.GPU and not (rates.has_link and any(step.trained_bytes)):
             continue
-        if stepping is Stepping.HOST and rates.host_bytes_s is None:
+        if optimizer is OptimizerPlacement.HOST and rates.host_bytes_s is None:
             continue
-        found = _bound(step, limits, stepping, compute_s)
-        if found.seconds < best.seconds:
-            best = found
+        candidate = _bound_with_optimizer(step, limits, optimizer, compute_s)
+        if candidate.seconds < best.seconds:
+            best = candidate
     return best
 
 
-def _bound(step: Step, limits: Limits, stepping: Stepping, compute_s: float) -> Bound:
+def _bound_with_optimizer(
+    step: TimedStep, limits: MemoryLimits, optimizer: OptimizerPlacement, compute_s: float
+) -> StepTimeBound:
     """With the optimizer in one place."""
-    count, on_host = len(step.weights), stepping is Stepping.HOST
-    programs = [_Moment(step, limits, stepping, at).program() for at in range(max(0, count - MOMENTS), count)]
+    count, on_host = len(step.weight_bytes), optimizer is OptimizerPlacement.HOST
+    programs = [
+        _BackwardMoment(step, limits, optimizer, at).build_program()
+        for at in range(max(0, count - EXAMINED_BLOCKS), count)
+    ]
     if any(not program.feasible for program in programs):
-        return Bound(math.inf, "no room", compute_s, None)
-    best = max((priced(program) for program in programs), key=lambda found: found.seconds)
+        return StepTimeBound(math.inf, "no room", compute_s, None)
+    best = max((bound_by_prices(program) for program in programs), key=lambda found: found.seconds)
     # The chain of work holds whatever the prices are; said apart so that rounding does not come before it.
-    least = max(best.seconds, step.table.micro_batches * step.micro_s + (0.0 if on_host else step.update_s))
-    return Bound(least, _named(step, on_host, best), compute_s, stepping)
+    seconds = max(best.seconds, step.table.micro_batches * step.micro_batch_s + (0.0 if on_host else step.update_s))
+    return StepTimeBound(seconds, _limiting_resource(step, on_host, best), compute_s, optimizer)
 
 
-class _Moment:
+class _BackwardMoment:
     """The choices while block `at` is in its backward pass, of all micro-batches on average."""
 
-    def __init__(self, step: Step, limits: Limits, stepping: Stepping, at: int) -> None:
-        self._step, self._limits, self._stepping, self._at = step, limits, stepping, at
-        self._on_host = stepping is Stepping.HOST
-        self._micro = step.table.micro_batches
+    def __init__(self, step: TimedStep, limits: MemoryLimits, optimizer: OptimizerPlacement, block: int) -> None:
+        self._step, self._limits, self._optimizer, self._block = step, limits, optimizer, block
+        self._on_host = optimizer is OptimizerPlacement.HOST
+        self._micro_batches = step.table.micro_batches
         rates = step.rates
-        self._up = 1.0 / rates.to_device_bytes_s if rates.has_link and rates.to_device_bytes_s else 0.0
-        self._down = 1.0 / rates.to_host_bytes_s if rates.has_link and rates.to_host_bytes_s else 0.0
+        self._up_s_per_byte = 1.0 / rates.to_device_bytes_s if rates.has_link and rates.to_device_bytes_s else 0.0
+        self._down_s_per_byte = 1.0 / rates.to_host_bytes_s if rates.has_link and rates.to_host_bytes_s else 0.0
         # Where both directions run at once, each phase is charged with the one that it uses more.
-        self._first_up = 0.0 if rates.duplex else self._up
-        self._second_down = self._update_down = 0.0 if rates.duplex else self._down
+        self._first_up_s_per_byte = 0.0 if rates.duplex else self._up_s_per_byte
+        self._second_down_s_per_byte = self._update_down_s_per_byte = 0.0 if rates.duplex else self._down_s_per_byte
 
-    def program(self) -> Program:
-        step, limits, at, micro = self._step, self._limits, self._at, self._micro
-        later = sum(step.backward_s[at + 1 :])
+    def build_program(self) -> BoundProgram:
+        step, limits, block, micro_batches = self._step, self._limits, self._block, self._micro_batches
+        later = sum(step.backward_s[block + 1 :])
         host = 0 if limits.host_bytes is None or not step.rates.has_link else limits.host_bytes
         # At the start of a forward pass no activation is there; weights that find no room even then come during it.
-        missing = max(0, sum(step.weights) - limits.gpu_bytes) * micro
+        missing = max(0, sum(step.weight_bytes) - limits.gpu_bytes) * micro_batches
         # After the last gradient, what had no room must come; before the next forward pass, what has none must go.
-        kept = 0 if self._on_host else sum(step.trained) + sum(step.state)
-        together = kept + sum(step.gradients) if kept else 0
-        return Program(
-            first_work_s=micro * (sum(step.forward_s) + later),
-            first_link_s=missing * self._first_up,
-            second_work_s=micro * (sum(step.backward_s) - later),
-            second_link_s=sum(step.gradients[: at + 1]) * self._second_down if self._on_host else 0.0,
+        resident_bytes = 0 if self._on_host else sum(step.trained_bytes) + sum(step.state_bytes)
+        update_bytes = resident_bytes + sum(step.gradient_bytes) if resident_bytes else 0
+        return BoundProgram(
+            first_work_s=micro_batches * (sum(step.forward_s) + later),
+            first_link_s=missing * self._first_up_s_per_byte,
+            second_work_s=micro_batches * (sum(step.backward_s) - later),
+            second_link_s=sum(step.gradient_bytes[: block + 1]) * self._second_down_s_per_byte
+            if self._on_host
+            else 0.0,
             update_s=step.host_step_s if self._on_host else step.update_s,
-            arrive_s=max(0, together - limits.gpu_bytes) * self._up,
-            depart_s=max(0, kept - limits.gpu_bytes) * self._update_down,
-            gpu_room=limits.gpu_bytes - self._always(),
-            host_room=host - (sum(step.state) if self._on_host else 0),
-            late_room=limits.gpu_bytes - (0 if self._on_host else self._never_leaves()),
-            things=self._things(),
+            min_arrive_s=max(0, update_bytes - limits.gpu_bytes) * self._up_s_per_byte,
+            min_depart_s=max(0, resident_bytes - limits.gpu_bytes) * self._update_down_s_per_byte,
+            gpu_bytes=limits.gpu_bytes - self._always_on_gpu_bytes(),
+            host_bytes=host - (sum(step.state_bytes) if self._on_host else 0),
+            update_gpu_bytes=limits.gpu_bytes - (0 if self._on_host else self._never_offloaded_bytes()),
+            items=self._items(),
         )
 
-    def _always(self) -> float:
+    def _always_on_gpu_bytes(self) -> float:
         """On the GPU at this moment, whatever the plan: the block that computes, the batch, and what never travels."""
-        step, at = self._step, self._at
-        gpu = step.table.batch_bytes + step.in_backward[at] + step.weights[at] + step.gradients[at]
-        others = [b for b in range(len(step.weights)) if b != at and not step.trained_travel[b]]
-        return gpu + sum(step.trained[b] + self._made(b) for b in others)
+        step, block = self._step, self._block
+        gpu = (
+            step.table.batch_bytes + step.backward_bytes[block] + step.weight_bytes[block] + step.gradient_bytes[block]
+        )
+        others = [b for b in range(len(step.weight_bytes)) if b != block and not step.streams_trained[b]]
+        return gpu + sum(step.trained_bytes[b] + self._gradient_bytes_so_far(b) for b in others)
 
-    def _never_leaves(self) -> int:
+    def _never_offloaded_bytes(self) -> int:
         """Of what the update needs, what is on the GPU in every plan: adapters beside larger weights."""
         step = self._step
-        stay = zip(step.trained, step.gradients, step.trained_travel, strict=True)
-        return sum(trained + gradient for trained, gradient, along in stay if not along)
+        rows = zip(step.trained_bytes, step.gradient_bytes, step.streams_trained, strict=True)
+        return sum(trained + gradient for trained, gradient, along in rows if not along)
 
-    def _made(self, block: int) -> float:
+    def _gradient_bytes_so_far(self, block: int) -> float:
         """Of a block's gradient, what there is at this moment, of all micro-batches on average."""
         if self._on_host:
             return 0.0
-        whole = self._step.gradients[block]
-        return whole if block > self._at else whole * (self._micro - 1) / self._micro
+        all_bytes = self._step.gradient_bytes[block]
+        return all_bytes if block > self._block else all_bytes * (self._micro_batches - 1) / self._micro_batches
 
-    def _things(self) -> tuple[Thing, ...]:
-        step, at = self._step, self._at
-        found = [self._activations(b) for b in range(at)]
-        found += [self._weights(b) for b in range(len(step.weights)) if b != at]
-        state = float(sum(step.state))
-        if self._stepping is Stepping.GPU:
-            found.append((Way(gpu=state, late=state),))
-        if self._stepping is Stepping.STREAMED:
-            found.append((Way(update_up_s=state * self._up, update_down_s=state * self._update_down, host=state),))
-        found.append(self._stay_or_go(step.table.idle_bytes, [Way()]))
-        return tuple(found)
+    def _items(self) -> tuple[ItemOptions, ...]:
+        step, block = self._step, self._block
+        items = [self._activation_options(b) for b in range(block)]
+        items += [self._weight_options(b) for b in range(len(step.weight_bytes)) if b != block]
+        state = float(sum(step.state_bytes))
+        if self._optimizer is OptimizerPlacement.GPU:
+            items.append((PlacementOption(gpu_bytes=state, update_gpu_bytes=state),))
+        if self._optimizer is OptimizerPlacement.STREAMED:
+            items.append(
+                (
+                    PlacementOption(
+                        update_up_s=state * self._up_s_per_byte,
+                        update_down_s=state * self._update_down_s_per_byte,
+                        host_bytes=state,
+                    ),
+                )
+            )
+        items.append(self._stay_or_offload(step.table.idle_bytes, [PlacementOption()]))
+        return tuple(items)
 
-    def _weights(self, block: int) -> Thing:
+    def _weight_options(self, block: int) -> ItemOptions:
         """Weights, with gradients if they are trained: on the GPU, or at home and fetched for every pass."""
-        step, micro = self._step, self._micro
-        earlier = block < self._at  # a later block's weights were used in this pass; the forward pass accounts for them
-        up = micro * step.travels[block] * self._up if earlier else 0.0
-        if not step.trained_travel[block]:
-            return self._stay_or_go(step.travels[block], [Way(second_link_s=up)] if step.movable[block] else [])
-        trained, gradient = step.trained[block], step.gradients[block]
-        late = 0 if self._on_host else trained + gradient
-        stay = Way(gpu=step.weights[block] + self._made(block), late=late)
+        step, micro_batches = self._step, self._micro_batches
+        earlier = (
+            block < self._block
+        )  # a later block's weights were used in this pass; the forward pass accounts for them
+        fetch_s = micro_batches * step.streamable_bytes[block] * self._up_s_per_byte if earlier else 0.0
+        if not step.streams_trained[block]:
+            return self._stay_or_offload(
+                step.streamable_bytes[block], [PlacementOption(second_link_s=fetch_s)] if step.movable[block] else []
+            )
+        trained, gradient = step.trained_bytes[block], step.gradient_bytes[block]
+        update_gpu = 0 if self._on_host else trained + gradient
+        stay = PlacementOption(
+            gpu_bytes=step.weight_bytes[block] + self._gradient_bytes_so_far(block), update_gpu_bytes=update_gpu
+        )
         if not step.movable[block] or not step.rates.has_link:
             return (stay,)
-        host = step.weights[block] + self._made(block)
-        anew = (
-            step.travels[block] * self._first_up
+        host = step.weight_bytes[block] + self._gradient_bytes_so_far(block)
+        first_fetch_s = (
+            step.streamable_bytes[block] * self._first_up_s_per_byte
         )  # what was stepped is at home, and comes for the first pass at least
         if self._on_host:
-            return replace(stay, update_up_s=trained * self._up), Way(anew, second_link_s=up, host=host)
-        home = micro * gradient * (self._second_down if earlier else self._down)
-        added = (micro - 1) * gradient * (self._up if earlier else self._first_up)
-        to_add, back = (trained + gradient) * self._up, trained * self._update_down
+            return replace(stay, update_up_s=trained * self._up_s_per_byte), PlacementOption(
+                first_fetch_s, second_link_s=fetch_s, host_bytes=host
+            )
+        gradients_down_s = (
+            micro_batches * gradient * (self._second_down_s_per_byte if earlier else self._down_s_per_byte)
+        )
+        gradients_up_s = (
+            (micro_batches - 1) * gradient * (self._up_s_per_byte if earlier else self._first_up_s_per_byte)
+        )
+        update_up_s, update_down_s = (trained + gradient) * self._up_s_per_byte, trained * self._update_down_s_per_byte
         if earlier:
-            return stay, Way(anew, 0.0, up + home + added, to_add, back, 0.0, host)
-        return stay, Way(anew + home + added, 0.0, 0.0, to_add, back, 0.0, host)
+            return stay, PlacementOption(
+                first_fetch_s, 0.0, fetch_s + gradients_down_s + gradients_up_s, update_up_s, update_down_s, 0.0, host
+            )
+        return stay, PlacementOption(
+            first_fetch_s + gradients_down_s + gradients_up_s, 0.0, 0.0, update_up_s, update_down_s, 0.0, host
+        )
 
-    def _activations(self, block: int) -> Thing:
-        step, micro = self._step, self._micro
-        saved, kept, again = step.saved[block], step.inputs[block], micro * step.forward_s[block]
+    def _activation_options(self, block: int) -> ItemOptions:
+        step, micro_batches = self._step, self._micro_batches
+        saved, inputs, recompute_s = (
+            step.saved_bytes[block],
+            step.input_bytes[block],
+            micro_batches * step.forward_s[block],
+        )
         recomputable = step.table.blocks[block].recomputable
-        ways = [Way(gpu=saved)]
+        options = [PlacementOption(gpu_bytes=saved)]
         if recomputable:
-            ways.append(Way(second_work_s=again, gpu=kept))
+            options.append(PlacementOption(second_work_s=recompute_s, gpu_bytes=inputs))
         if step.rates.has_link and step.movable[block]:
-            ways.append(Way(micro * saved * self._down, 0.0, micro * saved * self._up, host=saved))
+            options.append(
+                PlacementOption(
+                    micro_batches * saved * self._down_s_per_byte,
+                    0.0,
+                    micro_batches * saved * self._up_s_per_byte,
+                    host_bytes=saved,
+                )
+            )
         if step.rates.has_link and step.movable[block] and recomputable:
-            ways.append(Way(micro * kept * self._down, again, micro * kept * self._up, host=kept))
-        return tuple(ways)
+            options.append(
+                PlacementOption(
+                    micro_batches * inputs * self._down_s_per_byte,
+                    recompute_s,
+                    micro_batches * inputs * self._up_s_per_byte,
+                    host_bytes=inputs,
+                )
+            )
+        return tuple(options)
 
-    def _stay_or_go(self, nbytes: float, away: list[Way]) -> Thing:
-        stay = Way(gpu=nbytes)
+    def _stay_or_offload(self, nbytes: float, offload_options: list[PlacementOption]) -> ItemOptions:
+        stay = PlacementOption(gpu_bytes=nbytes)
         if not self._step.rates.has_link:
             return (stay,)
-        return (stay, *(replace(way, gpu=0.0, host=nbytes) for way in away))
+        return (stay, *(replace(way, gpu_bytes=0.0, host_bytes=nbytes) for way in offload_options))
 
 
-def _named(step: Step, on_host: bool, best: Priced) -> str:
+def _limiting_resource(step: TimedStep, on_host: bool, best: PricedBound) -> str:
     """What most of the bound comes from."""
     spent = {"compute": 0.0, "link to host": 0.0, "link to gpu": 0.0, "update": 0.0}
     work = ("compute", "compute", "update")
     link = ("link to host", "link to gpu", "link to gpu")  # activations leave, and come back; so does what has no room
     for number, seconds in enumerate(best.phases_s):
         spent[link[number] if best.by_link[number] else work[number]] += seconds
-    most = max(spent, key=lambda name: spent[name])
-    if most == "update":
+    largest = max(spent, key=lambda name: spent[name])
+    if largest == "update":
         return "host memory" if on_host else "gpu memory"
-    if most != "compute":
-        return most
+    if largest != "compute":
+        return largest
     blocks = step.table.blocks
     works = [block.forward for block in blocks] + [block.backward for block in blocks]
-    in_memory = sum(step.rates.seconds(one) for one in works if step.rates.bound_by_memory(one))
-    return "gpu memory" if 2 * in_memory > step.micro_s else "compute"
+    in_memory = sum(step.rates.seconds(one) for one in works if step.rates.is_memory_bound(one))
+    return "gpu memory" if 2 * in_memory > step.micro_batch_s else "compute"

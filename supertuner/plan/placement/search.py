@@ -15,276 +15,305 @@ from dataclasses import replace
 from itertools import product
 from typing import Final
 
-from supertuner.plan.placement.choice import Choice, Step
-from supertuner.plan.placement.fast_simulate import Verdict, judge
-from supertuner.plan.placement.memory_needs import Needs, needs
-from supertuner.plan.placement.plan import Fate, Stepping
-from supertuner.plan.placement.simulate import PLAYED
-from supertuner.plan.placement.throughput import Limits
+from supertuner.plan.placement.choice import PlacementChoice, TimedStep
+from supertuner.plan.placement.fast_simulate import ChoiceEvaluation, evaluate_choice
+from supertuner.plan.placement.memory_needs import MemoryNeeds, compute_memory_needs
+from supertuner.plan.placement.plan import ActivationPolicy, OptimizerPlacement
+from supertuner.plan.placement.simulate import SIMULATED_MICRO_BATCHES
+from supertuner.plan.placement.throughput import MemoryLimits
 
-FEW: Final = 3000
+EXHAUSTIVE_SEARCH_CHOICES: Final = 3000
 """Choices that are all judged."""
-ENOUGH: Final = 1.002
+GOOD_ENOUGH_RATIO: Final = 1.002
 """Times the bound: not worth searching further."""
-USES: Final = 240_000
+MAX_SIMULATED_USES: Final = 240_000
 """Passes through a block that are played at most, in all choices together: some three seconds of one core."""
-STARTS: Final = 3
+REFINED_GRID_POINTS: Final = 3
 """Of the coarse grid, the best points that are looked around."""
-TRAFFIC_COUNTS: Final = 1e-3
+TRAFFIC_WEIGHT: Final = 1e-3
 """Of two choices that take as long, the one that moves less: a second of link is worth this many of the step."""
-AHEAD: Final = (1, 2, 3, 0)
-NEGLIGIBLE: Final = 0.03
+PREFETCH_DISTANCES: Final = (1, 2, 3, 0)
+NEGLIGIBLE_SHARE: Final = 0.03
 """Share of the GPU's memory below which nobody sends an optimizer's state away."""
 
 
-def search(step: Step, limits: Limits, bound_s: float) -> Verdict | None:
+def search_placement(step: TimedStep, limits: MemoryLimits, bound_s: float) -> ChoiceEvaluation | None:
     """The best choice that was found; None if none fits."""
-    count = len(step.weights)
-    for choice in (Choice.nothing(count), replace(Choice.nothing(count), idle_at_home=True)):
-        verdict = judge(step, choice, limits)
-        if verdict.played is not None and (not choice.idle_at_home or step.rates.has_link):
-            return verdict
-    if _size(step) <= FEW:
-        return _best(step, (judge(step, choice, limits) for choice in _every(step)))
-    return _Search(step, limits, bound_s).run()
+    count = len(step.weight_bytes)
+    for choice in (PlacementChoice.all_on_gpu(count), replace(PlacementChoice.all_on_gpu(count), idle_at_home=True)):
+        evaluation = evaluate_choice(step, choice, limits)
+        if evaluation.simulated is not None and (not choice.idle_at_home or step.rates.has_link):
+            return evaluation
+    if _choice_count(step) <= EXHAUSTIVE_SEARCH_CHOICES:
+        return _best_evaluation(step, (evaluate_choice(step, choice, limits) for choice in _all_choices(step)))
+    return _PlacementSearch(step, limits, bound_s).run()
 
 
-def worth(step: Step, verdict: Verdict) -> float:
+def placement_cost(step: TimedStep, evaluation: ChoiceEvaluation) -> float:
     """What is made small: time, and a little for what is moved."""
-    if verdict.played is None:
+    if evaluation.simulated is None:
         return math.inf
-    return verdict.seconds + TRAFFIC_COUNTS * link_seconds(step, verdict.choice)
+    return evaluation.seconds + TRAFFIC_WEIGHT * link_seconds(step, evaluation.choice)
 
 
-def link_seconds(step: Step, choice: Choice) -> float:
+def link_seconds(step: TimedStep, choice: PlacementChoice) -> float:
     """How long the link is busy in a window, both ways."""
     rates, micro = step.rates, step.table.micro_batches
     if not rates.has_link:
         return 0.0
     assert rates.to_device_bytes_s is not None and rates.to_host_bytes_s is not None
-    sent = sum(s for s, fate in zip(step.saved, choice.fates, strict=True) if fate is Fate.SEND)
-    streamed = sum(w for w, away in zip(step.travels, choice.streamed, strict=True) if away)
-    gradients, trained = sum(step.leaving_gradients(choice)), sum(step.returning(choice))
+    sent = sum(s for s, fate in zip(step.saved_bytes, choice.activations, strict=True) if fate is ActivationPolicy.SEND)
+    streamed = sum(w for w, away in zip(step.streamable_bytes, choice.streamed, strict=True) if away)
+    gradients, trained = sum(step.offloaded_gradient_bytes(choice)), sum(step.streamed_trained_bytes(choice))
     up, down = micro * (sent + 2 * streamed) + (micro - 1) * gradients, micro * (sent + gradients)
-    if choice.stepping is Stepping.HOST:
-        up += sum(step.trained) - trained
+    if choice.optimizer is OptimizerPlacement.HOST:
+        up += sum(step.trained_bytes) - trained
     else:
-        state = sum(step.state) if choice.stepping is Stepping.STREAMED else 0
+        state = sum(step.state_bytes) if choice.optimizer is OptimizerPlacement.STREAMED else 0
         up, down = up + state + trained + gradients, down + state + trained
     return up / rates.to_device_bytes_s + down / rates.to_host_bytes_s
 
 
-def least_update_s(step: Step, stepping: Stepping) -> float:
+def min_update_s(step: TimedStep, optimizer: OptimizerPlacement) -> float:
     """What an update takes at least: its work, and the way of the state there and back."""
-    if stepping is Stepping.HOST:
+    if optimizer is OptimizerPlacement.HOST:
         return step.host_step_s
-    if stepping is Stepping.GPU or step.rates.duplex:
+    if optimizer is OptimizerPlacement.GPU or step.rates.duplex:
         return step.update_s
     assert step.rates.to_device_bytes_s is not None and step.rates.to_host_bytes_s is not None
-    state = sum(step.state)
+    state = sum(step.state_bytes)
     return max(step.update_s, state / step.rates.to_device_bytes_s + state / step.rates.to_host_bytes_s)
 
 
-def steppings(step: Step, limits: Limits) -> list[Stepping]:
+def optimizer_placements(step: TimedStep, limits: MemoryLimits) -> list[OptimizerPlacement]:
     """Where the optimizer may step. What keeps megabytes stays on the GPU."""
-    found = [Stepping.GPU]
-    if step.rates.has_link and sum(step.state) + sum(step.gradients) > NEGLIGIBLE * limits.gpu_bytes:
-        found.append(Stepping.STREAMED)
+    placements = [OptimizerPlacement.GPU]
+    if step.rates.has_link and sum(step.state_bytes) + sum(step.gradient_bytes) > NEGLIGIBLE_SHARE * limits.gpu_bytes:
+        placements.append(OptimizerPlacement.STREAMED)
         if step.rates.host_bytes_s is not None:
-            found.append(Stepping.HOST)
-    return found
+            placements.append(OptimizerPlacement.HOST)
+    return placements
 
 
-def spread(members: Sequence[int]) -> list[int]:
+def evenly_spread_order(members: Sequence[int]) -> list[int]:
     """The same in an order in which every beginning is spread evenly over all: halves, quarters, eighths."""
     bits = max(1, (len(members) - 1).bit_length())
     order = sorted(range(1 << bits), key=lambda number: int(f"{number:0{bits}b}"[::-1], 2))
     return [members[number] for number in order if number < len(members)]
 
 
-def _fates(step: Step, block: int) -> tuple[Fate, ...]:
-    fates = [Fate.KEEP]
-    if step.saved[block]:
-        fates += [Fate.SEND] if step.rates.has_link and step.movable[block] else []
-        fates += [Fate.RECOMPUTE] if step.table.blocks[block].recomputable else []
-    return tuple(fates)
+def _activation_policies(step: TimedStep, block: int) -> tuple[ActivationPolicy, ...]:
+    policies = [ActivationPolicy.KEEP]
+    if step.saved_bytes[block]:
+        policies += [ActivationPolicy.SEND] if step.rates.has_link and step.movable[block] else []
+        policies += [ActivationPolicy.RECOMPUTE] if step.table.blocks[block].recomputable else []
+    return tuple(policies)
 
 
-def _residences(step: Step, block: int) -> tuple[bool, ...]:
-    return (False, True) if step.rates.has_link and step.movable[block] and step.travels[block] else (False,)
+def _streaming_options(step: TimedStep, block: int) -> tuple[bool, ...]:
+    return (False, True) if step.rates.has_link and step.movable[block] and step.streamable_bytes[block] else (False,)
 
 
-def _size(step: Step) -> int:
-    blocks = math.prod(len(_fates(step, b)) * len(_residences(step, b)) for b in range(len(step.weights)))
-    return blocks * len(AHEAD) * len(Stepping)
+def _choice_count(step: TimedStep) -> int:
+    blocks = math.prod(
+        len(_activation_policies(step, b)) * len(_streaming_options(step, b)) for b in range(len(step.weight_bytes))
+    )
+    return blocks * len(PREFETCH_DISTANCES) * len(OptimizerPlacement)
 
 
-def _every(step: Step) -> Iterator[Choice]:
-    count = len(step.weights)
-    moves = step.rates.has_link and any(step.trained)
-    places = [stepping for stepping in Stepping if stepping is Stepping.GPU or moves]
-    if step.rates.host_bytes_s is None and moves:
-        places.remove(Stepping.HOST)
-    fates = product(*(_fates(step, b) for b in range(count)))
-    for fate in fates:
-        for streamed in product(*(_residences(step, b) for b in range(count))):
-            for ahead, stepping in product(AHEAD, places):
-                yield Choice(streamed, fate, ahead, stepping, step.rates.has_link)
+def _all_choices(step: TimedStep) -> Iterator[PlacementChoice]:
+    count = len(step.weight_bytes)
+    can_offload_optimizer = step.rates.has_link and any(step.trained_bytes)
+    optimizers = [
+        stepping for stepping in OptimizerPlacement if stepping is OptimizerPlacement.GPU or can_offload_optimizer
+    ]
+    if step.rates.host_bytes_s is None and can_offload_optimizer:
+        optimizers.remove(OptimizerPlacement.HOST)
+    policies = product(*(_activation_policies(step, b) for b in range(count)))
+    for activations in policies:
+        for streamed in product(*(_streaming_options(step, b) for b in range(count))):
+            for ahead, stepping in product(PREFETCH_DISTANCES, optimizers):
+                yield PlacementChoice(streamed, activations, ahead, stepping, step.rates.has_link)
 
 
-def _best(step: Step, verdicts: Iterator[Verdict]) -> Verdict | None:
-    best = min(verdicts, key=lambda verdict: worth(step, verdict), default=None)
-    return None if best is None or best.played is None else best
+def _best_evaluation(step: TimedStep, evaluations: Iterator[ChoiceEvaluation]) -> ChoiceEvaluation | None:
+    best = min(evaluations, key=lambda verdict: placement_cost(step, verdict), default=None)
+    return None if best is None or best.simulated is None else best
 
 
-class _Search:
-    def __init__(self, step: Step, limits: Limits, bound_s: float) -> None:
+class _PlacementSearch:
+    def __init__(self, step: TimedStep, limits: MemoryLimits, bound_s: float) -> None:
         self._step, self._limits, self._bound_s = step, limits, bound_s
-        self._left = USES // (2 * len(step.weights) * min(step.table.micro_batches, PLAYED))
-        self._known: dict[Choice, Needs] = {}
-        self._micro_s = step.micro_s
-        self._best: Verdict | None = None
-        self._away = _ranked(
-            step, lambda b: float(step.travels[b]), [b for b in range(len(step.weights)) if any(_residences(step, b))]
+        self._trials_left = MAX_SIMULATED_USES // (
+            2 * len(step.weight_bytes) * min(step.table.micro_batches, SIMULATED_MICRO_BATCHES)
         )
-        again = [b for b in range(len(step.weights)) if Fate.RECOMPUTE in _fates(step, b)]
-        self._again = _ranked(step, lambda b: (step.saved[b] - step.inputs[b]) / max(step.forward_s[b], 1e-12), again)
+        self._needs_by_choice: dict[PlacementChoice, MemoryNeeds] = {}
+        self._micro_batch_s = step.micro_batch_s
+        self._best: ChoiceEvaluation | None = None
+        self._streaming_order = _rank_blocks(
+            step,
+            lambda b: float(step.streamable_bytes[b]),
+            [b for b in range(len(step.weight_bytes)) if any(_streaming_options(step, b))],
+        )
+        recomputable = [
+            b for b in range(len(step.weight_bytes)) if ActivationPolicy.RECOMPUTE in _activation_policies(step, b)
+        ]
+        self._recompute_order = _rank_blocks(
+            step, lambda b: (step.saved_bytes[b] - step.input_bytes[b]) / max(step.forward_s[b], 1e-12), recomputable
+        )
         """Blocks in the order in which recomputing them frees most for its time."""
 
-    def run(self) -> Verdict | None:
+    def run(self) -> ChoiceEvaluation | None:
         """Every place of the optimizer one block ahead; then the best place at other distances; then single blocks."""
-        for ahead in AHEAD:
-            places = steppings(self._step, self._limits)
+        for ahead in PREFETCH_DISTANCES:
+            optimizers = optimizer_placements(self._step, self._limits)
             if self._best is not None:
                 if ahead == 0:
                     break
-                places = [self._best.choice.stepping]
-            for stepping, evenly in product(places, (False, True)):
-                self._numbers(ahead, stepping, evenly)
+                optimizers = [self._best.choice.optimizer]
+            for stepping, evenly in product(optimizers, (False, True)):
+                self._search_counts(ahead, stepping, evenly)
                 if self._done:
                     return self._best
-        self._singles()
+        self._improve_single_blocks()
         return self._best
 
     @property
     def _done(self) -> bool:
-        near = self._best is not None and self._best.seconds <= ENOUGH * self._bound_s
-        return near or self._left <= 0
+        near = self._best is not None and self._best.seconds <= GOOD_ENOUGH_RATIO * self._bound_s
+        return near or self._trials_left <= 0
 
-    def _worth(self, choice: Choice | None) -> float:
+    def _cost(self, choice: PlacementChoice | None) -> float:
         if choice is None:
             return math.inf
         spare_s = self._spare_s(choice)
         if spare_s < 0:
             return math.inf
-        self._left -= 1
-        verdict = judge(self._step, choice, self._limits, needed=self._needs(choice), patience_s=spare_s)
-        value = worth(self._step, verdict)
-        if value < (math.inf if self._best is None else worth(self._step, self._best)):
-            self._best = verdict
-        return value
+        self._trials_left -= 1
+        evaluation = evaluate_choice(
+            self._step, choice, self._limits, memory_needs=self._needs(choice), max_waiting_s=spare_s
+        )
+        cost = placement_cost(self._step, evaluation)
+        if cost < (math.inf if self._best is None else placement_cost(self._step, self._best)):
+            self._best = evaluation
+        return cost
 
-    def _spare_s(self, choice: Choice) -> float:
+    def _spare_s(self, choice: PlacementChoice) -> float:
         """How much longer than its work it may take and still be better than the best; negative: its work alone, or its
         traffic alone, takes longer."""
         if self._best is None:
             return math.inf
         step = self._step
-        again = sum(f for f, fate in zip(step.forward_s, choice.fates, strict=True) if fate is Fate.RECOMPUTE)
-        work = step.table.micro_batches * (self._micro_s + again) + least_update_s(step, choice.stepping)
+        recompute_s = sum(
+            f for f, fate in zip(step.forward_s, choice.activations, strict=True) if fate is ActivationPolicy.RECOMPUTE
+        )
+        work_s = step.table.micro_batches * (self._micro_batch_s + recompute_s) + min_update_s(step, choice.optimizer)
         if not step.rates.duplex and link_seconds(step, choice) > self._best.seconds:
             return -1.0
-        return self._best.seconds - work
+        return self._best.seconds - work_s
 
-    def _numbers(self, ahead: int, stepping: Stepping, evenly: bool) -> None:
+    def _search_counts(self, ahead: int, optimizer: OptimizerPlacement, evenly: bool) -> None:
         """How many blocks are streamed and how many recomputed: a coarse grid, then closer steps around the best."""
-        most = (len(self._away), len(self._again))
-        tried: dict[tuple[int, int], float] = {}
+        max_counts = (len(self._streaming_order), len(self._recompute_order))
+        costs: dict[tuple[int, int], float] = {}
 
         def value(at: tuple[int, int]) -> float:
-            if at not in tried:
-                tried[at] = self._worth(self._made(*at, ahead, stepping, evenly))
-            return tried[at]
+            if at not in costs:
+                costs[at] = self._cost(self._build_choice(*at, ahead, optimizer, evenly))
+            return costs[at]
 
-        stride = [max(1, math.ceil(limit / 4)) for limit in most]
-        grid = [sorted({*range(0, limit + 1, by), limit}) for limit, by in zip(most, stride, strict=True)]
+        stride = [max(1, math.ceil(limit / 4)) for limit in max_counts]
+        grid = [sorted({*range(0, limit + 1, by), limit}) for limit, by in zip(max_counts, stride, strict=True)]
         for at in product(*grid):
             value(at)
             if self._done:
                 return
-        ranked = sorted(tried, key=lambda key: (tried[key], key))
-        ends = [next(at for at in ranked if at[1] == end) for end in {0, most[1]}]  # nothing, or all, recomputed
-        for start in dict.fromkeys([*ranked[:STARTS], *sorted(ends)]):
-            self._closer(start, (stride[0], stride[1]), (most[0], most[1]), value)
+        ranked = sorted(costs, key=lambda key: (costs[key], key))
+        ends = [next(at for at in ranked if at[1] == end) for end in {0, max_counts[1]}]  # nothing, or all, recomputed
+        for start in dict.fromkeys([*ranked[:REFINED_GRID_POINTS], *sorted(ends)]):
+            self._refine(start, (stride[0], stride[1]), (max_counts[0], max_counts[1]), value)
 
-    def _closer(
+    def _refine(
         self,
-        at: tuple[int, int],
+        point: tuple[int, int],
         stride: tuple[int, int],
-        most: tuple[int, int],
-        value: Callable[[tuple[int, int]], float],
+        max_counts: tuple[int, int],
+        cost: Callable[[tuple[int, int]], float],
     ) -> None:
         """From a point of the grid to the best around it, in ever smaller steps."""
         while not self._done:
-            near = [
-                (at[0] + i * stride[0], at[1] + j * stride[1])
+            neighbours = [
+                (point[0] + i * stride[0], point[1] + j * stride[1])
                 for i, j in product((-1, 0, 1), repeat=2)
-                if 0 <= at[0] + i * stride[0] <= most[0] and 0 <= at[1] + j * stride[1] <= most[1]
+                if 0 <= point[0] + i * stride[0] <= max_counts[0] and 0 <= point[1] + j * stride[1] <= max_counts[1]
             ]
-            better = min(near, key=lambda key: (value(key), key))
-            if value(better) < value(at):
-                at = better
+            better = min(neighbours, key=lambda key: (cost(key), key))
+            if cost(better) < cost(point):
+                point = better
             elif stride == (1, 1):
                 return
             else:
                 stride = (max(1, stride[0] // 2), max(1, stride[1] // 2))
 
-    def _made(self, away: int, again: int, ahead: int, stepping: Stepping, evenly: bool) -> Choice | None:
+    def _build_choice(
+        self, streamed_count: int, recomputed_count: int, ahead: int, optimizer: OptimizerPlacement, evenly: bool
+    ) -> PlacementChoice | None:
         """So many streamed and recomputed; of the others as many kept as fit. None: nothing fits."""
-        count = len(self._step.weights)
-        streamed, recomputed = set(self._away[:away]), set(self._again[:again])
+        count = len(self._step.weight_bytes)
+        streamed, recomputed = (
+            set(self._streaming_order[:streamed_count]),
+            set(self._recompute_order[:recomputed_count]),
+        )
         others = [b for b in reversed(range(count)) if b not in recomputed]
         if evenly:
-            others = others[: ahead + 1] + spread(others[ahead + 1 :])
+            others = others[: ahead + 1] + evenly_spread_order(others[ahead + 1 :])
 
-        def choice(kept: int) -> Choice:
+        def choice_keeping(kept: int) -> PlacementChoice:
             keep = set(others[:kept])
             fates = tuple(
-                Fate.RECOMPUTE if b in recomputed else Fate.KEEP if b in keep or not self._sends(b) else Fate.SEND
+                ActivationPolicy.RECOMPUTE
+                if b in recomputed
+                else ActivationPolicy.KEEP
+                if b in keep or not self._can_send(b)
+                else ActivationPolicy.SEND
                 for b in range(count)
             )
-            return Choice(tuple(b in streamed for b in range(count)), fates, ahead, stepping, self._step.rates.has_link)
+            return PlacementChoice(
+                tuple(b in streamed for b in range(count)), fates, ahead, optimizer, self._step.rates.has_link
+            )
 
-        if not self._fits_gpu(choice(0)):
+        if not self._fits_gpu(choice_keeping(0)):
             return None
         low, high = 0, len(others)
         while low < high:
             middle = (low + high + 1) // 2
-            if self._fits_gpu(choice(middle)):
+            if self._fits_gpu(choice_keeping(middle)):
                 low = middle
             else:
                 high = middle - 1
-        made = choice(low)
-        return made if self._needs(made).fit(self._limits, self._step.rates.one_pool) else None
+        best_choice = choice_keeping(low)
+        return best_choice if self._needs(best_choice).fits(self._limits, self._step.rates.one_pool) else None
 
-    def _sends(self, block: int) -> bool:
-        return Fate.SEND in _fates(self._step, block)
+    def _can_send(self, block: int) -> bool:
+        return ActivationPolicy.SEND in _activation_policies(self._step, block)
 
-    def _fits_gpu(self, choice: Choice) -> bool:
-        return self._needs(choice).gpu <= self._limits.gpu_bytes
+    def _fits_gpu(self, choice: PlacementChoice) -> bool:
+        return self._needs(choice).gpu_bytes <= self._limits.gpu_bytes
 
-    def _needs(self, choice: Choice) -> Needs:
-        found = self._known.get(choice)
-        if found is None:
-            found = self._known[choice] = needs(self._step, choice.settled())
-        return found
+    def _needs(self, choice: PlacementChoice) -> MemoryNeeds:
+        memory_needs = self._needs_by_choice.get(choice)
+        if memory_needs is None:
+            memory_needs = self._needs_by_choice[choice] = compute_memory_needs(
+                self._step, choice.without_immediate_refetches()
+            )
+        return memory_needs
 
-    def _singles(self) -> None:
+    def _improve_single_blocks(self) -> None:
         """Change one block at a time, or exchange two, as long as it helps."""
         best = self._best
         while best is not None and not self._done:
-            for other in _neighbours(self._step, best.choice):
-                self._worth(other if self._fits_gpu(other) else None)
+            for neighbour in _neighbours(self._step, best.choice):
+                self._cost(neighbour if self._fits_gpu(neighbour) else None)
                 if self._done or self._best is not best:
                     break
             if self._best is best:
@@ -292,32 +321,40 @@ class _Search:
             best = self._best
 
 
-def _neighbours(step: Step, choice: Choice) -> Iterator[Choice]:
-    for b in range(len(step.weights)):
-        for fate in _fates(step, b):
-            if fate is not choice.fates[b]:
-                yield replace(choice, fates=(*choice.fates[:b], fate, *choice.fates[b + 1 :]))
-        for away in _residences(step, b):
-            if away is not choice.streamed[b]:
-                yield replace(choice, streamed=(*choice.streamed[:b], away, *choice.streamed[b + 1 :]))
+def _neighbours(step: TimedStep, choice: PlacementChoice) -> Iterator[PlacementChoice]:
+    for b in range(len(step.weight_bytes)):
+        for policy in _activation_policies(step, b):
+            if policy is not choice.activations[b]:
+                yield replace(choice, activations=(*choice.activations[:b], policy, *choice.activations[b + 1 :]))
+        for streamed in _streaming_options(step, b):
+            if streamed is not choice.streamed[b]:
+                yield replace(choice, streamed=(*choice.streamed[:b], streamed, *choice.streamed[b + 1 :]))
     for distance in (1, 2, 4, 8, 16):
-        for b in range(len(step.weights) - distance):
-            yield from _exchanged(step, choice, b, b + distance)
+        for b in range(len(step.weight_bytes) - distance):
+            yield from _swapped_choices(step, choice, b, b + distance)
 
 
-def _exchanged(step: Step, choice: Choice, one: int, other: int) -> Iterator[Choice]:
-    fates, streamed = list(choice.fates), list(choice.streamed)
-    fates[one], fates[other] = fates[other], fates[one]
-    if fates[one] is not fates[other] and fates[one] in _fates(step, one) and fates[other] in _fates(step, other):
-        yield replace(choice, fates=tuple(fates))
-    streamed[one], streamed[other] = streamed[other], streamed[one]
-    if streamed[one] is not streamed[other] and all(True in _residences(step, b) for b in (one, other)):
+def _swapped_choices(step: TimedStep, choice: PlacementChoice, first: int, second: int) -> Iterator[PlacementChoice]:
+    activations, streamed = list(choice.activations), list(choice.streamed)
+    activations[first], activations[second] = activations[second], activations[first]
+    if (
+        activations[first] is not activations[second]
+        and activations[first] in _activation_policies(step, first)
+        and activations[second] in _activation_policies(step, second)
+    ):
+        yield replace(choice, activations=tuple(activations))
+    streamed[first], streamed[second] = streamed[second], streamed[first]
+    if streamed[first] is not streamed[second] and all(True in _streaming_options(step, b) for b in (first, second)):
         yield replace(choice, streamed=tuple(streamed))
 
 
-def _ranked(step: Step, merit: Callable[[int], float], blocks: Sequence[int]) -> list[int]:
+def _rank_blocks(step: TimedStep, merit: Callable[[int], float], blocks: Sequence[int]) -> list[int]:
     """Best first; blocks that are alike in an evenly spread order."""
-    alike: dict[float, list[int]] = {}
+    blocks_by_merit: dict[float, list[int]] = {}
     for block in blocks:
-        alike.setdefault(float(f"{merit(block):.3g}"), []).append(block)
-    return [block for value in sorted(alike, reverse=True) for block in spread(alike[value])]
+        blocks_by_merit.setdefault(float(f"{merit(block):.3g}"), []).append(block)
+    return [
+        block
+        for value in sorted(blocks_by_merit, reverse=True)
+        for block in evenly_spread_order(blocks_by_merit[value])
+    ]

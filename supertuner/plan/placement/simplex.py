@@ -11,49 +11,51 @@ from typing import Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-Array: TypeAlias = npt.NDArray[np.float64]
+FloatArray: TypeAlias = npt.NDArray[np.float64]
 
-SMALL: Final = 1e-11
-PIVOTS: Final = 5000
+EPSILON: Final = 1e-11
+MAX_PIVOTS: Final = 5000
 """Far more than programs of this size take; beyond it the best so far is good enough."""
 
 
-def most(gain: Array, rows: Array, limits: Array) -> tuple[Array, Array]:
+def maximize(gain: FloatArray, rows: FloatArray, limits: FloatArray) -> tuple[FloatArray, FloatArray]:
     """The x that was found best, and what one more of each limit would gain. What has no limit stops where it is."""
     assert (limits >= 0).all(), "x = 0 must be allowed"
-    count, many = rows.shape
-    table = np.zeros((count + 1, many + count + 1))
-    table[:count, :many] = rows
-    table[:count, many : many + count] = np.eye(count)
-    table[:count, -1] = limits
-    table[count, :many] = -gain
-    basis = list(range(many, many + count))
-    for _ in range(PIVOTS):
-        worthwhile = np.flatnonzero(table[count, :-1] < -SMALL)
-        if not len(worthwhile):
+    row_count, variable_count = rows.shape
+    table = np.zeros((row_count + 1, variable_count + row_count + 1))
+    table[:row_count, :variable_count] = rows
+    table[:row_count, variable_count : variable_count + row_count] = np.eye(row_count)
+    table[:row_count, -1] = limits
+    table[row_count, :variable_count] = -gain
+    basis = list(range(variable_count, variable_count + row_count))
+    for _ in range(MAX_PIVOTS):
+        improving = np.flatnonzero(table[row_count, :-1] < -EPSILON)
+        if not len(improving):
             break
-        column = int(worthwhile[0])
-        row = _leaving(table, basis, column)
+        column = int(improving[0])
+        row = _leaving_row(table, basis, column)
         if row is None:
             break
         _pivot(table, row, column)
         basis[row] = column
-    found = np.zeros(many + count)
-    found[basis] = table[:count, -1]
-    return np.maximum(found[:many], 0.0), table[count, many : many + count].copy()
+    solution = np.zeros(variable_count + row_count)
+    solution[basis] = table[:row_count, -1]
+    return np.maximum(solution[:variable_count], 0.0), table[
+        row_count, variable_count : variable_count + row_count
+    ].copy()
 
 
-def _leaving(table: Array, basis: list[int], column: int) -> int | None:
+def _leaving_row(table: FloatArray, basis: list[int], column: int) -> int | None:
     """The row whose limit is met first; of several, that of the first variable."""
-    above = np.flatnonzero(table[:-1, column] > SMALL)
-    if not len(above):
+    candidates = np.flatnonzero(table[:-1, column] > EPSILON)
+    if not len(candidates):
         return None
-    ratios = table[above, -1] / table[above, column]
-    first = above[ratios <= ratios.min() + SMALL]
+    ratios = table[candidates, -1] / table[candidates, column]
+    first = candidates[ratios <= ratios.min() + EPSILON]
     return int(min(first, key=lambda row: basis[row]))
 
 
-def _pivot(table: Array, row: int, column: int) -> None:
+def _pivot(table: FloatArray, row: int, column: int) -> None:
     table[row] /= table[row, column]
     factors = table[:, column].copy()
     factors[row] = 0.0

@@ -15,180 +15,201 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from supertuner.plan.placement.choice import Choice, Step
-from supertuner.plan.placement.memory_needs import Needs
-from supertuner.plan.placement.plan import Fate, Stepping
+from supertuner.plan.placement.choice import PlacementChoice, TimedStep
+from supertuner.plan.placement.memory_needs import MemoryNeeds
+from supertuner.plan.placement.plan import ActivationPolicy, OptimizerPlacement
 
-PLAYED: Final = 3
+SIMULATED_MICRO_BATCHES: Final = 3
 """Micro-batches of a window that are played; further ones take as long as the last of these."""
 
 
-class Chip(Protocol):
+class SimulatedMachine(Protocol):
     """What a step asks of a machine."""
 
     @property
     def now(self) -> float: ...
     def compute(self, seconds: float) -> None: ...
-    def stream(self, nbytes: int, to_gpu: bool, after: float = 0.0) -> float: ...
-    def wait(self, until: float) -> None: ...
-    def hold(self, nbytes: int) -> None:
+    def start_copy(self, nbytes: int, to_gpu: bool, after: float = 0.0) -> float: ...
+    def wait_until(self, time_s: float) -> None: ...
+    def set_gpu_bytes_in_use(self, nbytes: int) -> None:
         """So much of the GPU's memory is in use now."""
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
+class SimulatedWindow:
     """One window."""
 
     seconds: float
-    computing_s: float
+    compute_s: float
     """Of these, the GPU computed."""
     update_s: float
     """Of these, from the last gradient on."""
 
     @property
     def waiting_s(self) -> float:
-        return self.seconds - self.computing_s
+        return self.seconds - self.compute_s
 
 
-def play(
-    step: Step, choice: Choice, needs: Needs, gpu_bytes: int, chip: Chip, *, patience_s: float = math.inf
-) -> Played | None:
+def simulate_window(
+    step: TimedStep,
+    choice: PlacementChoice,
+    memory_needs: MemoryNeeds,
+    gpu_bytes: int,
+    machine: SimulatedMachine,
+    *,
+    max_waiting_s: float = math.inf,
+) -> SimulatedWindow | None:
     """One window. None: its passes waited for longer than `patience_s`, and nobody wants to know the rest."""
-    return _Player(step, choice, needs, gpu_bytes, chip).window(patience_s)
+    return _WindowSimulator(step, choice, memory_needs, gpu_bytes, machine).simulate(max_waiting_s)
 
 
-class _Player:
-    def __init__(self, step: Step, choice: Choice, needs: Needs, gpu_bytes: int, chip: Chip) -> None:
-        self._step, self._choice, self._needs, self._gpu_bytes, self._chip = step, choice, needs, gpu_bytes, chip
-        self._made = step.leaving_gradients(choice)
-        self._leaving: deque[tuple[float, int]] = deque()
+class _WindowSimulator:
+    def __init__(
+        self,
+        step: TimedStep,
+        choice: PlacementChoice,
+        memory_needs: MemoryNeeds,
+        gpu_bytes: int,
+        machine: SimulatedMachine,
+    ) -> None:
+        self._step, self._choice, self._needs, self._gpu_bytes, self._machine = (
+            step,
+            choice,
+            memory_needs,
+            gpu_bytes,
+            machine,
+        )
+        self._offloaded_gradients = step.offloaded_gradient_bytes(choice)
+        self._gradients_in_flight: deque[tuple[float, int]] = deque()
         """On their way home: when they will have left, and how many bytes."""
-        self._slots: dict[int, float] = {}
+        self._slot_ready_s: dict[int, float] = {}
         """Blocks whose weights are in a slot, or will be then."""
-        self._flying: deque[tuple[int, float]] = deque()
+        self._sends_in_flight: deque[tuple[int, float]] = deque()
         """Blocks whose activations are on their way home, and when they will have arrived."""
-        self._gone: set[int] = set()
+        self._on_host_only: set[int] = set()
         """Blocks whose activations are with the host only."""
-        self._back: dict[int, float] = {}
-        self._home_s = 0.0
+        self._fetch_ready_s: dict[int, float] = {}
+        self._gradients_on_host_s = 0.0
         """When the last gradient that leaves will have arrived."""
-        self._computed = 0.0
+        self._compute_s = 0.0
 
-    def window(self, patience_s: float = math.inf) -> Played | None:
-        begin, before = self._chip.now, self._computed
-        latest = begin - before + patience_s  # the clock, less what was computed
-        table, count = self._step.table, len(self._step.weights)
-        played = min(table.micro_batches, PLAYED)
+    def simulate(self, max_waiting_s: float = math.inf) -> SimulatedWindow | None:
+        begin, compute_before = self._machine.now, self._compute_s
+        latest_waiting = begin - compute_before + max_waiting_s  # the clock, less what was computed
+        table, count = self._step.table, len(self._step.weight_bytes)
+        simulated = min(table.micro_batches, SIMULATED_MICRO_BATCHES)
         passes = [*((b, False) for b in range(count)), *((b, True) for b in reversed(range(count)))]
-        uses, ends, last = passes * played, [begin], self._computed
+        uses, ends, last = passes * simulated, [begin], self._compute_s
         for number in range(len(uses)):
             if number and number % len(passes) == 0:
-                ends.append(self._chip.now)
-                last = self._computed
-            self._use(uses, number, first=number < len(passes))
-            if self._chip.now - self._computed > latest:
+                ends.append(self._machine.now)
+                last = self._compute_s
+            self._run_use(uses, number, first=number < len(passes))
+            if self._machine.now - self._compute_s > latest_waiting:
                 return None
-        ends.append(self._chip.now)
-        rest = table.micro_batches - played
-        extra, extra_computed = rest * (ends[-1] - ends[-2]), rest * (self._computed - last)
-        self._slots.clear()
-        begin_update = self._chip.now
+        ends.append(self._machine.now)
+        not_simulated = table.micro_batches - simulated
+        extra, extra_computed = not_simulated * (ends[-1] - ends[-2]), not_simulated * (self._compute_s - last)
+        self._slot_ready_s.clear()
+        begin_update = self._machine.now
         self._update()
-        seconds = self._chip.now - begin + extra
-        return Played(seconds, self._computed - before + extra_computed, self._chip.now - begin_update)
+        seconds = self._machine.now - begin + extra
+        return SimulatedWindow(
+            seconds, self._compute_s - compute_before + extra_computed, self._machine.now - begin_update
+        )
 
     # ── forward and backward ─────────────────────────────────────────────────────────────────────────────────────
 
-    def _use(self, uses: list[tuple[int, bool]], number: int, first: bool) -> None:
-        step, choice, chip = self._step, self._choice, self._chip
+    def _run_use(self, uses: list[tuple[int, bool]], number: int, first: bool) -> None:
+        step, choice, machine = self._step, self._choice, self._machine
         block, backward = uses[number]
         if block == 0 and not backward:
-            self._flying.clear()
-            self._gone.clear()
-        need = self._needs.backward[block] if backward else self._needs.forward[block]
+            self._sends_in_flight.clear()
+            self._on_host_only.clear()
+        need = self._needs.backward_bytes[block] if backward else self._needs.forward_bytes[block]
         self._make_room(need)
-        for other, back in uses[number : number + choice.ahead + 1]:
-            if choice.streamed[other] and other not in self._slots:
-                self._slots[other] = chip.stream(step.travels[other], True)
-            if back and other in self._gone and other not in self._back:
-                self._back[other] = chip.stream(step.saved[other], True)
+        for upcoming, upcoming_backward in uses[number : number + choice.ahead + 1]:
+            if choice.streamed[upcoming] and upcoming not in self._slot_ready_s:
+                self._slot_ready_s[upcoming] = machine.start_copy(step.streamable_bytes[upcoming], True)
+            if upcoming_backward and upcoming in self._on_host_only and upcoming not in self._fetch_ready_s:
+                self._fetch_ready_s[upcoming] = machine.start_copy(step.saved_bytes[upcoming], True)
         if choice.streamed[block]:
-            chip.wait(self._slots[block])
+            machine.wait_until(self._slot_ready_s[block])
         if backward:
-            if block in self._gone:
-                chip.wait(self._back.pop(block))
-                self._gone.discard(block)
-            again = step.forward_s[block] if choice.fates[block] is Fate.RECOMPUTE else 0.0
-            self._compute(again + step.backward_s[block])
+            if block in self._on_host_only:
+                machine.wait_until(self._fetch_ready_s.pop(block))
+                self._on_host_only.discard(block)
+            recompute_s = step.forward_s[block] if choice.activations[block] is ActivationPolicy.RECOMPUTE else 0.0
+            self._compute(recompute_s + step.backward_s[block])
         else:
             self._compute(step.forward_s[block])
         if choice.streamed[block] and all(other != block for other, _ in uses[number + 1 : number + choice.ahead + 1]):
-            del self._slots[block]
-        self._send_home(block, backward, first)
+            del self._slot_ready_s[block]
+        self._send_to_host(block, backward, first)
 
-    def _send_home(self, block: int, backward: bool, first: bool) -> None:
+    def _send_to_host(self, block: int, backward: bool, first: bool) -> None:
         step, choice = self._step, self._choice
-        if not backward and choice.fates[block] is Fate.SEND:
-            self._flying.append((block, self._chip.stream(step.saved[block], False)))
-            while len(self._flying) > choice.at_once:
-                gone, until = self._flying.popleft()
-                self._chip.wait(until)
-                self._gone.add(gone)
-        if backward and self._made[block]:
+        if not backward and choice.activations[block] is ActivationPolicy.SEND:
+            self._sends_in_flight.append((block, self._machine.start_copy(step.saved_bytes[block], False)))
+            while len(self._sends_in_flight) > choice.max_sends_in_flight:
+                sent_block, until = self._sends_in_flight.popleft()
+                self._machine.wait_until(until)
+                self._on_host_only.add(sent_block)
+        if backward and self._offloaded_gradients[block]:
             if not first:  # what is at home comes to be added to
-                self._chip.wait(self._chip.stream(self._made[block], True))
-            self._home_s = self._leave(self._made[block])
+                self._machine.wait_until(self._machine.start_copy(self._offloaded_gradients[block], True))
+            self._gradients_on_host_s = self._send_gradients(self._offloaded_gradients[block])
 
-    def _leave(self, nbytes: int) -> float:
-        gone = self._chip.stream(nbytes, False)
-        self._leaving.append((gone, nbytes))
-        return gone
+    def _send_gradients(self, nbytes: int) -> float:
+        done_s = self._machine.start_copy(nbytes, False)
+        self._gradients_in_flight.append((done_s, nbytes))
+        return done_s
 
     def _make_room(self, need: int) -> None:
-        leaving, chip = self._leaving, self._chip
-        flying = sum(nbytes for _, nbytes in leaving) if leaving else 0
-        while leaving and (leaving[0][0] <= chip.now or need + flying > self._gpu_bytes):
-            until, nbytes = leaving.popleft()
-            chip.wait(until)
-            flying -= nbytes
-        chip.hold(need + flying)
+        in_flight, machine = self._gradients_in_flight, self._machine
+        in_flight_bytes = sum(nbytes for _, nbytes in in_flight) if in_flight else 0
+        while in_flight and (in_flight[0][0] <= machine.now or need + in_flight_bytes > self._gpu_bytes):
+            until, nbytes = in_flight.popleft()
+            machine.wait_until(until)
+            in_flight_bytes -= nbytes
+        machine.set_gpu_bytes_in_use(need + in_flight_bytes)
 
     def _compute(self, seconds: float) -> None:
-        self._computed += seconds
-        self._chip.compute(seconds)
+        self._compute_s += seconds
+        self._machine.compute(seconds)
 
     # ── the update ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def _update(self) -> None:
-        if self._choice.stepping is Stepping.HOST:
+        if self._choice.optimizer is OptimizerPlacement.HOST:
             self._update_on_host()
             return
-        self._make_room(self._needs.update)
-        if any(self._needs.pieces):
-            self._chip.wait(self._home_s)
+        self._make_room(self._needs.update_bytes)
+        if any(self._needs.update_piece_bytes):
+            self._machine.wait_until(self._gradients_on_host_s)
             self._update_by_pieces()
         else:
             self._compute(self._step.update_s)
 
     def _update_on_host(self) -> None:
         """When the last gradient is there; weights that live on the GPU come there anew."""
-        step, chip = self._step, self._chip
-        resident = sum(step.trained) - sum(step.returning(self._choice))
-        chip.wait(self._home_s)
-        chip.wait(chip.now + step.host_step_s)
-        chip.wait(chip.stream(resident, True))
+        step, machine = self._step, self._machine
+        resident = sum(step.trained_bytes) - sum(step.streamed_trained_bytes(self._choice))
+        machine.wait_until(self._gradients_on_host_s)
+        machine.wait_until(machine.now + step.host_step_s)
+        machine.wait_until(machine.start_copy(resident, True))
 
     def _update_by_pieces(self) -> None:
         """Each piece comes while the one before is stepped, and goes home while the next is; gradients do not go."""
-        step, chip, pieces = self._step, self._chip, self._needs.pieces
-        leaving = step.leaving_gradients(self._choice)
-        order = [b for b in range(len(pieces)) if step.trained[b]]
-        sent, coming = 0.0, chip.stream(pieces[order[0]], True)
+        step, machine, pieces = self._step, self._machine, self._needs.update_piece_bytes
+        offloaded_gradients = step.offloaded_gradient_bytes(self._choice)
+        order = [b for b in range(len(pieces)) if step.trained_bytes[b]]
+        sent_s, next_ready_s = 0.0, machine.start_copy(pieces[order[0]], True)
         for number, block in enumerate(order):
-            here = coming
+            ready_s = next_ready_s
             if number + 1 < len(order):
-                coming = chip.stream(pieces[order[number + 1]], True, sent)
-            chip.wait(here)
-            self._compute(step.update_s * step.shares[block])
-            sent = chip.stream(pieces[block] - leaving[block], False)
-        chip.wait(sent)
+                next_ready_s = machine.start_copy(pieces[order[number + 1]], True, sent_s)
+            machine.wait_until(ready_s)
+            self._compute(step.update_s * step.update_shares[block])
+            sent_s = machine.start_copy(pieces[block] - offloaded_gradients[block], False)
+        machine.wait_until(sent_s)

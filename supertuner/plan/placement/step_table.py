@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class OperatorWork:
     """What operators do, whatever machine they do it on."""
 
     matmul_flops: float = 0.0
@@ -21,8 +21,8 @@ class Work:
     """Read and written in the memory that the GPU computes from, each operator by itself."""
     operators: int = 0
 
-    def __add__(self, other: Work) -> Work:
-        return Work(
+    def __add__(self, other: OperatorWork) -> OperatorWork:
+        return OperatorWork(
             self.matmul_flops + other.matmul_flops,
             self.other_flops + other.other_flops,
             self.gpu_bytes + other.gpu_bytes,
@@ -31,7 +31,7 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class BlockCosts:
     name: str
     """As in the module: `blocks.7`; `(before)` and `(after)` for what no block holds."""
     frozen_bytes: int
@@ -45,8 +45,8 @@ class Block:
     """Activations that the forward pass leaves for the backward pass, if nothing is recomputed."""
     input_bytes: int
     """What recomputing the block would start from and must stay then; among what is saved, or instead of it."""
-    forward: Work
-    backward: Work
+    forward: OperatorWork
+    backward: OperatorWork
     """Without recomputation."""
     forward_peak_bytes: int
     """The most that its forward pass takes at once beyond what it and the blocks before it save."""
@@ -62,13 +62,13 @@ class StepTable:
 
     phase: str
     """`train high_noise`."""
-    blocks: tuple[Block, ...]
+    blocks: tuple[BlockCosts, ...]
     """In the order of the forward pass."""
     batch_bytes: int
     """Of one micro-batch."""
     micro_batches: int
     """In the largest window of the run."""
-    update: Work
+    update: OperatorWork
     """Clipping, the optimizer's step and averages, once a window."""
     update_peak_bytes: int
     """Of tensors that live within it only, the most at once."""

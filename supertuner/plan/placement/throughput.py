@@ -12,13 +12,13 @@ from typing import Literal, TypeAlias
 
 from supertuner.memory.emulator.figures import Figures
 from supertuner.memory.machines import Machine
-from supertuner.plan.placement.step_table import Work
+from supertuner.plan.placement.step_table import OperatorWork
 
-Precision: TypeAlias = Literal["bf16", "fp16", "fp32"]
+ComputePrecision: TypeAlias = Literal["bf16", "fp16", "fp32"]
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
+class MachineRates:
     matmul_flops: float | None
     """Of tensor cores, in the precision of the run."""
     other_flops: float | None
@@ -34,7 +34,9 @@ class Rates:
     """Of the peaks, what kernels reach. 1: as fast as the maker prints; counters of a run say what it is."""
 
     @classmethod
-    def of(cls, machine: Machine, precision: Precision = "bf16", *, compute_share: float = 1.0) -> Rates:
+    def from_machine(
+        cls, machine: Machine, precision: ComputePrecision = "bf16", *, compute_share: float = 1.0
+    ) -> MachineRates:
         """The rates of a known machine. Without TF32, which torch does not use unless told to."""
         matmul = machine.fp32_flops if precision == "fp32" else machine.bf16_flops
         host = machine.host_bytes_s.value
@@ -44,8 +46,8 @@ class Rates:
             other_flops=machine.fp32_flops.value,
             gpu_bytes_s=None if reads is None or writes is None else max(reads, writes),
             host_bytes_s=host,
-            to_device_bytes_s=_slower(machine.to_device_bytes_s.value, host),
-            to_host_bytes_s=_slower(machine.to_host_bytes_s.value, host),
+            to_device_bytes_s=_slower_rate(machine.to_device_bytes_s.value, host),
+            to_host_bytes_s=_slower_rate(machine.to_host_bytes_s.value, host),
             one_pool=machine.one_pool,
             compute_share=compute_share,
         )
@@ -56,12 +58,12 @@ class Rates:
         return not self.one_pool and self.to_device_bytes_s is not None and self.to_host_bytes_s is not None
 
     @property
-    def unknown(self) -> tuple[str, ...]:
+    def unknown_rates(self) -> tuple[str, ...]:
         """Figures without which no step can be timed."""
         needed = {"matmul_flops": self.matmul_flops, "gpu_bytes_s": self.gpu_bytes_s}
         return tuple(name for name, value in needed.items() if value is None)
 
-    def seconds(self, work: Work) -> float:
+    def seconds(self, work: OperatorWork) -> float:
         """How long the work takes at least: tensor cores, other units and memory work beside each other.
 
         Where the speed of other arithmetic is unknown it is left out: such operators read and write more than they
@@ -72,14 +74,14 @@ class Rates:
         busiest = max(work.matmul_flops / self.matmul_flops, other, work.gpu_bytes / self.gpu_bytes_s)
         return busiest / self.compute_share
 
-    def bound_by_memory(self, work: Work) -> bool:
+    def is_memory_bound(self, work: OperatorWork) -> bool:
         """Whether reading and writing the GPU's memory is what this work takes its time for."""
         assert self.matmul_flops is not None and self.gpu_bytes_s is not None, "a figure is unknown; see `unknown`"
         return work.gpu_bytes / self.gpu_bytes_s > work.matmul_flops / self.matmul_flops
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class MemoryLimits:
     """Memory that the step may use: what a machine has, less what others have of it."""
 
     gpu_bytes: int
@@ -88,14 +90,14 @@ class Limits:
     """None: not known, and then a plan puts nothing there."""
 
     @classmethod
-    def of(cls, machine: Machine, *, host_bytes: int | None = None) -> Limits:
+    def from_machine(cls, machine: Machine, *, host_bytes: int | None = None) -> MemoryLimits:
         """All that the machine has; `host_bytes` for a card, whose host the table does not know."""
         assert machine.gpu_bytes.value is not None, f"{machine.title} has no GPU memory"
         host = machine.host_bytes.value if host_bytes is None else host_bytes
         return cls(int(machine.gpu_bytes.value), None if host is None else int(host))
 
 
-def figures_of(name: str, rates: Rates, limits: Limits, *, ats: bool = False) -> Figures:
+def emulator_figures(name: str, rates: MachineRates, limits: MemoryLimits, *, ats: bool = False) -> Figures:
     """The same machine for the software superchip."""
     return Figures(
         name=name,
@@ -111,5 +113,5 @@ def figures_of(name: str, rates: Rates, limits: Limits, *, ats: bool = False) ->
     )
 
 
-def _slower(link: float | None, memory: float | None) -> float | None:
+def _slower_rate(link: float | None, memory: float | None) -> float | None:
     return link if link is None or memory is None else min(link, memory)

@@ -12,19 +12,24 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from supertuner.plan.placement.step_table import Work
-from supertuner.plan.trace.record import Kind, Pass, Trace
+from supertuner.plan.placement.step_table import OperatorWork
+from supertuner.plan.trace.record import ExecutionTrace, StepPass, TensorKind
 
 Floats = NDArray[np.float64]
-Seconds = Callable[[Work], float]
+WorkSeconds = Callable[[OperatorWork], float]
 
-IDLE = "idle experts"
-_NAMES = {Pass.FORWARD: "forward", Pass.RECOMPUTE: "backward", Pass.BACKWARD: "backward", Pass.UPDATE: "update"}
+IDLE_EXPERTS = "idle experts"
+_PASS_NAMES = {
+    StepPass.FORWARD: "forward",
+    StepPass.RECOMPUTE: "backward",
+    StepPass.BACKWARD: "backward",
+    StepPass.UPDATE: "update",
+}
 """Recomputing is a part of the backward pass: it comes in pieces, a block each."""
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class PassInterval:
     """A part of the step with a name."""
 
     name: str
@@ -33,39 +38,39 @@ class Span:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Timeline:
+class MemoryTimeline:
     edges: Floats
     """Where each moment begins, and where the last one ends; never falling."""
     bytes_by_class: dict[str, Floats]
-    spans: tuple[Span, ...]
+    passes: tuple[PassInterval, ...]
     in_seconds: bool
     """Otherwise the axis counts operators."""
 
 
-def timeline(trace: Trace, seconds_of: Seconds | None, idle_bytes: int = 0) -> Timeline:
+def build_timeline(trace: ExecutionTrace, seconds_of: WorkSeconds | None, idle_bytes: int = 0) -> MemoryTimeline:
     """`idle_bytes` are of experts that wait on the GPU while this one is trained."""
-    edges, spans = _edges(trace, seconds_of)
-    found = {kind.text: trace.live_of(kind)[: trace.end].astype(np.float64) for kind in Kind}
+    edges, passes = _edges_and_passes(trace, seconds_of)
+    bytes_by_class = {kind.label: trace.live_bytes_of_kind(kind)[: trace.end].astype(np.float64) for kind in TensorKind}
     if idle_bytes:
-        found[IDLE] = np.full(trace.end, float(idle_bytes))
-    return Timeline(edges, found, spans, seconds_of is not None)
+        bytes_by_class[IDLE_EXPERTS] = np.full(trace.end, float(idle_bytes))
+    return MemoryTimeline(edges, bytes_by_class, passes, seconds_of is not None)
 
 
-def _edges(trace: Trace, seconds_of: Seconds | None) -> tuple[Floats, tuple[Span, ...]]:
+def _edges_and_passes(trace: ExecutionTrace, seconds_of: WorkSeconds | None) -> tuple[Floats, tuple[PassInterval, ...]]:
     """Moments between two stretches take no time."""
     lengths = np.zeros(trace.end)
     marks: list[tuple[str, int, int]] = []
-    for stretch in trace.stretches:
-        took = float(stretch.work.operators) if seconds_of is None else seconds_of(stretch.work)
+    for stretch in trace.spans:
+        span_length = float(stretch.work.operators) if seconds_of is None else seconds_of(stretch.work)
         moments = max(1, stretch.end - stretch.begin)
         begin = min(stretch.begin, trace.end - 1)
-        lengths[begin : begin + moments] += took / moments
-        name = _NAMES[stretch.during]
+        lengths[begin : begin + moments] += span_length / moments
+        name = _PASS_NAMES[stretch.step_pass]
         if marks and marks[-1][0] == name:
             marks[-1] = (name, marks[-1][1], stretch.end)
         else:
             marks.append((name, stretch.begin, stretch.end))
     edges = np.concatenate([[0.0], np.cumsum(lengths)])
     return edges, tuple(
-        Span(name, float(edges[begin]), float(edges[min(end, trace.end)])) for name, begin, end in marks
+        PassInterval(name, float(edges[begin]), float(edges[min(end, trace.end)])) for name, begin, end in marks
     )

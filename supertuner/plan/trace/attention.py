@@ -12,11 +12,11 @@ from enum import StrEnum
 
 CUDNN_PREFERRED = frozenset({(9, 0), (10, 0)})
 """Compute capabilities on which torch asks cuDNN first. On others it comes last, behind a kernel that takes all."""
-LARGEST_HEAD = 256
+MAX_HEAD_DIM = 256
 """Of cuDNN on these chips, and of flash attention."""
 
 
-class Kernel(StrEnum):
+class AttentionKernel(StrEnum):
     CUDNN = "cudnn"
     FLASH = "flash"
     EFFICIENT = "efficient"
@@ -24,53 +24,60 @@ class Kernel(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Heads:
+class AttentionShape:
     """Queries, keys and values of one call."""
 
     batch: int
     heads: int
     queries: int
     keys: int
-    width: int
+    head_dim: int
     """Of a head."""
     element_bytes: int
 
     @property
-    def rows(self) -> int:
+    def batch_heads(self) -> int:
         return self.batch * self.heads
 
 
-def kernel(
-    heads: Heads, *, capability: tuple[int, int], masked: bool = False, mask_learns: bool = False, dropout: bool = False
-) -> Kernel:
+def select_attention_kernel(
+    shape: AttentionShape,
+    *,
+    capability: tuple[int, int],
+    masked: bool = False,
+    mask_requires_grad: bool = False,
+    dropout: bool = False,
+) -> AttentionKernel:
     """The first in torch's order that takes this call."""
-    half = heads.element_bytes == 2
-    fits = half and heads.width <= LARGEST_HEAD
-    if capability in CUDNN_PREFERRED and fits and heads.width % 8 == 0 and not mask_learns and not dropout:
-        return Kernel.CUDNN
+    half = shape.element_bytes == 2
+    fits = half and shape.head_dim <= MAX_HEAD_DIM
+    if capability in CUDNN_PREFERRED and fits and shape.head_dim % 8 == 0 and not mask_requires_grad and not dropout:
+        return AttentionKernel.CUDNN
     if fits and not masked:
-        return Kernel.FLASH
-    if heads.width * heads.element_bytes % 16 == 0:
-        return Kernel.EFFICIENT
-    return Kernel.MATH
+        return AttentionKernel.FLASH
+    if shape.head_dim * shape.element_bytes % 16 == 0:
+        return AttentionKernel.EFFICIENT
+    return AttentionKernel.MATH
 
 
-def backward_bytes(which: Kernel, heads: Heads) -> tuple[int, ...]:
+def attention_backward_workspaces(attention_kernel: AttentionKernel, shape: AttentionShape) -> tuple[int, ...]:
     """What the backward pass takes and gives back: sums of the gradient of queries in fp32, and one number per query.
 
     Of the math kernel nothing: its parts are operators by themselves.
     """
-    if which is Kernel.CUDNN:
-        return (heads.rows * heads.queries * (heads.width + 1) * 4,)
-    if which is Kernel.FLASH:
-        width = _up(heads.width, 32 if heads.width <= 128 else 64)
-        queries = _up(heads.queries, 128)
-        return heads.rows * queries * width * 4, heads.rows * queries * 4
-    if which is Kernel.EFFICIENT:
-        width = heads.width if heads.width <= 64 else _up(heads.width, 128 if heads.width <= 128 else 64)
-        return heads.rows * _up(heads.queries, 64) * width * 4, heads.rows * heads.queries * 4
+    if attention_kernel is AttentionKernel.CUDNN:
+        return (shape.batch_heads * shape.queries * (shape.head_dim + 1) * 4,)
+    if attention_kernel is AttentionKernel.FLASH:
+        width = _round_up(shape.head_dim, 32 if shape.head_dim <= 128 else 64)
+        queries = _round_up(shape.queries, 128)
+        return shape.batch_heads * queries * width * 4, shape.batch_heads * queries * 4
+    if attention_kernel is AttentionKernel.EFFICIENT:
+        width = (
+            shape.head_dim if shape.head_dim <= 64 else _round_up(shape.head_dim, 128 if shape.head_dim <= 128 else 64)
+        )
+        return shape.batch_heads * _round_up(shape.queries, 64) * width * 4, shape.batch_heads * shape.queries * 4
     return ()
 
 
-def _up(number: int, step: int) -> int:
-    return -(-number // step) * step
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

@@ -12,45 +12,45 @@ from typing import Any
 from supertuner.config.settings.tree import RunConfig
 from supertuner.core.types import JSON
 from supertuner.models.adapters import attach as adapters
-from supertuner.models.spec import Expert, Family, Model
-from supertuner.plan.trace.phases import SampleTrace, trace_media, trace_sampling, trace_text
-from supertuner.plan.trace.record import Trace
-from supertuner.plan.trace.recorder import Device
+from supertuner.models.spec import Expert, Family, ModelDescription
+from supertuner.plan.trace.phases import SampleTrace, trace_media_encoding, trace_sampling, trace_text_encoding
+from supertuner.plan.trace.record import ExecutionTrace
+from supertuner.plan.trace.recorder import TracedDevice
 from supertuner.plan.trace.shapes import BatchShape
-from supertuner.plan.trace.trace_store import Kept
-from supertuner.plan.trace.training import trace_training
+from supertuner.plan.trace.trace_store import TraceCache
+from supertuner.plan.trace.training import trace_training_step
 
-VALUES_ONLY = {"start_from", "frozen", "high_noise", "low_noise"}
+IGNORED_ADAPTER_SETTINGS = {"start_from", "frozen", "high_noise", "low_noise"}
 """Of an adapter's settings: files, and what `for_expert` has chosen from already."""
 
 
-def training(
-    kept: Kept,
+def cached_training_trace(
+    cache: TraceCache,
     config: RunConfig,
     family: Family,
-    model: Model,
+    model: ModelDescription,
     expert: Expert,
     shape: BatchShape,
     *,
-    device: Device,
+    device: TracedDevice,
     checkpointing: bool | None = None,
     micro_batches: int = 1,
-    of: str = "",
-) -> Trace:
+    shape_label: str = "",
+) -> ExecutionTrace:
     """`trace_training`, or what was kept of it. `of` is for people: what the shape is called."""
     recomputed = config.train.gradient_checkpointing if checkpointing is None else checkpointing
-    what = {
-        **_phase("train", family, device),
-        **_trained(config, model, expert),
+    description = {
+        **_phase_key("train", family, device),
+        **_expert_key(config, model, expert),
         "shape": str(shape),
         "checkpointing": recomputed,
         "micro_batches": micro_batches,
         "objective": config.objective.model_dump(mode="json"),
         "max_grad_norm": config.train.max_grad_norm is not None,
     }
-    made = kept.trace(
-        what,
-        lambda: trace_training(
+    trace = cache.get_or_create(
+        description,
+        lambda: trace_training_step(
             config,
             family,
             model,
@@ -60,99 +60,115 @@ def training(
             micro_batches=micro_batches,
             device=device,
         ),
-        f"a step of {expert.name}{of and ' with ' + of}",
+        f"a step of {expert.name}{shape_label and ' with ' + shape_label}",
     )
-    return replace(made, phase=f"train {expert.name}")
+    return replace(trace, phase=f"train {expert.name}")
 
 
-def media(
-    kept: Kept, family: Family, model: Model, shape: tuple[int, ...], *, device: Device, of: str = "a sample"
-) -> Trace:
+def cached_media_trace(
+    cache: TraceCache,
+    family: Family,
+    model: ModelDescription,
+    media_shape: tuple[int, ...],
+    *,
+    device: TracedDevice,
+    shape_label: str = "a sample",
+) -> ExecutionTrace:
     """`trace_media`, or what was kept of it."""
-    what = {**_phase("media", family, device), "config": _plain(model.configs["vae"]), "shape": list(shape)}
-    what["conditioned"] = model.starts_from_frame
-    return kept.trace(what, lambda: trace_media(family, model, shape, device=device), f"the encoding of {of}")
+    description = {
+        **_phase_key("media", family, device),
+        "config": _config_key(model.configs["vae"]),
+        "shape": list(media_shape),
+    }
+    description["conditioned"] = model.needs_first_frame
+    return cache.get_or_create(
+        description,
+        lambda: trace_media_encoding(family, model, media_shape, device=device),
+        f"the encoding of {shape_label}",
+    )
 
 
-def text(
-    kept: Kept,
+def cached_text_trace(
+    cache: TraceCache,
     config: RunConfig,
     family: Family,
-    model: Model,
+    model: ModelDescription,
     *,
-    device: Device,
-    picture: tuple[int, ...] | None = None,
+    device: TracedDevice,
+    reference_shape: tuple[int, ...] | None = None,
     text_tokens: int | None = None,
-) -> Trace:
+) -> ExecutionTrace:
     """`trace_text`, or what was kept of it."""
-    what = {
-        **_phase("text", family, device),
-        "configs": _encoders(model),
+    description = {
+        **_phase_key("text", family, device),
+        "configs": _text_encoder_key(model),
         "precision": config.train.mixed_precision,
-        "picture": None if picture is None else list(picture),
-        "tokens": model.source.hollow_tokens if text_tokens is None else text_tokens,
+        "picture": None if reference_shape is None else list(reference_shape),
+        "tokens": model.source.assumed_caption_tokens if text_tokens is None else text_tokens,
     }
-    return kept.trace(
-        what,
-        lambda: trace_text(config, family, model, picture=picture, text_tokens=text_tokens, device=device),
+    return cache.get_or_create(
+        description,
+        lambda: trace_text_encoding(
+            config, family, model, reference_shape=reference_shape, text_tokens=text_tokens, device=device
+        ),
         "the encoding of a caption",
     )
 
 
-def sampling(
-    kept: Kept,
+def cached_sampling_trace(
+    cache: TraceCache,
     config: RunConfig,
     family: Family,
-    model: Model,
+    model: ModelDescription,
     shape: BatchShape,
     *,
-    device: Device,
-    of: str = "",
+    device: TracedDevice,
+    shape_label: str = "",
 ) -> SampleTrace:
     """`trace_sampling`, or what was kept of it."""
-    what = {
-        **_phase("sample", family, device),
-        "experts": [_trained(config, model, expert) for expert in model.experts],
+    description = {
+        **_phase_key("sample", family, device),
+        "experts": [_expert_key(config, model, expert) for expert in model.experts],
         "trained": config.model.experts,
-        "configs": _encoders(model),
-        "vae": _plain(model.configs["vae"]),
+        "configs": _text_encoder_key(model),
+        "vae": _config_key(model.configs["vae"]),
         "shape": str(shape),
         "guided": config.validation.guidance_scale > 1,
     }
-    made = kept.trace(
-        what,
+    trace = cache.get_or_create(
+        description,
         lambda: trace_sampling(config, family, model, shape, device=device).trace,
-        f"a sample{of and ' of ' + of}",
+        f"a sample{shape_label and ' of ' + shape_label}",
     )
-    return SampleTrace(made)
+    return SampleTrace(trace)
 
 
-def _phase(name: str, family: Family, device: Device) -> dict[str, JSON]:
+def _phase_key(name: str, family: Family, device: TracedDevice) -> dict[str, JSON]:
     return {"phase": name, "family": family.name, "device": repr(device)}
 
 
-def _trained(config: RunConfig, model: Model, expert: Expert) -> dict[str, JSON]:
+def _expert_key(config: RunConfig, model: ModelDescription, expert: Expert) -> dict[str, JSON]:
     """What is trained of an expert, and how."""
-    settings = adapters.for_expert(config.adapter, expert.name)
+    settings = adapters.settings_for_expert(config.adapter, expert.name)
     return {
-        "config": _plain(model.configs[expert.part]),
-        "class": str(model.configs[""][expert.part]),
-        "index": _plain({key: value for key, value in model.configs[""].items() if not isinstance(value, list)}),
-        "adapter": settings.model_dump(mode="json", exclude=VALUES_ONLY),
+        "config": _config_key(model.configs[expert.component]),
+        "class": str(model.configs[""][expert.component]),
+        "index": _config_key({key: value for key, value in model.configs[""].items() if not isinstance(value, list)}),
+        "adapter": settings.model_dump(mode="json", exclude=IGNORED_ADAPTER_SETTINGS),
         "base_weights": config.model.base_weights,
         "left_out": [config.model.compile, config.model.attention],
         "precision": config.train.mixed_precision,
         "optimizer": [config.optimizer.name, config.optimizer.weight_decay],
         "averaged": config.train.ema_decay is not None,
         "prior": any(dataset.prior for dataset in config.datasets),
-        "told": [model.starts_from_frame, model.edits, model.told_framing, model.prediction],
+        "told": [model.needs_first_frame, model.edits_images, model.micro_conditioning, model.prediction],
     }
 
 
-def _encoders(model: Model) -> dict[str, JSON]:
-    return {part: _plain(config) for part, config in model.configs.items() if part.startswith("text_encoder")}
+def _text_encoder_key(model: ModelDescription) -> dict[str, JSON]:
+    return {part: _config_key(config) for part, config in model.configs.items() if part.startswith("text_encoder")}
 
 
-def _plain(config: Any) -> JSON:
+def _config_key(config: Any) -> JSON:
     """A config as it stands in a file, without what names where it came from."""
     return {str(key): str(value) for key, value in config.items() if not str(key).startswith("_name_or_path")}

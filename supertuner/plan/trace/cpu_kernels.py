@@ -12,54 +12,54 @@ from typing import Any
 
 import torch
 
-from supertuner.plan.trace.recorder import Plain
+from supertuner.plan.trace.recorder import PlainCpuDevice
 
 aten = torch.ops.aten
 
-KEYS_AT_ONCE = 512
-QUERIES_AT_ONCE = ((768, 256), (192, 64), (0, 32))
+KEY_TILE = 512
+QUERY_TILES = ((768, 256), (192, 64), (0, 32))
 """From so many queries on, a thread takes so many at once."""
-ALIGNED = 128
+ONEDNN_SCRATCH_ALIGNMENT = 128
 """oneDNN's own scratch memory is rounded up by as much."""
 
 
 @dataclass(frozen=True, slots=True)
-class Cpu(Plain):
+class CpuDevice(PlainCpuDevice):
     """A CPU as a trace sees it, with what its kernels take beside their results."""
 
     threads: int = field(default_factory=torch.get_num_threads)
     """Each has buffers of its own."""
 
-    def workspace(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[int]:
+    def operator_workspaces(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[int]:
         """Bytes of what an operator takes when it begins and gives back when it ends."""
         if operator is aten._scaled_dot_product_flash_attention_for_cpu.default:
-            return self._attention(args[0], args[1])
+            return self._attention_workspaces(args[0], args[1])
         if operator is aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
-            return self._attention_backward(args[1], args[2])
+            return self._attention_backward_workspaces(args[1], args[2])
         if operator in (aten.mm.default, aten.bmm.default):
-            return _summed_in_fp32(args[0], args[1])
+            return _fp32_accumulator_workspaces(args[0], args[1])
         if operator is aten.addmm.default:
-            return _summed_in_fp32(args[1], args[2])
+            return _fp32_accumulator_workspaces(args[1], args[2])
         return ()
 
-    def _attention(self, query: torch.Tensor, key: torch.Tensor) -> Sequence[int]:
+    def _attention_workspaces(self, query: torch.Tensor, key: torch.Tensor) -> Sequence[int]:
         """Scores, their largest and their sum, and the result, of as many queries as a thread takes at once."""
-        queries, keys = _at_once(query.shape[-2], key.shape[-2])
+        queries, keys = _tile_sizes(query.shape[-2], key.shape[-2])
         scores = self.threads * queries * (keys + 2 + query.shape[-1]) * 4
         return (scores,) if query.element_size() == 4 else (scores, self.threads * queries * keys * 2)
 
-    def _attention_backward(self, query: torch.Tensor, key: torch.Tensor) -> Sequence[int]:
-        queries, keys = _at_once(query.shape[-2], key.shape[-2])
+    def _attention_backward_workspaces(self, query: torch.Tensor, key: torch.Tensor) -> Sequence[int]:
+        queries, keys = _tile_sizes(query.shape[-2], key.shape[-2])
         scores, sums = self.threads * 2 * queries * keys * 4, self.threads * queries * 4
         return (scores, sums) if query.element_size() == 4 else (scores, scores // 2, sums)
 
 
-def _at_once(queries: int, keys: int) -> tuple[int, int]:
-    most = next(size for least, size in QUERIES_AT_ONCE if queries >= least)
-    return min(most, queries), min(KEYS_AT_ONCE, keys)
+def _tile_sizes(queries: int, keys: int) -> tuple[int, int]:
+    query_tile = next(size for least, size in QUERY_TILES if queries >= least)
+    return min(query_tile, queries), min(KEY_TILE, keys)
 
 
-def _summed_in_fp32(left: torch.Tensor, right: torch.Tensor) -> Sequence[int]:
+def _fp32_accumulator_workspaces(left: torch.Tensor, right: torch.Tensor) -> Sequence[int]:
     if left.element_size() != 2:
         return ()
-    return (left.shape[:-1].numel() * right.shape[-1] * 4 + ALIGNED,)
+    return (left.shape[:-1].numel() * right.shape[-1] * 4 + ONEDNN_SCRATCH_ALIGNMENT,)

@@ -20,12 +20,12 @@ import torch
 from torch.library import Library, fallthrough_kernel
 from torch.utils._pytree import tree_iter, tree_map
 
-from supertuner.plan.trace.attention import Heads, Kernel, kernel
+from supertuner.plan.trace.attention import AttentionKernel, AttentionShape, select_attention_kernel
 
 aten = torch.ops.aten
-Compute: TypeAlias = Callable[..., Any]
+OperatorFunction: TypeAlias = Callable[..., Any]
 
-IN_FP32: Final = (
+AUTOCAST_FP32: Final = (
     "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh",
     "tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus", "layer_norm", "native_layer_norm",
     "rms_norm", "group_norm", "frobenius_norm.dim", "nuclear_norm", "nuclear_norm.dim", "cosine_similarity", "dist",
@@ -34,45 +34,54 @@ IN_FP32: Final = (
     "upsample_bilinear2d", "_upsample_bilinear2d_aa", "upsample_trilinear3d", "upsample_bicubic2d",
     "_upsample_bicubic2d_aa",
 )  # fmt: skip
-SUMMED_IN_FP32: Final = (
+AUTOCAST_FP32_OUTPUT: Final = (
     "softmax.int", "log_softmax.int", "cumprod", "cumsum", "linalg_vector_norm", "linalg_matrix_norm",
     "linalg_matrix_norm.str_ord", "sum", "sum.dim_IntList",
 )  # fmt: skip
 """They are told to give fp32, and cast as they go."""
-LOWERED: Final = ("_convolution", "convolution", "addmv", "addr", "chain_matmul", "einsum", "linalg_multi_dot", "mv")
+AUTOCAST_LOWER_PRECISION: Final = (
+    "_convolution",
+    "convolution",
+    "addmv",
+    "addr",
+    "chain_matmul",
+    "einsum",
+    "linalg_multi_dot",
+    "mv",
+)
 """Beside those that the CPU lowers too: linear layers, convolutions, matrix products, attention."""
-WIDENED: Final = (
+AUTOCAST_PROMOTE: Final = (
     "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "index_put", "scatter_add", "tensordot", "vdot",
 )  # fmt: skip
 """To the widest of their arguments."""
-LEFT_ALONE: Final = (
+NOT_CAST_ON_CUDA: Final = (
     "cat", "stack", "index_copy", "view_as_complex", "polar", "reflection_pad1d", "reflection_pad2d",
     "replication_pad1d", "replication_pad2d", "replication_pad3d", "avg_pool3d", "max_pool3d", "adaptive_avg_pool3d",
     "fft_fftn", "fft_ifftn", "fft_fft", "fft_ifft", "fft_rfft", "fft_irfft", "quantile", "nanquantile",
 )  # fmt: skip
 """What the CPU casts and CUDA does not."""
 
-_CAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+_AUTOCAST_CPU_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
 
 @contextmanager
-def as_on_cuda(capability: tuple[int, int]) -> Iterator[None]:
+def dispatch_as_cuda(capability: tuple[int, int]) -> Iterator[None]:
     """Inside, what is done with fake CPU tensors is what would be done with CUDA tensors on such a chip."""
     library: Any = Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     try:
-        for name in IN_FP32:
-            library.impl(name, _casting(operator(name), _to_fp32), "AutocastCPU")
-        for name in LOWERED:
-            library.impl(name, _casting(operator(name), _to_low), "AutocastCPU")
-        for name in WIDENED:
-            library.impl(name, _casting(operator(name), _to_widest), "AutocastCPU")
-        for name in SUMMED_IN_FP32:
-            library.impl(name, _told_fp32(operator(name)), "AutocastCPU")
+        for name in AUTOCAST_FP32:
+            library.impl(name, _with_cast_arguments(find_operator(name), _fp32_dtype), "AutocastCPU")
+        for name in AUTOCAST_LOWER_PRECISION:
+            library.impl(name, _with_cast_arguments(find_operator(name), _lower_precision_dtype), "AutocastCPU")
+        for name in AUTOCAST_PROMOTE:
+            library.impl(name, _with_cast_arguments(find_operator(name), _widest_dtype), "AutocastCPU")
+        for name in AUTOCAST_FP32_OUTPUT:
+            library.impl(name, _with_fp32_output(find_operator(name)), "AutocastCPU")
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Warning only once for all operators", category=UserWarning)
-            for name in LEFT_ALONE:
+            for name in NOT_CAST_ON_CUDA:
                 library.impl(name, fallthrough_kernel, "AutocastCPU", allow_override=True)
-        library.impl("scaled_dot_product_attention", _attending(capability), "AutogradCPU")
+        library.impl("scaled_dot_product_attention", _scaled_dot_product_attention(capability), "AutogradCPU")
         library.impl("rms_norm", _rms_norm, "AutogradCPU")
         library.impl("group_norm", _group_norm, "AutogradCPU")
         yield
@@ -80,39 +89,41 @@ def as_on_cuda(capability: tuple[int, int]) -> Iterator[None]:
         library._destroy()
 
 
-def operator(name: str) -> Any:
+def find_operator(name: str) -> Any:
     """torch's operator of that name, `pow.Scalar`."""
     base, _, overload = name.partition(".")
     return getattr(getattr(aten, base), overload or "default")
 
 
-def _castable(value: object) -> bool:
+def _is_castable(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != torch.float64
 
 
-def _to_fp32(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.dtype | None:
+def _fp32_dtype(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.dtype | None:
     return torch.float32
 
 
-def _to_low(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.dtype | None:
+def _lower_precision_dtype(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.dtype | None:
     return torch.get_autocast_dtype("cpu")
 
 
-def _to_widest(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.dtype | None:
-    found = {leaf.dtype for leaf in tree_iter((args, kwargs)) if _castable(leaf)}
-    if not found:
+def _widest_dtype(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.dtype | None:
+    dtypes = {leaf.dtype for leaf in tree_iter((args, kwargs)) if _is_castable(leaf)}
+    if not dtypes:
         return None
-    return torch.float32 if torch.float32 in found else torch.get_autocast_dtype("cpu")
+    return torch.float32 if torch.float32 in dtypes else torch.get_autocast_dtype("cpu")
 
 
-def _casting(compute: Compute, target: Callable[[Sequence[Any], Mapping[str, Any]], torch.dtype | None]) -> Compute:
+def _with_cast_arguments(
+    compute: OperatorFunction, target_dtype: Callable[[Sequence[Any], Mapping[str, Any]], torch.dtype | None]
+) -> OperatorFunction:
     def cast(*args: Any, **kwargs: Any) -> Any:
-        dtype = target(args, kwargs)
+        dtype = target_dtype(args, kwargs)
 
         def one(value: Any) -> Any:
-            return value.to(dtype) if dtype is not None and _castable(value) and value.dtype != dtype else value
+            return value.to(dtype) if dtype is not None and _is_castable(value) and value.dtype != dtype else value
 
-        with torch._C._ExcludeDispatchKeyGuard(_CAST):
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_CPU_KEYS):
             # From the last to the first, as the C++ compiler has it: the order in which memory is taken.
             made = tuple(tree_map(one, value) for value in reversed(args))[::-1]
             return compute(*made, **tree_map(one, kwargs))
@@ -120,17 +131,17 @@ def _casting(compute: Compute, target: Callable[[Sequence[Any], Mapping[str, Any
     return cast
 
 
-def _told_fp32(compute: Compute) -> Compute:
-    def told(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(_CAST):
-            if _castable(args[0]) and kwargs.get("dtype") is None:
+def _with_fp32_output(compute: OperatorFunction) -> OperatorFunction:
+    def compute_in_fp32(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_CPU_KEYS):
+            if _is_castable(args[0]) and kwargs.get("dtype") is None:
                 kwargs["dtype"] = torch.float32
             return compute(*args, **kwargs)
 
-    return told
+    return compute_in_fp32
 
 
-def _attending(capability: tuple[int, int]) -> Compute:
+def _scaled_dot_product_attention(capability: tuple[int, int]) -> OperatorFunction:
     def attend(
         query: torch.Tensor,
         key: torch.Tensor,
@@ -145,14 +156,14 @@ def _attending(capability: tuple[int, int]) -> Compute:
         if enable_gqa and query.shape[-3] != key.shape[-3]:
             repeats = query.shape[-3] // key.shape[-3]
             key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
-        which = _kernel_of(query, key, attn_mask, dropout_p, capability)
-        mask = None if attn_mask is None else _additive(attn_mask, query.dtype)
+        which = _select_kernel(query, key, attn_mask, dropout_p, capability)
+        mask = None if attn_mask is None else _additive_mask(attn_mask, query.dtype)
         learns = torch.is_grad_enabled() and any(one.requires_grad for one in (query, key, value))
-        if which is Kernel.CUDNN:
+        if which is AttentionKernel.CUDNN:
             found = aten._scaled_dot_product_cudnn_attention(
                 query, key, value, mask, learns, dropout_p, is_causal, False, scale=scale
             )
-        elif which is Kernel.FLASH:
+        elif which is AttentionKernel.FLASH:
             width = query.shape[-1]
             spare = -width % 8
             query, key, value = (
@@ -163,7 +174,7 @@ def _attending(capability: tuple[int, int]) -> Compute:
                 query, key, value, dropout_p, is_causal, False, scale=scale
             )
             return found[0][..., :width]  # type: ignore[no-any-return]
-        elif which is Kernel.EFFICIENT:
+        elif which is AttentionKernel.EFFICIENT:
             if mask is not None:
                 mask = mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
             found = aten._scaled_dot_product_efficient_attention(
@@ -178,22 +189,22 @@ def _attending(capability: tuple[int, int]) -> Compute:
     return attend
 
 
-def _kernel_of(
+def _select_kernel(
     query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, dropout: float, capability: tuple[int, int]
-) -> Kernel:
+) -> AttentionKernel:
     if query.dim() != 4:
-        return Kernel.MATH
+        return AttentionKernel.MATH
     batch, heads, queries, width = query.shape
-    return kernel(
-        Heads(batch, heads, queries, key.shape[-2], width, query.element_size()),
+    return select_attention_kernel(
+        AttentionShape(batch, heads, queries, key.shape[-2], width, query.element_size()),
         capability=capability,
         masked=mask is not None,
-        mask_learns=mask is not None and mask.requires_grad,
+        mask_requires_grad=mask is not None and mask.requires_grad,
         dropout=dropout > 0,
     )
 
 
-def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A mask of yes and no as what is added to the scores."""
     if mask.dtype != torch.bool:
         return mask

@@ -15,66 +15,73 @@ from typing import Any
 import torch
 
 from supertuner.core.types import KIB, MIB
-from supertuner.plan.trace.attention import Heads, Kernel, backward_bytes
-from supertuner.plan.trace.cuda_dispatch import as_on_cuda
-from supertuner.plan.trace.reductions import GH200, Chip, reduction_bytes
+from supertuner.plan.trace.attention import AttentionKernel, AttentionShape, attention_backward_workspaces
+from supertuner.plan.trace.cuda_dispatch import dispatch_as_cuda
+from supertuner.plan.trace.reductions import GH200_CHIP, GpuChip, reduction_workspaces
 
 aten = torch.ops.aten
 
-GRANULE = 512
+ALIGNMENT_BYTES = 512
 """torch's caching allocator rounds every request up to a multiple of it (`kMinBlockSize`, CUDACachingAllocator.cpp)."""
-CUBLAS_WORKSPACE = 32 * MIB
+CUBLAS_WORKSPACE_BYTES = 32 * MIB
 """On chips from compute capability 9 on: seen on the phantom as a GH200 and as a GB10."""
-CUBLAS_OLDER = (2 * 4096 + 8 * 16) * KIB
+CUBLAS_WORKSPACE_BYTES_BEFORE_HOPPER = (2 * 4096 + 8 * 16) * KIB
 """NVIDIA's and torch's default before (`CUBLAS_WORKSPACE_CONFIG=:4096:2:16:8`)."""
 CUBLAS_THREADS = 2
 """The forward pass and the backward pass have a thread each, and each thread a handle with a workspace of its own."""
-FOREACH_CHUNK = 65536
+FOREACH_CHUNK_ELEMENTS = 65536
 """Elements of one tensor that one block of a foreach kernel takes (`kChunkSize`, MultiTensorApply.cuh)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Cuda:
+class CudaDevice:
     """A GPU as a trace sees it. Implements the recorder's `Device`."""
 
-    chip: Chip = GH200
+    chip: GpuChip = GH200_CHIP
     name: str = "cuda"
-    granule: int = GRANULE
+    alignment_bytes: int = ALIGNMENT_BYTES
 
-    def behaving(self) -> AbstractContextManager[None]:
-        return as_on_cuda(self.chip.capability)
+    def emulate_dispatch(self) -> AbstractContextManager[None]:
+        return dispatch_as_cuda(self.chip.capability)
 
-    def standing(self) -> Sequence[int]:
+    def library_workspaces(self) -> Sequence[int]:
         """Bytes that are taken by the first matrix product of each thread, and never given back."""
-        return (CUBLAS_WORKSPACE if self.chip.capability[0] >= 9 else CUBLAS_OLDER,) * CUBLAS_THREADS
+        return (
+            CUBLAS_WORKSPACE_BYTES if self.chip.capability[0] >= 9 else CUBLAS_WORKSPACE_BYTES_BEFORE_HOPPER,
+        ) * CUBLAS_THREADS
 
-    def workspace(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[int]:
+    def operator_workspaces(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[int]:
         """Bytes of what an operator takes when it begins and gives back when it ends."""
-        if (which := _ATTENTION_BACKWARD.get(operator)) is not None:
-            return backward_bytes(which, _heads(args[1], args[2]))
-        if operator in _REDUCTIONS:
-            return self._reduction(args[0], args[1] if len(args) > 1 else kwargs.get("dim"))
-        if operator in _WHOLE:
-            return self._reduction(args[0], None)
+        if (attention_kernel := _ATTENTION_BACKWARD_KERNELS.get(operator)) is not None:
+            return attention_backward_workspaces(attention_kernel, _attention_shape(args[1], args[2]))
+        if operator in _DIM_REDUCTIONS:
+            return self._reduction_workspaces(args[0], args[1] if len(args) > 1 else kwargs.get("dim"))
+        if operator in _FULL_REDUCTIONS:
+            return self._reduction_workspaces(args[0], None)
         if operator is aten._foreach_norm.Scalar:
-            return _foreach_norm(args[0])
+            return _foreach_norm_workspaces(args[0])
         if operator is aten.convolution.default:
-            return _convolution(*args)
+            return _convolution_workspaces(*args)
         if operator is aten.convolution_backward.default:
-            return self._convolution_backward(*args)
+            return self._convolution_backward_workspaces(*args)
         return ()
 
-    def _reduction(self, values: torch.Tensor, dimensions: Any) -> Sequence[int]:
+    def _reduction_workspaces(self, values: torch.Tensor, dimensions: Any) -> Sequence[int]:
         if dimensions is None or (isinstance(dimensions, Sequence) and not dimensions):
             dimensions = range(values.dim())
         elif isinstance(dimensions, int):
             dimensions = (dimensions,)
-        sums = 8 if values.dtype in (torch.float64, torch.int64) else 4
-        return reduction_bytes(
-            values.shape, values.stride(), dimensions, values.element_size(), self.chip, sum_bytes=sums
+        accumulator_bytes = 8 if values.dtype in (torch.float64, torch.int64) else 4
+        return reduction_workspaces(
+            values.shape,
+            values.stride(),
+            dimensions,
+            values.element_size(),
+            self.chip,
+            accumulator_bytes=accumulator_bytes,
         )
 
-    def _convolution_backward(
+    def _convolution_backward_workspaces(
         self,
         gradient: torch.Tensor,
         values: torch.Tensor,
@@ -83,19 +90,21 @@ class Cuda:
         *rest: Any,
     ) -> Sequence[int]:
         """Its parts run one after the other; the largest is what it takes."""
-        wanted = rest[-1]
-        copies = sum(map(_copied, (gradient, values, weight))) if wanted[0] or wanted[1] else 0
+        output_mask = rest[-1]
+        copies = (
+            sum(map(_channels_last_copy_bytes, (gradient, values, weight))) if output_mask[0] or output_mask[1] else 0
+        )
         others = [dimension for dimension in range(gradient.dim()) if dimension != 1]
-        sums = sum(self._reduction(gradient, others)) if wanted[2] else 0
+        sums = sum(self._reduction_workspaces(gradient, others)) if output_mask[2] else 0
         return (max(copies, sums),) if max(copies, sums) else ()
 
 
-_ATTENTION_BACKWARD = {
-    aten._scaled_dot_product_cudnn_attention_backward.default: Kernel.CUDNN,
-    aten._scaled_dot_product_flash_attention_backward.default: Kernel.FLASH,
-    aten._scaled_dot_product_efficient_attention_backward.default: Kernel.EFFICIENT,
+_ATTENTION_BACKWARD_KERNELS = {
+    aten._scaled_dot_product_cudnn_attention_backward.default: AttentionKernel.CUDNN,
+    aten._scaled_dot_product_flash_attention_backward.default: AttentionKernel.FLASH,
+    aten._scaled_dot_product_efficient_attention_backward.default: AttentionKernel.EFFICIENT,
 }
-_REDUCTIONS = frozenset(
+_DIM_REDUCTIONS = frozenset(
     {
         aten.sum.dim_IntList,
         aten.mean.dim,
@@ -103,23 +112,23 @@ _REDUCTIONS = frozenset(
         aten.amin.default,
     }
 )
-_WHOLE = frozenset({aten.sum.default, aten.mean.default, aten.linalg_vector_norm.default})
+_FULL_REDUCTIONS = frozenset({aten.sum.default, aten.mean.default, aten.linalg_vector_norm.default})
 
 
-def _heads(query: torch.Tensor, key: torch.Tensor) -> Heads:
+def _attention_shape(query: torch.Tensor, key: torch.Tensor) -> AttentionShape:
     batch, heads, queries, width = query.shape
-    return Heads(batch, heads, queries, key.shape[-2], width, query.element_size())
+    return AttentionShape(batch, heads, queries, key.shape[-2], width, query.element_size())
 
 
-def _foreach_norm(tensors: Sequence[torch.Tensor]) -> Sequence[int]:
+def _foreach_norm_workspaces(tensors: Sequence[torch.Tensor]) -> Sequence[int]:
     """A number for every chunk of every tensor, as many for each as for the largest (ForeachReduceOp.cu)."""
     if not tensors:
         return ()
-    most = max(-(-tensor.numel() // FOREACH_CHUNK) for tensor in tensors)
-    return (len(tensors) * most * 4,)
+    max_chunks = max(-(-tensor.numel() // FOREACH_CHUNK_ELEMENTS) for tensor in tensors)
+    return (len(tensors) * max_chunks * 4,)
 
 
-def _convolution(values: torch.Tensor, weight: torch.Tensor, bias: Any, *rest: Any) -> Sequence[int]:
+def _convolution_workspaces(values: torch.Tensor, weight: torch.Tensor, bias: Any, *rest: Any) -> Sequence[int]:
     stride, padding, dilation, transposed, _, groups = rest
     sides = []
     for side, size, step, pad, spread in zip(
@@ -131,12 +140,16 @@ def _convolution(values: torch.Tensor, weight: torch.Tensor, bias: Any, *rest: A
     result = values.shape[0] * channels * values.element_size()
     for side in sides:
         result *= side
-    return (_copied(values) + _copied(weight) + (0 if _channels_last(values) else result),)
+    return (
+        _channels_last_copy_bytes(values)
+        + _channels_last_copy_bytes(weight)
+        + (0 if _is_channels_last(values) else result),
+    )
 
 
-def _copied(tensor: torch.Tensor) -> int:
-    return 0 if _channels_last(tensor) else tensor.numel() * tensor.element_size()
+def _channels_last_copy_bytes(tensor: torch.Tensor) -> int:
+    return 0 if _is_channels_last(tensor) else tensor.numel() * tensor.element_size()
 
 
-def _channels_last(tensor: torch.Tensor) -> bool:
+def _is_channels_last(tensor: torch.Tensor) -> bool:
     return tensor.dim() > 1 and tensor.stride(1) == 1

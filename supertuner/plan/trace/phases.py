@@ -16,148 +16,172 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from supertuner.config.settings.tree import RunConfig
-from supertuner.core.events import Silence
+from supertuner.core.events import NullSink
 from supertuner.models import loading
-from supertuner.models.blocks import blocks_of
-from supertuner.models.spec import Family, MediaEncoder, Model, TextEncoder
-from supertuner.plan.placement.step_table import Work
-from supertuner.plan.trace.record import Kind, Trace
-from supertuner.plan.trace.recorder import Device, Plain, Recorder
-from supertuner.plan.trace.shapes import CPU, BatchShape, Shaper, hollowed
-from supertuner.plan.trace.training import fake_batch, fake_trainee, told_state, traced_config
-from supertuner.step.precision import Precision
-from supertuner.step.trainee import experts_of, rules_of
-from supertuner.step.window import Trainee
+from supertuner.models.blocks import named_blocks
+from supertuner.models.spec import Family, MediaEncoder, ModelDescription, TextEncoder
+from supertuner.plan.placement.step_table import OperatorWork
+from supertuner.plan.trace.record import ExecutionTrace, TensorKind
+from supertuner.plan.trace.recorder import PlainCpuDevice, TracedDevice, TraceRecorder
+from supertuner.plan.trace.shapes import CPU, BatchShape, EncoderShapeProbe, without_weights
+from supertuner.plan.trace.training import (
+    build_fake_expert_state,
+    fake_batch,
+    register_optimizer_state,
+    traceable_config,
+)
+from supertuner.step.precision import ComputePrecision
+from supertuner.step.trainee import build_step_options, selected_experts
+from supertuner.step.window import ExpertState
 
-MEDIA, TEXT, SAMPLE = "encode media", "encode text", "sample"
-PREDICTION, REST = "prediction", "rest"
+ENCODE_MEDIA, ENCODE_TEXT, SAMPLING = "encode media", "encode text", "sample"
+PREDICTION, ENCODE_AND_DECODE = "prediction", "rest"
 """Parts of the work of a sample."""
 
 
-def trace_media(family: Family, model: Model, media: tuple[int, ...], *, device: Device | None = None) -> Trace:
+def trace_media_encoding(
+    family: Family, model: ModelDescription, media_shape: tuple[int, ...], *, device: TracedDevice | None = None
+) -> ExecutionTrace:
     """One sample of this shape (CHW or CFHW) through the media encoder: samples are encoded one by one."""
-    recorder = Recorder(device or Plain(), threads=1)
+    recorder = TraceRecorder(device or PlainCpuDevice(), threads=1)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        encoder: MediaEncoder = family.media_encoder(hollowed(model), CPU)
-        _watch(recorder, encoder)
-        given = torch.empty(1, *media, dtype=torch.uint8)
-        with recorder.device.behaving(), recorder:
-            made = encoder.encode(given)
-        del made
-    return recorder.trace(MEDIA)
+        encoder: MediaEncoder = family.build_media_encoder(without_weights(model), CPU)
+        _track_encoder(recorder, encoder)
+        pixels = torch.empty(1, *media_shape, dtype=torch.uint8)
+        with recorder.device.emulate_dispatch(), recorder:
+            encoded = encoder.encode(pixels)
+        del encoded
+    return recorder.build_trace(ENCODE_MEDIA)
 
 
-def trace_text(
+def trace_text_encoding(
     config: RunConfig,
     family: Family,
-    model: Model,
+    model: ModelDescription,
     *,
-    picture: tuple[int, ...] | None = None,
+    reference_shape: tuple[int, ...] | None = None,
     text_tokens: int | None = None,
-    device: Device | None = None,
-) -> Trace:
+    device: TracedDevice | None = None,
+) -> ExecutionTrace:
     """One caption, as long as it can be, through the text encoders."""
-    recorder = Recorder(device or Plain(), threads=1)
-    shaper = Shaper(config, family, model, text_tokens)
+    recorder = TraceRecorder(device or PlainCpuDevice(), threads=1)
+    shape_probe = EncoderShapeProbe(config, family, model, text_tokens)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        encoder: TextEncoder = family.text_encoder(hollowed(model, text_tokens), CPU, _dtype(config))
-        _watch(recorder, encoder)
-        with recorder.device.behaving(), recorder:
-            made = shaper.said(encoder, picture)
-        del made
-    notes = ("what the text encoder sees of pictures is left out",) if picture is not None else ()
-    return recorder.trace(TEXT, notes=notes)
+        encoder: TextEncoder = family.build_text_encoder(
+            without_weights(model, text_tokens), CPU, _compute_dtype(config)
+        )
+        _track_encoder(recorder, encoder)
+        with recorder.device.emulate_dispatch(), recorder:
+            encoded = shape_probe.encode_fake_caption(encoder, reference_shape)
+        del encoded
+    notes = ("what the text encoder sees of pictures is left out",) if reference_shape is not None else ()
+    return recorder.build_trace(ENCODE_TEXT, notes=notes)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class SampleTrace:
     """A validation's sample, and the work of making it."""
 
-    trace: Trace
+    trace: ExecutionTrace
 
     @property
-    def prediction(self) -> Work:
+    def prediction_work(self) -> OperatorWork:
         """One denoising step, with guidance; of the expert that works most."""
-        return dict(self.trace.parts)[PREDICTION]
+        return dict(self.trace.work_by_part)[PREDICTION]
 
     @property
-    def rest(self) -> Work:
+    def encode_and_decode_work(self) -> OperatorWork:
         """Encoding the prompt, and decoding the latents: once."""
-        return dict(self.trace.parts)[REST]
+        return dict(self.trace.work_by_part)[ENCODE_AND_DECODE]
 
-    def work(self, steps: int) -> Work:
-        one = self.prediction
-        scaled = Work(one.matmul_flops * steps, one.other_flops * steps, one.gpu_bytes * steps, one.operators * steps)
-        return self.rest + scaled
+    def total_work(self, steps: int) -> OperatorWork:
+        prediction = self.prediction_work
+        scaled = OperatorWork(
+            prediction.matmul_flops * steps,
+            prediction.other_flops * steps,
+            prediction.gpu_bytes * steps,
+            prediction.operators * steps,
+        )
+        return self.encode_and_decode_work + scaled
 
 
 def trace_sampling(
-    config: RunConfig, family: Family, model: Model, shape: BatchShape, *, device: Device | None = None
+    config: RunConfig, family: Family, model: ModelDescription, shape: BatchShape, *, device: TracedDevice | None = None
 ) -> SampleTrace:
     """A sample of the batch's shape, made in the middle of training: what is trained, its optimizer's state, and all
     parts of the pipeline are in memory at once."""
-    config, model = traced_config(config, checkpointing=False), hollowed(model)
-    precision = Precision(config.train.mixed_precision, CPU)
+    config, model = traceable_config(config, checkpointing=False), without_weights(model)
+    precision = ComputePrecision(config.train.mixed_precision, CPU)
     guided = config.validation.guidance_scale > 1
-    together = family.guides_together and guided
-    batch_shape = replace(shape, samples=2 if together else 1, counts={})
+    guides_in_one_batch = family.batched_guidance and guided
+    batch_shape = replace(shape, samples=2 if guides_in_one_batch else 1, loss_inputs={})
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    recorder = Recorder(device or Plain())
+    recorder = TraceRecorder(device or PlainCpuDevice())
     with torch.no_grad():
-        trainees = [fake_trainee(config, family, model, expert, mode) for expert in experts_of(config, model)]
+        expert_states = [
+            build_fake_expert_state(config, family, model, expert, mode) for expert in selected_experts(config, model)
+        ]
         with mode:
-            denoisers = _denoisers(config, family, model, trainees)
-            for trainee in trainees:
-                _primed(trainee)
+            denoisers = _build_denoisers(config, family, model, expert_states)
+            for trainee in expert_states:
+                _prime_optimizer(trainee)
             for name, module in denoisers.items():
                 module.eval()
-                recorder.watch(module, blocks_of(module), f"{name}.")
-            for trainee in trainees:
-                told_state(recorder, trainee, f"{trainee.expert.part}.")
-            vae = loading.module(model, "vae", torch.float32)
-            encoder: TextEncoder = family.text_encoder(model, CPU, precision.dtype)
-            _watch(recorder, encoder)
-            recorder.watch(vae, {})
-            rules = rules_of(config, family, model, precision, Silence())
+                recorder.track_module(module, named_blocks(module), f"{name}.")
+            for trainee in expert_states:
+                register_optimizer_state(recorder, trainee, f"{trainee.expert.component}.")
+            vae = loading.load_module(model, "vae", torch.float32)
+            encoder: TextEncoder = family.build_text_encoder(model, CPU, precision.dtype)
+            _track_encoder(recorder, encoder)
+            recorder.track_module(vae, {})
+            options = build_step_options(config, family, model, precision, NullSink())
             batch = fake_batch(batch_shape)
             for tensor in batch.tensors():
-                recorder.known(tensor, Kind.BATCH)
-            with recorder.device.behaving(), recorder:
-                worked = _Worked(recorder)
-                picture = (3, *(side * 8 for side in shape.latents[-2:])) if model.edits else None
-                prompts = [Shaper(config, family, model).said(encoder, picture) for _ in range(1 + guided)]
-                text = worked.since()
+                recorder.register_tensor(tensor, TensorKind.BATCH)
+            with recorder.device.emulate_dispatch(), recorder:
+                work_meter = _WorkMeter(recorder)
+                reference_shape = (3, *(side * 8 for side in shape.latents[-2:])) if model.edits_images else None
+                prompts = [
+                    EncoderShapeProbe(config, family, model).encode_fake_caption(encoder, reference_shape)
+                    for _ in range(1 + guided)
+                ]
+                text_work = work_meter.work_since_last_call()
                 predictions = []
                 for module in denoisers.values():
-                    said = []
-                    for _ in range(1 + guided - together):
-                        with rules.precision.autocast():
-                            said.append(
-                                rules.denoise(
-                                    module, batch.latents, batch.levels, dict(batch.text), dict(batch.conditions)
+                    outputs = []
+                    for _ in range(1 + guided - guides_in_one_batch):
+                        with options.precision.autocast():
+                            outputs.append(
+                                options.denoise(
+                                    module, batch.latents, batch.sigmas, dict(batch.text), dict(batch.conditions)
                                 )
                             )
-                    predictions.append(worked.since())
-                    del said
-                decoded = _decoded(vae, batch.latents[:1].float())
-                rest = text + worked.since()
+                    predictions.append(work_meter.work_since_last_call())
+                    del outputs
+                decoded = _decode_latents(vae, batch.latents[:1].float())
+                encode_and_decode = text_work + work_meter.work_since_last_call()
                 del prompts, decoded
     notes = ("the sampler's own arithmetic between predictions is left out",)
-    most = max(predictions, key=lambda one: one.matmul_flops)
-    return SampleTrace(replace(recorder.trace(SAMPLE, notes=notes), parts=((PREDICTION, most), (REST, rest))))
+    largest_prediction = max(predictions, key=lambda one: one.matmul_flops)
+    return SampleTrace(
+        replace(
+            recorder.build_trace(SAMPLING, notes=notes),
+            work_by_part=((PREDICTION, largest_prediction), (ENCODE_AND_DECODE, encode_and_decode)),
+        )
+    )
 
 
-class _Worked:
+class _WorkMeter:
     """The work of a recorder's stretches, taken piece by piece."""
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder, self._before = recorder, Work()
+    def __init__(self, recorder: TraceRecorder) -> None:
+        self._recorder, self._before = recorder, OperatorWork()
 
-    def since(self) -> Work:
+    def work_since_last_call(self) -> OperatorWork:
         """What was worked since this was asked last."""
-        total = self._recorder.worked()
+        total = self._recorder.work_so_far()
         before, self._before = self._before, total
-        return Work(
+        return OperatorWork(
             total.matmul_flops - before.matmul_flops,
             total.other_flops - before.other_flops,
             total.gpu_bytes - before.gpu_bytes,
@@ -165,48 +189,50 @@ class _Worked:
         )
 
 
-def _denoisers(config: RunConfig, family: Family, model: Model, trainees: Sequence[Trainee]) -> dict[str, nn.Module]:
+def _build_denoisers(
+    config: RunConfig, family: Family, model: ModelDescription, expert_states: Sequence[ExpertState]
+) -> dict[str, nn.Module]:
     """All experts by part: those in training, and those that the sampler loads for itself."""
-    found = {trainee.expert.part: trainee.module for trainee in trainees}
+    denoisers = {trainee.expert.component: trainee.module for trainee in expert_states}
     for expert in model.experts:
-        if expert.part not in found:
-            found[expert.part] = family.denoiser(model, expert, _dtype(config))
-    return found
+        if expert.component not in denoisers:
+            denoisers[expert.component] = family.load_denoiser(model, expert, _compute_dtype(config))
+    return denoisers
 
 
-def _primed(trainee: Trainee) -> None:
+def _prime_optimizer(expert_state: ExpertState) -> None:
     """One step of the optimizer with gradients of nothing: what it keeps is there."""
-    for parameter in trainee.parameters.values():
+    for parameter in expert_state.parameters.values():
         parameter.grad = torch.empty_like(parameter)
-    trainee.optimizer.step()
-    trainee.optimizer.zero_grad(set_to_none=True)
+    expert_state.optimizer.step()
+    expert_state.optimizer.zero_grad(set_to_none=True)
 
 
-def _decoded(vae: Any, latents: torch.Tensor) -> torch.Tensor:
+def _decode_latents(vae: Any, latents: torch.Tensor) -> torch.Tensor:
     """Pixels of latents; a VAE of films takes a picture as a film of one frame."""
-    films = any(isinstance(part, nn.Conv3d) for part in vae.modules())
-    if films and latents.ndim == 4:
+    is_video_vae = any(isinstance(part, nn.Conv3d) for part in vae.modules())
+    if is_video_vae and latents.ndim == 4:
         latents = latents.unsqueeze(2)
     pixels: torch.Tensor = vae.decode(latents, return_dict=False)[0]
     return pixels
 
 
-def _watch(recorder: Recorder, encoder: object) -> None:
+def _track_encoder(recorder: TraceRecorder, encoder: object) -> None:
     """Count the weights of every module that an encoder holds."""
-    for module in _modules(vars(encoder)):
-        recorder.watch(module, {})
+    for module in _find_modules(vars(encoder)):
+        recorder.track_module(module, {})
 
 
-def _modules(held: object) -> Iterator[nn.Module]:
-    if isinstance(held, nn.Module):
-        yield held
-    elif isinstance(held, dict):
-        for one in held.values():
-            yield from _modules(one)
-    elif isinstance(held, list | tuple):
-        for one in held:
-            yield from _modules(one)
+def _find_modules(value: object) -> Iterator[nn.Module]:
+    if isinstance(value, nn.Module):
+        yield value
+    elif isinstance(value, dict):
+        for one in value.values():
+            yield from _find_modules(one)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _find_modules(one)
 
 
-def _dtype(config: RunConfig) -> torch.dtype:
-    return Precision(config.train.mixed_precision, CPU).dtype
+def _compute_dtype(config: RunConfig) -> torch.dtype:
+    return ComputePrecision(config.train.mixed_precision, CPU).dtype

@@ -14,13 +14,13 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from supertuner.plan.placement.step_table import Work
+from supertuner.plan.placement.step_table import OperatorWork
 
-BEFORE = "(before)"
-AFTER = "(after)"
+BEFORE_BLOCKS = "(before)"
+AFTER_BLOCKS = "(after)"
 
 
-class Kind(IntEnum):
+class TensorKind(IntEnum):
     """What a tensor is to the step."""
 
     FROZEN = 0
@@ -35,22 +35,22 @@ class Kind(IntEnum):
     BATCH = 6
 
     @property
-    def text(self) -> str:
-        return _TEXTS[self]
+    def label(self) -> str:
+        return _LABELS[self]
 
 
-_TEXTS = {
-    Kind.FROZEN: "frozen weights",
-    Kind.TRAINED: "trained weights",
-    Kind.GRADIENT: "gradients",
-    Kind.STATE: "optimizer state",
-    Kind.ACTIVATION: "activations",
-    Kind.TEMPORARY: "temporaries",
-    Kind.BATCH: "batch",
+_LABELS = {
+    TensorKind.FROZEN: "frozen weights",
+    TensorKind.TRAINED: "trained weights",
+    TensorKind.GRADIENT: "gradients",
+    TensorKind.STATE: "optimizer state",
+    TensorKind.ACTIVATION: "activations",
+    TensorKind.TEMPORARY: "temporaries",
+    TensorKind.BATCH: "batch",
 }
 
 
-class Pass(IntEnum):
+class StepPass(IntEnum):
     """Which part of the step an operator belongs to."""
 
     FORWARD = 0
@@ -60,28 +60,28 @@ class Pass(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class TraceSpan:
     """Operators that ran one after the other in one block and one pass."""
 
     block: int
     """Into `Trace.blocks`."""
-    during: Pass
+    step_pass: StepPass
     begin: int
     """On the clock: its first birth or death is not before."""
     end: int
-    work: Work
-    touched: tuple[int, ...]
+    work: OperatorWork
+    touched_tensors: tuple[int, ...]
     """The tensors that its operators read or wrote, in the order of the first touch."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Trace:
+class ExecutionTrace:
     """One window, or one pass of an encoder or sampler."""
 
     phase: str
     device: str
     """`cuda` or `cpu`: whose memory this is."""
-    granule: int
+    alignment_bytes: int
     """Every tensor takes a multiple of so many bytes."""
     blocks: tuple[str, ...]
     """`(before)`, the blocks in the order of the forward pass, `(after)`."""
@@ -91,51 +91,51 @@ class Trace:
     kind: NDArray[np.uint8]
     block: NDArray[np.int16]
     """Where it was born, or whose weight, gradient or state it is."""
-    stretches: tuple[Stretch, ...]
+    spans: tuple[TraceSpan, ...]
     end: int
-    inputs: NDArray[np.int32]
+    block_inputs: NDArray[np.int32]
     """Pairs of a tensor and a block that it was given to in the forward pass."""
     micro_batches: int = 1
     notes: tuple[str, ...] = ()
     """What the trace does not know or left out."""
-    parts: tuple[tuple[str, Work], ...] = ()
+    work_by_part: tuple[tuple[str, OperatorWork], ...] = ()
     """Work by name, where a phase has parts that are repeated unequally often."""
 
-    def taken(self) -> NDArray[np.int64]:
+    def allocated_bytes(self) -> NDArray[np.int64]:
         """The bytes that each tensor takes of memory."""
-        return -(-self.nbytes // self.granule) * self.granule
+        return -(-self.nbytes // self.alignment_bytes) * self.alignment_bytes
 
-    def live(self) -> NDArray[np.int64]:
+    def live_bytes(self) -> NDArray[np.int64]:
         """Bytes that are taken at each tick of the clock, from 0 to `end`."""
-        return self._summed(self.taken())
+        return self._running_total(self.allocated_bytes())
 
-    def live_of(self, kind: Kind) -> NDArray[np.int64]:
-        return self._summed(np.where(self.kind == kind, self.taken(), 0))
+    def live_bytes_of_kind(self, kind: TensorKind) -> NDArray[np.int64]:
+        return self._running_total(np.where(self.kind == kind, self.allocated_bytes(), 0))
 
     def peak(self) -> tuple[int, int]:
         """The most bytes at once, and when that is first reached."""
-        live = self.live()
+        live = self.live_bytes()
         at = int(live.argmax())
         return int(live[at]), at
 
-    def by_kind(self, at: int) -> dict[Kind, int]:
+    def live_bytes_by_kind(self, tick: int) -> dict[TensorKind, int]:
         """What is alive at a tick, by class."""
-        alive = (self.birth <= at) & (at < self.death)
-        taken = self.taken()
-        return {kind: int(taken[alive & (self.kind == kind)].sum()) for kind in Kind}
+        alive = (self.birth <= tick) & (tick < self.death)
+        allocated = self.allocated_bytes()
+        return {kind: int(allocated[alive & (self.kind == kind)].sum()) for kind in TensorKind}
 
-    def place(self, at: int) -> Stretch | None:
+    def span_at(self, tick: int) -> TraceSpan | None:
         """The stretch that a tick falls into."""
-        return next((stretch for stretch in self.stretches if stretch.begin <= at < stretch.end), None)
+        return next((stretch for stretch in self.spans if stretch.begin <= tick < stretch.end), None)
 
-    def work(self, during: Pass | None = None) -> Work:
+    def total_work(self, step_pass: StepPass | None = None) -> OperatorWork:
         """Of all operators, or of one pass."""
-        return sum((one.work for one in self.stretches if during in (None, one.during)), Work())
+        return sum((one.work for one in self.spans if step_pass in (None, one.step_pass)), OperatorWork())
 
-    def of(self, during: Pass, block: int) -> Iterator[Stretch]:
-        return (one for one in self.stretches if one.during is during and one.block == block)
+    def spans_in(self, step_pass: StepPass, block: int) -> Iterator[TraceSpan]:
+        return (one for one in self.spans if one.step_pass is step_pass and one.block == block)
 
-    def _summed(self, nbytes: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _running_total(self, nbytes: NDArray[np.int64]) -> NDArray[np.int64]:
         change = np.zeros(self.end + 2, dtype=np.int64)
         np.add.at(change, self.birth, nbytes)
         np.add.at(change, self.death, -nbytes)

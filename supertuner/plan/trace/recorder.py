@@ -21,14 +21,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
-from supertuner.plan.placement.step_table import Work
-from supertuner.plan.trace.record import AFTER, BEFORE, Kind, Pass, Stretch, Trace
+from supertuner.plan.placement.step_table import OperatorWork
+from supertuner.plan.trace.record import AFTER_BLOCKS, BEFORE_BLOCKS, ExecutionTrace, StepPass, TensorKind, TraceSpan
 
 aten = torch.ops.aten
 Operator: TypeAlias = Any
 """torch's OpOverload."""
 
-FLOPS: Final[Mapping[Operator, Callable[..., int]]] = {
+FLOP_FORMULAS: Final[Mapping[Operator, Callable[..., int]]] = {
     **flop_registry,
     # torch counts attention on GPUs only; on the CPU it is the same product.
     aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[aten._scaled_dot_product_flash_attention],
@@ -38,7 +38,7 @@ FLOPS: Final[Mapping[Operator, Callable[..., int]]] = {
 }
 
 
-class Device(Protocol):
+class TracedDevice(Protocol):
     """How a kind of device computes, and uses memory beside what operators return."""
 
     @property
@@ -46,172 +46,178 @@ class Device(Protocol):
         """`cuda`, `cpu`."""
 
     @property
-    def granule(self) -> int:
+    def alignment_bytes(self) -> int:
         """Every tensor takes a multiple of so many bytes."""
 
-    def behaving(self) -> AbstractContextManager[None]:
+    def emulate_dispatch(self) -> AbstractContextManager[None]:
         """Inside, fake tensors on the CPU go the ways that they would go on this device."""
 
-    def standing(self) -> Sequence[int]:
+    def library_workspaces(self) -> Sequence[int]:
         """Bytes of what its libraries take for themselves when they are first used, and keep."""
 
-    def workspace(self, operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[int]:
+    def operator_workspaces(self, operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[int]:
         """Bytes of what an operator takes when it begins and gives back when it ends."""
 
 
 @dataclass(frozen=True, slots=True)
-class Plain:
+class PlainCpuDevice:
     """A device that does what torch's CPU code does."""
 
     name: str = "cpu"
-    granule: int = 1
+    alignment_bytes: int = 1
 
-    def behaving(self) -> AbstractContextManager[None]:
+    def emulate_dispatch(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def standing(self) -> Sequence[int]:
+    def library_workspaces(self) -> Sequence[int]:
         return ()
 
-    def workspace(self, operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[int]:
+    def operator_workspaces(self, operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[int]:
         return ()
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Between `with` and its end, everything that is computed is recorded."""
 
-    def __init__(self, device: Device, threads: int = 2) -> None:
+    def __init__(self, device: TracedDevice, threads: int = 2) -> None:
         """`threads`: how many compute in this process by the end of it. Autograd's engine has one of its own."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = device
         self._threads = threads
         self.clock = 0
-        self.blocks = [BEFORE, AFTER]
+        self.blocks = [BEFORE_BLOCKS, AFTER_BLOCKS]
         self.nbytes: list[int] = []
         self.birth: list[int] = []
         self.death: list[int] = []
         self.kind: list[int] = []
         self.block: list[int] = []
-        self.during: list[int] = []
-        self._ids: dict[int, int] = {}
+        self.birth_pass: list[int] = []
+        self._tensor_numbers: dict[int, int] = {}
         """Address of a live storage → which tensor it is."""
-        self._watched: dict[int, weakref.ref[Any]] = {}
-        self._places: dict[str, int] = {BEFORE: 0, AFTER: 1}
-        self._owners: dict[int, int] = {}
+        self._storage_refs: dict[int, weakref.ref[Any]] = {}
+        self._block_numbers: dict[str, int] = {BEFORE_BLOCKS: 0, AFTER_BLOCKS: 1}
+        self._parameter_blocks: dict[int, int] = {}
         """id of a parameter → its block."""
-        self._inside: list[int] = []
+        self._active_blocks: list[int] = []
         """Blocks whose forward pass is running, the innermost last."""
-        self._ranges: list[tuple[int, int, int]] = []
-        self._entered = False
-        self._pass = Pass.FORWARD
-        self._backward = False
-        self._stretches: list[Stretch] = []
-        self._open: _Open | None = None
-        self._alone: tuple[int, int, int] | None = None
-        self._stands: list[int] = []
+        self._sequence_ranges: list[tuple[int, int, int]] = []
+        self._any_block_entered = False
+        self._current_pass = StepPass.FORWARD
+        self._in_backward = False
+        self._spans: list[TraceSpan] = []
+        self._open_span: _OpenSpan | None = None
+        self._engine_use_counts: tuple[int, int, int] | None = None
+        self._library_workspaces: list[int] = []
         """What the device takes once."""
-        self.backward_began: list[int] = []
+        self.backward_starts: list[int] = []
         """For each micro-batch, when its backward pass began."""
-        self.inputs: list[tuple[int, int]] = []
+        self.block_inputs: list[tuple[int, int]] = []
         """(tensor, block): what was given to a block in the forward pass."""
 
     # What is known beforehand
 
-    def watch(self, module: nn.Module, blocks: Mapping[str, nn.Module], prefix: str = "") -> None:
+    def track_module(self, module: nn.Module, blocks: Mapping[str, nn.Module], prefix: str = "") -> None:
         """Follow these blocks of a module, and count its parameters and buffers as they are now. A prefix tells the
         names of several modules apart."""
         for name, block in blocks.items():
-            self._places[f"{prefix}{name}"] = len(self.blocks)
+            self._block_numbers[f"{prefix}{name}"] = len(self.blocks)
             self.blocks.append(f"{prefix}{name}")
-            block.register_forward_pre_hook(self._enter(len(self.blocks) - 1), with_kwargs=True)
-            block.register_forward_hook(self._leave, always_call=True)
+            block.register_forward_pre_hook(self._block_entry_hook(len(self.blocks) - 1), with_kwargs=True)
+            block.register_forward_hook(self._on_block_exit, always_call=True)
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-            place = self.place_of(f"{prefix}{name}")
-            self._owners[id(tensor)] = place
-            kind = Kind.TRAINED if tensor.requires_grad else Kind.FROZEN
-            self.known(tensor, kind, place)
-        if not self._stands:
-            self._stands = [self._take(nbytes, 0, at=0) for nbytes in self.device.standing()[: self._threads]]
+            block_number = self.block_of_parameter(f"{prefix}{name}")
+            self._parameter_blocks[id(tensor)] = block_number
+            kind = TensorKind.TRAINED if tensor.requires_grad else TensorKind.FROZEN
+            self.register_tensor(tensor, kind, block_number)
+        if not self._library_workspaces:
+            self._library_workspaces = [
+                self._record_birth(nbytes, 0, tick=0) for nbytes in self.device.library_workspaces()[: self._threads]
+            ]
 
-    def place_of(self, name: str) -> int:
+    def block_of_parameter(self, name: str) -> int:
         """The block that a parameter of this name is in."""
         parts = name.split(".")
         for end in range(len(parts), 0, -1):
-            if (found := self._places.get(".".join(parts[:end]))) is not None:
-                return found
-        return self._places[BEFORE]
+            if (block_number := self._block_numbers.get(".".join(parts[:end]))) is not None:
+                return block_number
+        return self._block_numbers[BEFORE_BLOCKS]
 
-    def known(self, tensor: torch.Tensor, kind: Kind, place: int = 0) -> None:
+    def register_tensor(self, tensor: torch.Tensor, kind: TensorKind, block_number: int = 0) -> None:
         """A tensor that is there before the step, or one that is seen already and whose class is known only now."""
-        for plain in plain_tensors(tensor):
-            number = self._ids.get(plain.untyped_storage()._cdata)
+        for inner in inner_tensors(tensor):
+            number = self._tensor_numbers.get(inner.untyped_storage()._cdata)
             if number is None:
-                number = self._add(plain, place, at=0)
+                number = self._track_storage(inner, block_number, tick=0)
             self.kind[number] = kind
-            self.block[number] = place
+            self.block[number] = block_number
 
-    def born(self, number: int, at: int) -> None:
-        self.birth[number] = at
+    def set_birth(self, number: int, tick: int) -> None:
+        self.birth[number] = tick
 
-    def number(self, tensor: torch.Tensor) -> int | None:
+    def tensor_number(self, tensor: torch.Tensor) -> int | None:
         """Which tensor this is; None: none that was seen."""
-        return self._ids.get(tensor.untyped_storage()._cdata)
+        return self._tensor_numbers.get(tensor.untyped_storage()._cdata)
 
     # Which pass it is
 
-    def micro_batches(self, batches: Iterable[Any]) -> Iterator[Any]:
+    def mark_micro_batches(self, batches: Iterable[Any]) -> Iterator[Any]:
         """The batches as they are; asking for one begins a forward pass, asking after the last the update."""
         for batch in batches:
-            self._pass, self._backward = Pass.FORWARD, False
-            self._entered = False
-            self._ranges.clear()
+            self._current_pass, self._in_backward = StepPass.FORWARD, False
+            self._any_block_entered = False
+            self._sequence_ranges.clear()
             yield batch
-        self._pass, self._backward = Pass.UPDATE, False
+        self._current_pass, self._in_backward = StepPass.UPDATE, False
 
-    def _enter(self, place: int) -> Callable[..., None]:
+    def _block_entry_hook(self, block_number: int) -> Callable[..., None]:
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-            self._inside.append(place)
-            self._entered = True
-            if not self._backward:
-                self._ranges.append((torch.autograd._get_sequence_nr(), 1 << 63, place))  # type: ignore[attr-defined]
+            self._active_blocks.append(block_number)
+            self._any_block_entered = True
+            if not self._in_backward:
+                self._sequence_ranges.append((torch.autograd._get_sequence_nr(), 1 << 63, block_number))  # type: ignore[attr-defined]
                 for leaf in tree_iter((args, kwargs)):
-                    if isinstance(leaf, torch.Tensor) and (number := self.number(leaf)) is not None:
-                        self.inputs.append((number, place))
+                    if isinstance(leaf, torch.Tensor) and (number := self.tensor_number(leaf)) is not None:
+                        self.block_inputs.append((number, block_number))
 
         return enter
 
-    def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
-        place = self._inside.pop()
-        if not self._backward and self._ranges and self._ranges[-1][2] == place:
-            begin, _, _ = self._ranges[-1]
-            self._ranges[-1] = (begin, torch.autograd._get_sequence_nr(), place)  # type: ignore[attr-defined]
+    def _on_block_exit(self, module: nn.Module, args: Any, result: Any) -> None:
+        block_number = self._active_blocks.pop()
+        if not self._in_backward and self._sequence_ranges and self._sequence_ranges[-1][2] == block_number:
+            begin, _, _ = self._sequence_ranges[-1]
+            self._sequence_ranges[-1] = (begin, torch.autograd._get_sequence_nr(), block_number)  # type: ignore[attr-defined]
 
-    def _where(self) -> tuple[int, Pass]:
+    def _current_block_and_pass(self) -> tuple[int, StepPass]:
         node: Any = torch._C._current_autograd_node()
-        if node is not None and not self._backward:
-            self._backward = True
-            self.backward_began.append(self.clock)
-        if not self._backward:
-            place = self._inside[-1] if self._inside else self._places[AFTER if self._entered else BEFORE]
-            return place, self._pass
-        behind = self._behind(node) if node is not None else self._places[AFTER]
+        if node is not None and not self._in_backward:
+            self._in_backward = True
+            self.backward_starts.append(self.clock)
+        if not self._in_backward:
+            block_number = (
+                self._active_blocks[-1]
+                if self._active_blocks
+                else self._block_numbers[AFTER_BLOCKS if self._any_block_entered else BEFORE_BLOCKS]
+            )
+            return block_number, self._current_pass
+        node_block = self._block_of_node(node) if node is not None else self._block_numbers[AFTER_BLOCKS]
         if node is not None and torch.is_grad_enabled():  # the backward pass itself needs no graph of its own
-            return self._inside[-1] if self._inside else behind, Pass.RECOMPUTE
-        return behind, Pass.BACKWARD
+            return self._active_blocks[-1] if self._active_blocks else node_block, StepPass.RECOMPUTE
+        return node_block, StepPass.BACKWARD
 
-    def _behind(self, node: Any) -> int:
+    def _block_of_node(self, node: Any) -> int:
         """The block whose forward pass made this node of the graph."""
         variable = getattr(node, "variable", None)
         if variable is not None:
-            return self._owners.get(id(variable), self._places[BEFORE])
+            return self._parameter_blocks.get(id(variable), self._block_numbers[BEFORE_BLOCKS])
         number = node._sequence_nr()
-        low, high = 0, len(self._ranges)
+        low, high = 0, len(self._sequence_ranges)
         while low < high:  # the last block that began before the node
             middle = (low + high) // 2
-            low, high = (middle + 1, high) if self._ranges[middle][0] <= number else (low, middle)
+            low, high = (middle + 1, high) if self._sequence_ranges[middle][0] <= number else (low, middle)
         if low == 0:
-            return self._places[BEFORE]
-        _, end, place = self._ranges[low - 1]
-        return place if number < end else self._places[AFTER]
+            return self._block_numbers[BEFORE_BLOCKS]
+        _, end, block_number = self._sequence_ranges[low - 1]
+        return block_number if number < end else self._block_numbers[AFTER_BLOCKS]
 
     # What operators do
 
@@ -220,190 +226,198 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         if func is aten._local_scalar_dense.default:
-            return _scalar(args[0])  # a value that nobody has: the step goes on as with an ordinary one
+            return _placeholder_value(args[0])  # a value that nobody has: the step goes on as with an ordinary one
         if func.namespace == "prim":  # where a tensor is, and the like
             return func(*args, **kwargs)
-        place, during = self._where()
-        if self._open is None or (self._open.place, self._open.during) != (place, during):
-            self._close()
-            self._open = _Open(place, during, self.clock)
-        given = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if func is aten.add.Tensor and during is Pass.BACKWARD and self._engine_adds(given, kwargs):
-            self._work(func, args, kwargs, given, [given[0]])
-            return given[0]
-        taken = [self._take(nbytes, place) for nbytes in self.device.workspace(func, args, kwargs)]
+        block_number, step_pass = self._current_block_and_pass()
+        if self._open_span is None or (self._open_span.block_number, self._open_span.step_pass) != (
+            block_number,
+            step_pass,
+        ):
+            self._close_span()
+            self._open_span = _OpenSpan(block_number, step_pass, self.clock)
+        inputs = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if func is aten.add.Tensor and step_pass is StepPass.BACKWARD and self._is_engine_accumulation(inputs, kwargs):
+            self._record_work(func, args, kwargs, inputs, [inputs[0]])
+            return inputs[0]
+        workspaces = [
+            self._record_birth(nbytes, block_number) for nbytes in self.device.operator_workspaces(func, args, kwargs)
+        ]
         result = func(*args, **kwargs)
-        made = [leaf for leaf in tree_iter(result) if isinstance(leaf, torch.Tensor)]
-        fresh = False
-        for tensor in made:
-            if self.number(tensor) is None:
-                self._add(tensor, place)
-                fresh = True
-        for number in taken:
-            self._free(number)
-        if fresh or func._schema.is_mutable:
-            self._work(func, args, kwargs, given, made, result)
+        outputs = [leaf for leaf in tree_iter(result) if isinstance(leaf, torch.Tensor)]
+        allocates = False
+        for tensor in outputs:
+            if self.tensor_number(tensor) is None:
+                self._track_storage(tensor, block_number)
+                allocates = True
+        for number in workspaces:
+            self._record_death(number)
+        if allocates or func._schema.is_mutable:
+            self._record_work(func, args, kwargs, inputs, outputs, result)
         return result
 
-    def _engine_adds(self, given: Sequence[torch.Tensor], kwargs: Mapping[str, Any]) -> bool:
+    def _is_engine_accumulation(self, inputs: Sequence[torch.Tensor], kwargs: Mapping[str, Any]) -> bool:
         """Whether this is autograd's engine adding up two gradients, of which nobody else holds the first. It does so
         in place; but not with fake tensors, because they are a subclass. Who holds a tensor can be counted, and what
         is counted in this case was seen once, in `learn`."""
-        first = given[0]
-        held = (
+        first = inputs[0]
+        use_counts = (
             first._use_count(),  # type: ignore[attr-defined]
             torch._C._storage_Use_Count(first.untyped_storage()._cdata),
             sys.getrefcount(first),
         )
-        if self._alone is None:
-            self._alone = held
-        plain = len(given) == 2 and not kwargs and first.shape == given[1].shape and first.dtype == given[1].dtype
-        return held == self._alone and plain and is_non_overlapping_and_dense_or_false(first)
+        if self._engine_use_counts is None:
+            self._engine_use_counts = use_counts
+        is_plain_add = (
+            len(inputs) == 2 and not kwargs and first.shape == inputs[1].shape and first.dtype == inputs[1].dtype
+        )
+        return use_counts == self._engine_use_counts and is_plain_add and is_non_overlapping_and_dense_or_false(first)
 
-    def learn(self) -> None:
+    def learn_engine_use_counts(self) -> None:
         """See how often a gradient is held that nobody but the engine has; leaves no record."""
-        given = torch.empty(1, requires_grad=True)
+        leaf = torch.empty(1, requires_grad=True)
         with self:
-            between = given * 2
-            torch.autograd.backward(between.sin() + between.cos())
-        assert self._alone is not None, "the engine added up no gradients"
-        del between, given
-        self._forget()
+            intermediate = leaf * 2
+            torch.autograd.backward(intermediate.sin() + intermediate.cos())
+        assert self._engine_use_counts is not None, "the engine added up no gradients"
+        del intermediate, leaf
+        self._reset()
 
-    def _forget(self) -> None:
-        self._open, self._backward, self.clock = None, False, 0
-        self._stretches, self.backward_began = [], []
-        for column in (self.nbytes, self.birth, self.death, self.kind, self.block, self.during):
+    def _reset(self) -> None:
+        self._open_span, self._in_backward, self.clock = None, False, 0
+        self._spans, self.backward_starts = [], []
+        for column in (self.nbytes, self.birth, self.death, self.kind, self.block, self.birth_pass):
             column.clear()
-        self._ids.clear()
-        self._watched.clear()
+        self._tensor_numbers.clear()
+        self._storage_refs.clear()
 
-    def _work(
+    def _record_work(
         self,
         func: Operator,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        given: Sequence[torch.Tensor],
-        made: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
         result: Any = None,
     ) -> None:
-        assert self._open is not None
-        formula = FLOPS.get(func._overloadpacket)
+        assert self._open_span is not None
+        formula = FLOP_FORMULAS.get(func._overloadpacket)
         flops = 0 if formula is None else formula(*args, **kwargs, out_val=result)
-        elements = 0 if formula is not None else max((one.numel() for one in (*made, *given)), default=0)
+        elements = 0 if formula is not None else max((one.numel() for one in (*outputs, *inputs)), default=0)
         nbytes = 0
-        for tensor in (*given, *made):
+        for tensor in (*inputs, *outputs):
             nbytes += tensor.numel() * tensor.element_size()
-            if (number := self.number(tensor)) is not None:
-                self._open.touched[number] = None
-        self._open.add(flops, elements, nbytes)
+            if (number := self.tensor_number(tensor)) is not None:
+                self._open_span.touched_tensors[number] = None
+        self._open_span.add(flops, elements, nbytes)
 
     # Births and deaths
 
-    def _add(self, tensor: torch.Tensor, place: int, at: int | None = None) -> int:
+    def _track_storage(self, tensor: torch.Tensor, block_number: int, tick: int | None = None) -> int:
         storage = tensor.untyped_storage()
-        number = self._take(storage.nbytes(), place, at)
+        number = self._record_birth(storage.nbytes(), block_number, tick)
         address = storage._cdata
-        self._ids[address] = number
-        self._watched[number] = weakref.ref(storage, lambda _: self._gone(number, address))
+        self._tensor_numbers[address] = number
+        self._storage_refs[number] = weakref.ref(storage, lambda _: self._on_storage_freed(number, address))
         return number
 
-    def _gone(self, number: int, address: int) -> None:
-        self._ids.pop(address, None)
-        self._watched.pop(number, None)
-        self._free(number)
+    def _on_storage_freed(self, number: int, address: int) -> None:
+        self._tensor_numbers.pop(address, None)
+        self._storage_refs.pop(number, None)
+        self._record_death(number)
 
-    def _take(self, nbytes: int, place: int, at: int | None = None) -> int:
-        if at is None:
+    def _record_birth(self, nbytes: int, block_number: int, tick: int | None = None) -> int:
+        if tick is None:
             self.clock += 1
         self.nbytes.append(nbytes)
-        self.birth.append(self.clock if at is None else at)
+        self.birth.append(self.clock if tick is None else tick)
         self.death.append(-1)
-        self.kind.append(Kind.TEMPORARY)
-        self.block.append(place)
-        self.during.append(self._open.during if self._open is not None else Pass.FORWARD)
+        self.kind.append(TensorKind.TEMPORARY)
+        self.block.append(block_number)
+        self.birth_pass.append(self._open_span.step_pass if self._open_span is not None else StepPass.FORWARD)
         return len(self.nbytes) - 1
 
-    def _free(self, number: int) -> None:
+    def _record_death(self, number: int) -> None:
         self.clock += 1
         self.death[number] = self.clock
 
-    def _close(self) -> None:
-        if self._open is not None:
-            self._stretches.append(self._open.closed(self.clock))
-            self._open = None
+    def _close_span(self) -> None:
+        if self._open_span is not None:
+            self._spans.append(self._open_span.finish(self.clock))
+            self._open_span = None
 
     # What came of it
 
-    def worked(self) -> Work:
+    def work_so_far(self) -> OperatorWork:
         """All work so far."""
-        self._close()
-        return sum((one.work for one in self._stretches), Work())
+        self._close_span()
+        return sum((one.work for one in self._spans), OperatorWork())
 
-    def trace(self, phase: str, *, micro_batches: int = 1, notes: Sequence[str] = ()) -> Trace:
+    def build_trace(self, phase: str, *, micro_batches: int = 1, notes: Sequence[str] = ()) -> ExecutionTrace:
         """Everything so far. Tensors that are still there outlive the step."""
-        self._close()
-        self._watched.clear()
+        self._close_span()
+        self._storage_refs.clear()
         end = self.clock + 1
         kind = np.array(self.kind, dtype=np.uint8)
         birth = np.array(self.birth, dtype=np.int64)
         death = np.array(self.death, dtype=np.int64)
         death[death < 0] = end
-        during = np.array(self.during, dtype=np.uint8)
-        kind[_used_later(kind, birth, death, during, self.backward_began, self._stretches)] = Kind.ACTIVATION
-        birth[kind == Kind.STATE] = 0
-        order = self._order()
+        birth_pass = np.array(self.birth_pass, dtype=np.uint8)
+        kind[_is_activation(kind, birth, death, birth_pass, self.backward_starts, self._spans)] = TensorKind.ACTIVATION
+        birth[kind == TensorKind.STATE] = 0
+        order = self._block_order()
         renumbered = np.argsort(order)
-        given = np.array(sorted(set(self.inputs)), dtype=np.int64).reshape(-1, 2)
-        given[:, 1] = renumbered[given[:, 1]]
-        return Trace(
+        block_inputs = np.array(sorted(set(self.block_inputs)), dtype=np.int64).reshape(-1, 2)
+        block_inputs[:, 1] = renumbered[block_inputs[:, 1]]
+        return ExecutionTrace(
             phase=phase,
             device=self.device.name,
-            granule=self.device.granule,
+            alignment_bytes=self.device.alignment_bytes,
             blocks=tuple(self.blocks[place] for place in order),
             nbytes=np.array(self.nbytes, dtype=np.int64),
             birth=birth,
             death=death,
             kind=kind,
             block=renumbered[np.array(self.block, dtype=np.int64)].astype(np.int16),
-            stretches=tuple(
-                Stretch(int(renumbered[s.block]), s.during, s.begin, s.end, s.work, s.touched) for s in self._stretches
+            spans=tuple(
+                TraceSpan(int(renumbered[s.block]), s.step_pass, s.begin, s.end, s.work, s.touched_tensors)
+                for s in self._spans
             ),
             end=end,
-            inputs=given.astype(np.int32),
+            block_inputs=block_inputs.astype(np.int32),
             micro_batches=micro_batches,
             notes=tuple(notes),
         )
 
-    def _order(self) -> list[int]:
+    def _block_order(self) -> list[int]:
         """The blocks as the forward pass first came to them."""
-        first = {one.block: number for number, one in reversed(list(enumerate(self._stretches)))}
+        first = {one.block: number for number, one in reversed(list(enumerate(self._spans)))}
         return [0, *sorted(range(2, len(self.blocks)), key=lambda place: first.get(place, len(first) + place)), 1]
 
 
-class Answering(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class FakeScalarMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Where code asks for the value of a fake tensor, it is told an ordinary one: 1, or `truth`."""
 
-    def __init__(self, truth: bool = True) -> None:
+    def __init__(self, bool_value: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._truth = truth
+        self._bool_value = bool_value
 
     def __torch_dispatch__(
         self, func: Operator, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func is aten._local_scalar_dense.default:
-            return _scalar(args[0], self._truth)
+            return _placeholder_value(args[0], self._bool_value)
         return func(*args, **(kwargs or {}))
 
 
-class _Open:
+class _OpenSpan:
     """A stretch that goes on."""
 
-    __slots__ = ("begin", "during", "elements", "flops", "nbytes", "operators", "place", "touched")
+    __slots__ = ("begin", "block_number", "elements", "flops", "nbytes", "operators", "step_pass", "touched_tensors")
 
-    def __init__(self, place: int, during: Pass, begin: int) -> None:
-        self.place, self.during, self.begin = place, during, begin
-        self.touched: dict[int, None] = {}
+    def __init__(self, block_number: int, step_pass: StepPass, begin: int) -> None:
+        self.block_number, self.step_pass, self.begin = block_number, step_pass, begin
+        self.touched_tensors: dict[int, None] = {}
         self.flops = self.elements = self.nbytes = self.operators = 0
 
     def add(self, flops: int, elements: int, nbytes: int) -> None:
@@ -412,37 +426,37 @@ class _Open:
         self.nbytes += nbytes
         self.operators += 1
 
-    def closed(self, end: int) -> Stretch:
-        work = Work(float(self.flops), float(self.elements), float(self.nbytes), self.operators)
-        return Stretch(self.place, self.during, self.begin, end, work, tuple(self.touched))
+    def finish(self, end: int) -> TraceSpan:
+        work = OperatorWork(float(self.flops), float(self.elements), float(self.nbytes), self.operators)
+        return TraceSpan(self.block_number, self.step_pass, self.begin, end, work, tuple(self.touched_tensors))
 
 
-def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def inner_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The tensor itself, or those that a wrapper (8-bit weights) is made of."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None or type(tensor.data) is torch.Tensor:
         yield tensor
         return
     for name in flatten()[0]:
-        yield from plain_tensors(getattr(tensor, name))
+        yield from inner_tensors(getattr(tensor, name))
 
 
-def _scalar(tensor: torch.Tensor, truth: bool = True) -> Any:
+def _placeholder_value(tensor: torch.Tensor, bool_value: bool = True) -> Any:
     """A value that nobody has, as an ordinary one."""
-    return truth if tensor.dtype is torch.bool else 1.0 if tensor.is_floating_point() else 1
+    return bool_value if tensor.dtype is torch.bool else 1.0 if tensor.is_floating_point() else 1
 
 
-def _used_later(
-    kind: Any, birth: Any, death: Any, during: Any, began: Sequence[int], stretches: Sequence[Stretch]
+def _is_activation(
+    kind: Any, birth: Any, death: Any, birth_pass: Any, backward_starts: Sequence[int], spans: Sequence[TraceSpan]
 ) -> Any:
     """Which tensors are activations: of the forward pass, alive when the backward pass begins; made again, and alive
     when the stretch that made them again ends. What was there before the step (libraries' workspaces) is none."""
-    found = np.zeros(len(kind), dtype=bool)
-    plain = (kind == Kind.TEMPORARY) & (birth > 0)
-    for at in began:
-        found |= plain & (during == Pass.FORWARD) & (birth <= at) & (death > at)
-    for one in stretches:
-        if one.during is Pass.RECOMPUTE:
-            again = plain & (during == Pass.RECOMPUTE) & (birth > one.begin) & (birth <= one.end)
-            found |= again & (death > one.end)
-    return found
+    is_activation = np.zeros(len(kind), dtype=bool)
+    candidates = (kind == TensorKind.TEMPORARY) & (birth > 0)
+    for at in backward_starts:
+        is_activation |= candidates & (birth_pass == StepPass.FORWARD) & (birth <= at) & (death > at)
+    for one in spans:
+        if one.step_pass is StepPass.RECOMPUTE:
+            recomputed = candidates & (birth_pass == StepPass.RECOMPUTE) & (birth > one.begin) & (birth <= one.end)
+            is_activation |= recomputed & (death > one.end)
+    return is_activation

@@ -11,16 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 MAX_THREADS = 512
-WARP = 32
-MIN_VALUES = 16
-MAX_VALUES = 256
-VECTOR = 4
-INDEXED_BYTES = 2**31 - 1
+WARP_SIZE = 32
+MIN_VALUES_PER_THREAD = 16
+MAX_VALUES_PER_THREAD = 256
+VECTOR_WIDTH = 4
+MAX_INDEXABLE_BYTES = 2**31 - 1
 """A tensor of more is reduced in pieces."""
 
 
 @dataclass(frozen=True, slots=True)
-class Chip:
+class GpuChip:
     """What of a GPU decides how work is divided."""
 
     capability: tuple[int, int]
@@ -28,80 +28,85 @@ class Chip:
     threads_per_multiprocessor: int
 
 
-GH200 = Chip((9, 0), 132, 2048)
+GH200_CHIP = GpuChip((9, 0), 132, 2048)
 """And H100. Other chips of NVIDIA's choose other kernels and divide work otherwise, which changes a peak by less than a
 per cent (docs/forecast.md); a forecast for any of them is made with these."""
 
 
-def reduction_bytes(
+def reduction_workspaces(
     shape: Sequence[int],
     strides: Sequence[int],
-    reduced: Sequence[int],
+    reduced_dims: Sequence[int],
     element_bytes: int,
-    chip: Chip,
+    chip: GpuChip,
     *,
-    sum_bytes: int = 4,
+    accumulator_bytes: int = 4,
 ) -> tuple[int, ...]:
     """Bytes of the buffer for sums of parts and of its semaphores; nothing where a block does an output alone.
 
     `strides` count elements; `sum_bytes` is the size of what is summed in: fp32 for half formats and fp32 itself.
     """
-    gone = {dimension % len(shape) for dimension in reduced} if shape else set()
+    reduced_set = {dimension % len(shape) for dimension in reduced_dims} if shape else set()
     sizes = [
-        (size, stride * element_bytes, index in gone)
+        (size, stride * element_bytes, index in reduced_set)
         for index, (size, stride) in enumerate(zip(shape, strides, strict=True))
     ]
-    dimensions = _coalesced([one for one in sizes if one[0] != 1])
-    dimensions = _in_range(dimensions)
+    dimensions = _coalesce_dimensions([one for one in sizes if one[0] != 1])
+    dimensions = _split_to_32bit_range(dimensions)
     inputs = outputs = 1
-    for size, _, away in dimensions:
-        inputs, outputs = (inputs * size, outputs) if away else (inputs, outputs * size)
+    for size, _, is_reduced in dimensions:
+        inputs, outputs = (inputs * size, outputs) if is_reduced else (inputs, outputs * size)
     if inputs * outputs == 0:
         return ()
-    return _buffers(dimensions, inputs, outputs, element_bytes, sum_bytes, chip)
+    return _buffer_sizes(dimensions, inputs, outputs, element_bytes, accumulator_bytes, chip)
 
 
-def _coalesced(dimensions: list[tuple[int, int, bool]]) -> list[tuple[int, int, bool]]:
+def _coalesce_dimensions(dimensions: list[tuple[int, int, bool]]) -> list[tuple[int, int, bool]]:
     """The iterator's order: reduced ones first, within both kinds the smallest stride first; neighbours are joined."""
     ordered = sorted(dimensions, key=lambda one: (not one[2], one[1]))
     joined: list[tuple[int, int, bool]] = []
-    for size, stride, away in ordered:
-        if joined and joined[-1][2] == away and joined[-1][0] * joined[-1][1] == stride:
-            joined[-1] = (joined[-1][0] * size, joined[-1][1], away)
+    for size, stride, is_reduced in ordered:
+        if joined and joined[-1][2] == is_reduced and joined[-1][0] * joined[-1][1] == stride:
+            joined[-1] = (joined[-1][0] * size, joined[-1][1], is_reduced)
         else:
-            joined.append((size, stride, away))
+            joined.append((size, stride, is_reduced))
     return joined
 
 
-def _in_range(dimensions: list[tuple[int, int, bool]]) -> list[tuple[int, int, bool]]:
+def _split_to_32bit_range(dimensions: list[tuple[int, int, bool]]) -> list[tuple[int, int, bool]]:
     """The larger half, as often as needed until 32 bits address it: pieces are reduced one after the other."""
-    while sum((size - 1) * stride for size, stride, _ in dimensions) >= INDEXED_BYTES:
+    while sum((size - 1) * stride for size, stride, _ in dimensions) >= MAX_INDEXABLE_BYTES:
         widest = max(range(len(dimensions)), key=lambda index: (dimensions[index][0] - 1) * dimensions[index][1])
-        size, stride, away = dimensions[widest]
-        dimensions = [*dimensions[:widest], (size - size // 2, stride, away), *dimensions[widest + 1 :]]
+        size, stride, is_reduced = dimensions[widest]
+        dimensions = [*dimensions[:widest], (size - size // 2, stride, is_reduced), *dimensions[widest + 1 :]]
     return dimensions
 
 
-def _buffers(
-    dimensions: list[tuple[int, int, bool]], inputs: int, outputs: int, element_bytes: int, sum_bytes: int, chip: Chip
+def _buffer_sizes(
+    dimensions: list[tuple[int, int, bool]],
+    inputs: int,
+    outputs: int,
+    element_bytes: int,
+    accumulator_bytes: int,
+    chip: GpuChip,
 ) -> tuple[int, ...]:
-    away = [stride for _, stride, gone in dimensions if gone]
-    stay = [stride for _, stride, gone in dimensions if not gone]
-    along = not stay or (bool(away) and away[0] < stay[0])
+    reduced_strides = [stride for _, stride, gone in dimensions if gone]
+    kept_strides = [stride for _, stride, gone in dimensions if not gone]
+    reduces_fastest_dim = not kept_strides or (bool(reduced_strides) and reduced_strides[0] < kept_strides[0])
     """Whether what is summed lies side by side."""
-    fastest = (away[0] if away else 0) if along else stay[0]
-    first, second = (inputs, outputs) if along else (outputs, inputs)
+    fastest = (reduced_strides[0] if reduced_strides else 0) if reduces_fastest_dim else kept_strides[0]
+    first, second = (inputs, outputs) if reduces_fastest_dim else (outputs, inputs)
     vector = 1
     if fastest == element_bytes:
-        if along and first > 128 and len(dimensions) == 1:
-            first //= VECTOR
-        elif not along:
-            vector = _output_vector(dimensions, element_bytes)
+        if reduces_fastest_dim and first > 128 and len(dimensions) == 1:
+            first //= VECTOR_WIDTH
+        elif not reduces_fastest_dim:
+            vector = _output_vector_width(dimensions, element_bytes)
             first //= vector
-    width, height = _block(first, second, MAX_THREADS // vector)
-    step_input, step_output = (width, 1) if along else (1, width)
+    width, height = _thread_block_shape(first, second, MAX_THREADS // vector)
+    step_input, step_output = (width, 1) if reduces_fastest_dim else (1, width)
     values = -(-inputs // step_input)
-    across_warps = values >= min(height * 16, MAX_VALUES)
+    across_warps = values >= min(height * 16, MAX_VALUES_PER_THREAD)
     if across_warps:
         step_input *= height
     else:
@@ -109,18 +114,20 @@ def _buffers(
     values = -(-inputs // step_input)
     grid = -(-(outputs // vector) // step_output)
     target = chip.multiprocessors * (chip.threads_per_multiprocessor // (width * height))
-    if not across_warps or values < MAX_VALUES or grid > target:
+    if not across_warps or values < MAX_VALUES_PER_THREAD or grid > target:
         return ()
-    shared_by = max(min(-(-target // grid), -(-values // MIN_VALUES)), -(-values // MAX_VALUES))
-    if shared_by <= 1:
+    blocks_per_output = max(
+        min(-(-target // grid), -(-values // MIN_VALUES_PER_THREAD)), -(-values // MAX_VALUES_PER_THREAD)
+    )
+    if blocks_per_output <= 1:
         return ()
-    buffer = sum_bytes * outputs * shared_by * (1 if along else width * vector)
+    buffer = accumulator_bytes * outputs * blocks_per_output * (1 if reduces_fastest_dim else width * vector)
     return buffer, 4 * grid
 
 
-def _output_vector(dimensions: list[tuple[int, int, bool]], element_bytes: int) -> int:
+def _output_vector_width(dimensions: list[tuple[int, int, bool]], element_bytes: int) -> int:
     """How many outputs a thread takes at once: as many as every other stride and the number of outputs allow."""
-    vector = VECTOR
+    vector = VECTOR_WIDTH
     first = next(size for size, _, away in dimensions if not away)
     others = [stride for _, stride, away in dimensions if away or stride != element_bytes]
     while vector > 1 and (first % vector or any(stride // element_bytes % vector for stride in others)):
@@ -128,15 +135,15 @@ def _output_vector(dimensions: list[tuple[int, int, bool]], element_bytes: int) 
     return vector
 
 
-def _block(first: int, second: int, most: int) -> tuple[int, int]:
+def _thread_block_shape(first: int, second: int, max_threads: int) -> tuple[int, int]:
     """Width and height of a block of threads."""
-    wide = _power(first) if first < most else most
-    high = _power(second) if second < most else most
-    width = min(wide, WARP)
-    height = min(high, most // width)
-    return min(wide, most // height), height
+    wide = _floor_power_of_two(first) if first < max_threads else max_threads
+    high = _floor_power_of_two(second) if second < max_threads else max_threads
+    width = min(wide, WARP_SIZE)
+    height = min(high, max_threads // width)
+    return min(wide, max_threads // height), height
 
 
-def _power(number: int) -> int:
+def _floor_power_of_two(number: int) -> int:
     """The largest power of two that is not above the number."""
     return 1 << max(number.bit_length() - 1, 0)

@@ -8,97 +8,102 @@ from itertools import groupby
 import numpy as np
 from numpy.typing import NDArray
 
-from supertuner.plan.placement.step_table import Block, StepTable, Work
-from supertuner.plan.trace.record import AFTER, BEFORE, Kind, Pass, Stretch, Trace
+from supertuner.plan.placement.step_table import BlockCosts, OperatorWork, StepTable
+from supertuner.plan.trace.record import AFTER_BLOCKS, BEFORE_BLOCKS, ExecutionTrace, StepPass, TensorKind, TraceSpan
 
 
-def table_of(trace: Trace, *, micro_batches: int = 1, idle_bytes: int = 0) -> StepTable:
+def build_step_table(trace: ExecutionTrace, *, micro_batches: int = 1, idle_bytes: int = 0) -> StepTable:
     """The step of a trace in which nothing is recomputed, for windows of so many micro-batches."""
-    assert not any(one.during is Pass.RECOMPUTE for one in trace.stretches), "a table is of a step that keeps all"
-    holder = _holders(trace)
-    taken = trace.taken()
+    assert not any(one.step_pass is StepPass.RECOMPUTE for one in trace.spans), "a table is of a step that keeps all"
+    owner = _owning_blocks(trace)
+    allocated = trace.allocated_bytes()
 
-    def held(kind: Kind) -> NDArray[np.int64]:
-        return _by_block(trace, taken, holder, trace.kind == kind)
+    def bytes_by_block(kind: TensorKind) -> NDArray[np.int64]:
+        return _sum_by_block(trace, allocated, owner, trace.kind == kind)
 
-    saved = held(Kind.ACTIVATION)
-    inputs = _by_block(trace, taken, holder, holder != trace.block)
-    columns = {kind: held(kind) for kind in (Kind.FROZEN, Kind.TRAINED, Kind.GRADIENT, Kind.STATE)}
-    temporaries = trace.live_of(Kind.TEMPORARY)
-    passing, so_far = temporaries + trace.live_of(Kind.ACTIVATION), np.cumsum(saved)
-    turns = _turns(trace)
+    saved = bytes_by_block(TensorKind.ACTIVATION)
+    inputs = _sum_by_block(trace, allocated, owner, owner != trace.block)
+    columns = {
+        kind: bytes_by_block(kind)
+        for kind in (TensorKind.FROZEN, TensorKind.TRAINED, TensorKind.GRADIENT, TensorKind.STATE)
+    }
+    temporaries = trace.live_bytes_of_kind(TensorKind.TEMPORARY)
+    transient, saved_so_far = temporaries + trace.live_bytes_of_kind(TensorKind.ACTIVATION), np.cumsum(saved)
+    turns = _backward_turns(trace)
     blocks = tuple(
-        Block(
+        BlockCosts(
             name=name,
-            frozen_bytes=int(columns[Kind.FROZEN][number]),
-            trained_bytes=int(columns[Kind.TRAINED][number]),
-            gradient_bytes=int(columns[Kind.GRADIENT][number]),
-            state_bytes=int(columns[Kind.STATE][number]),
+            frozen_bytes=int(columns[TensorKind.FROZEN][number]),
+            trained_bytes=int(columns[TensorKind.TRAINED][number]),
+            gradient_bytes=int(columns[TensorKind.GRADIENT][number]),
+            state_bytes=int(columns[TensorKind.STATE][number]),
             saved_bytes=int(saved[number]),
             input_bytes=int(inputs[number]),
-            forward=_worked(trace, Pass.FORWARD, number),
-            backward=_worked(trace, Pass.BACKWARD, number),
-            forward_peak_bytes=max(_most(passing, trace.of(Pass.FORWARD, number)) - int(so_far[number]), 0),
-            backward_peak_bytes=max(_most(passing, turns[number]) - int(so_far[number]), 0),
-            recomputable=name not in (BEFORE, AFTER),
+            forward=_block_work(trace, StepPass.FORWARD, number),
+            backward=_block_work(trace, StepPass.BACKWARD, number),
+            forward_peak_bytes=max(
+                _peak_live_bytes(transient, trace.spans_in(StepPass.FORWARD, number)) - int(saved_so_far[number]), 0
+            ),
+            backward_peak_bytes=max(_peak_live_bytes(transient, turns[number]) - int(saved_so_far[number]), 0),
+            recomputable=name not in (BEFORE_BLOCKS, AFTER_BLOCKS),
         )
         for number, name in enumerate(trace.blocks)
     )
     return StepTable(
         phase=trace.phase,
         blocks=blocks,
-        batch_bytes=int(taken[trace.kind == Kind.BATCH].sum()),
+        batch_bytes=int(allocated[trace.kind == TensorKind.BATCH].sum()),
         micro_batches=micro_batches,
-        update=trace.work(Pass.UPDATE),
+        update=trace.total_work(StepPass.UPDATE),
         update_peak_bytes=max(
-            (int(temporaries[s.begin : s.end + 1].max()) for s in trace.stretches if s.during is Pass.UPDATE),
+            (int(temporaries[s.begin : s.end + 1].max()) for s in trace.spans if s.step_pass is StepPass.UPDATE),
             default=0,
         ),
         idle_bytes=idle_bytes,
     )
 
 
-def _holders(trace: Trace) -> NDArray[np.int64]:
+def _owning_blocks(trace: ExecutionTrace) -> NDArray[np.int64]:
     """For each tensor the block that it is counted with: what blocks are given is counted with the first of them, as it
     is what that one would be recomputed from. What is made before all blocks, saved, and given to several stays where
     it was made: no recomputation begins there."""
-    holder = trace.block.astype(np.int64)
-    given, taker = trace.inputs[:, 0], trace.inputs[:, 1].astype(np.int64)
-    first = np.full(len(holder), len(trace.blocks), dtype=np.int64)
-    np.minimum.at(first, given, taker)
-    several = np.bincount(given, minlength=len(holder)) > 1
-    saved = trace.kind == Kind.ACTIVATION
-    moves = (first < len(trace.blocks)) & (saved | (trace.kind == Kind.TEMPORARY))
-    moves &= ~(several & saved & (trace.block == 0)) & (first != trace.block)
-    holder[moves] = first[moves]
-    return holder
+    owner = trace.block.astype(np.int64)
+    input_tensors, receiving_blocks = trace.block_inputs[:, 0], trace.block_inputs[:, 1].astype(np.int64)
+    first = np.full(len(owner), len(trace.blocks), dtype=np.int64)
+    np.minimum.at(first, input_tensors, receiving_blocks)
+    shared = np.bincount(input_tensors, minlength=len(owner)) > 1
+    saved = trace.kind == TensorKind.ACTIVATION
+    moves = (first < len(trace.blocks)) & (saved | (trace.kind == TensorKind.TEMPORARY))
+    moves &= ~(shared & saved & (trace.block == 0)) & (first != trace.block)
+    owner[moves] = first[moves]
+    return owner
 
 
-def _by_block(
-    trace: Trace, taken: NDArray[np.int64], holder: NDArray[np.int64], which: NDArray[np.bool_]
+def _sum_by_block(
+    trace: ExecutionTrace, allocated: NDArray[np.int64], owner: NDArray[np.int64], mask: NDArray[np.bool_]
 ) -> NDArray[np.int64]:
-    found = np.zeros(len(trace.blocks), dtype=np.int64)
-    np.add.at(found, holder[which], taken[which])
-    return found
+    totals = np.zeros(len(trace.blocks), dtype=np.int64)
+    np.add.at(totals, owner[mask], allocated[mask])
+    return totals
 
 
-def _worked(trace: Trace, during: Pass, block: int) -> Work:
-    return sum((one.work for one in trace.of(during, block)), Work())
+def _block_work(trace: ExecutionTrace, step_pass: StepPass, block: int) -> OperatorWork:
+    return sum((one.work for one in trace.spans_in(step_pass, block)), OperatorWork())
 
 
-def _turns(trace: Trace) -> list[list[Stretch]]:
+def _backward_turns(trace: ExecutionTrace) -> list[list[TraceSpan]]:
     """For each block what the backward pass does while it is there: until the next block's turn. What belongs to no
     block is done in between too, while earlier blocks still have their activations: gradients of what several blocks
     are given are added up so."""
-    found: list[list[Stretch]] = [[] for _ in trace.blocks]
-    for during, one_pass in groupby(trace.stretches, key=lambda stretch: stretch.during):
-        if during is Pass.BACKWARD:
-            for turn, stretch in _in_turn(list(one_pass), len(trace.blocks) - 1):
-                found[turn].append(stretch)
-    return found
+    turns: list[list[TraceSpan]] = [[] for _ in trace.blocks]
+    for step_pass, one_pass in groupby(trace.spans, key=lambda stretch: stretch.step_pass):
+        if step_pass is StepPass.BACKWARD:
+            for turn, stretch in _assign_turns(list(one_pass), len(trace.blocks) - 1):
+                turns[turn].append(stretch)
+    return turns
 
 
-def _in_turn(one_pass: Sequence[Stretch], last: int) -> Iterator[tuple[int, Stretch]]:
+def _assign_turns(one_pass: Sequence[TraceSpan], last: int) -> Iterator[tuple[int, TraceSpan]]:
     """With the block whose turn it is. The end of the pass is no block's, whosever its last operators are."""
     inner = [number for number, stretch in enumerate(one_pass) if 0 < stretch.block < last]
     begin = inner[0] if inner else len(one_pass)
@@ -109,6 +114,6 @@ def _in_turn(one_pass: Sequence[Stretch], last: int) -> Iterator[tuple[int, Stre
         yield turn, stretch
 
 
-def _most(live: NDArray[np.int64], stretches: Iterable[Stretch]) -> int:
+def _peak_live_bytes(live: NDArray[np.int64], spans: Iterable[TraceSpan]) -> int:
     """The most bytes of a kind while these run, whoever made them."""
-    return max((int(live[one.begin : one.end + 1].max()) for one in stretches), default=0)
+    return max((int(live[one.begin : one.end + 1].max()) for one in spans), default=0)

@@ -16,50 +16,60 @@ from typing import Any, Final
 import supertuner
 from supertuner.core.errors import BaselineError, OptionError
 from supertuner.core.events import Progress
-from supertuner.core.host import Host
-from supertuner.sinks.jsonlines import people_time
+from supertuner.core.host import HostFacts
+from supertuner.sinks.jsonlines import readable_time
 from supertuner.tools.baseline import code, machine
 from supertuner.tools.baseline.capturing import (
-    REPEATS,
-    Scenario,
-    measure,
-    prepare,
-    require_alone,
-    scenario,
-    settings_of,
+    DEFAULT_REPEATS,
+    BaselineScenario,
+    build_scenario,
+    load_settings,
+    measure_repeat,
+    require_single_process,
+    run_preparation,
 )
-from supertuner.tools.baseline.judging import LIMIT, Judged, Terms, judge
-from supertuner.tools.baseline.record import Job
-from supertuner.tools.baseline.rounds import Pairs, Side, both_fit, due, looks, run_rounds, turn_steps_of
-from supertuner.tools.baseline.store import Baseline, find, load, require_config
-from supertuner.tools.baseline.turns import Command, ended_by_sigterm, scratch
+from supertuner.tools.baseline.judging import DEFAULT_LIMIT, ComparisonResult, ComparisonTerms, judge_jobs
+from supertuner.tools.baseline.record import MeasuredJob
+from supertuner.tools.baseline.rounds import (
+    ComparisonSide,
+    JobPairs,
+    both_fit,
+    choose_turn_steps,
+    count_looks,
+    is_judged_after,
+    run_rounds,
+)
+from supertuner.tools.baseline.store import Baseline, find_baseline, load_baseline, require_config_file
+from supertuner.tools.baseline.turns import JobCommand, exit_on_sigterm, scratch_dir
 
-TIMES: Final = ("step", "time per sample", "start")
-APART: Final = "captured apart, so the machine's weather is in this"
+TIME_FIGURES: Final = ("step", "time per sample", "start")
+MEASURED_APART_NOTE: Final = "captured apart, so the machine's weather is in this"
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ComparisonOptions:
     """How a comparison is to be made."""
 
-    limit: float = LIMIT
-    rounds: int = REPEATS
-    most: int = 3 * REPEATS
+    limit: float = DEFAULT_LIMIT
+    rounds: int = DEFAULT_REPEATS
+    max_rounds: int = 3 * DEFAULT_REPEATS
     steps: int | None = None
     """None: as many as the baseline has."""
 
     def __post_init__(self) -> None:
-        if self.most < self.rounds:
-            raise OptionError(f"--most {self.most} is below --repeats {self.rounds}; raise it, or lower --repeats")
+        if self.max_rounds < self.rounds:
+            raise OptionError(
+                f"--most {self.max_rounds} is below --repeats {self.rounds}; raise it, or lower --repeats"
+            )
 
-    def terms(self, turn_steps: int) -> Terms:
-        return Terms(turn_steps, self.limit, looks(self.rounds, self.most))
+    def comparison_terms(self, turn_steps: int) -> ComparisonTerms:
+        return ComparisonTerms(turn_steps, self.limit, count_looks(self.rounds, self.max_rounds))
 
 
-def check(
+def check_baseline(
     folder: Path,
     name: str,
-    asked: Asked,
+    options: ComparisonOptions,
     *,
     config: Path | None = None,
     sets: Sequence[str] = (),
@@ -67,123 +77,146 @@ def check(
     stored: bool = False,
     environ: Mapping[str, str],
     progress: Progress,
-) -> tuple[Path, Judged]:
+) -> tuple[Path, ComparisonResult]:
     """Run a baseline's scenario with the code here, and judge it. `config` and `sets` say where its data are now."""
-    require_alone(environ)
-    path = find(folder, name)
-    base = load(path)
-    given = config or require_config(path)
-    settings = settings_of(given, sets)
-    work = scenario(given, sets, _steps(asked, base), settings.config, base.name)
-    notes = _changed(base, settings.config.model_dump(mode="json"))
-    with ExitStack() as opened:
-        opened.enter_context(ended_by_sigterm())
-        out = Path(opened.enter_context(scratch()))
-        opened.callback(work.forget)
-        old, why = _old_code(base, against, stored, environ)
-        if old is None:
-            return path, _against_kept(base, work, out, asked, (*notes, why), environ, progress)
-        side = Side(opened.enter_context(old), work)
-        new = Side(code.here(environ), work)
-        return path, _in_rounds(side, new, out, asked, (*notes, why), base.precision, progress)
+    require_single_process(environ)
+    path = find_baseline(folder, name)
+    base = load_baseline(path)
+    config_path = config or require_config_file(path)
+    settings = load_settings(config_path, sets)
+    baseline_scenario = build_scenario(config_path, sets, _step_count(options, base), settings.config, base.name)
+    notes = _changed_settings_note(base, settings.config.model_dump(mode="json"))
+    with ExitStack() as stack:
+        stack.enter_context(exit_on_sigterm())
+        out = Path(stack.enter_context(scratch_dir()))
+        stack.callback(baseline_scenario.remove_run_folders)
+        old_code, reason = _old_code(base, against, stored, environ)
+        if old_code is None:
+            return path, _compare_with_stored(
+                base, baseline_scenario, out, options, (*notes, reason), environ, progress
+            )
+        old_side = ComparisonSide(stack.enter_context(old_code), baseline_scenario)
+        new_side = ComparisonSide(code.current_code(environ), baseline_scenario)
+        return path, _compare_in_rounds(old_side, new_side, out, options, (*notes, reason), base.precision, progress)
 
 
-def compare(folder: Path, names: tuple[str, str], asked: Asked) -> tuple[Path, Judged]:
+def compare_baselines(
+    folder: Path, names: tuple[str, str], options: ComparisonOptions
+) -> tuple[Path, ComparisonResult]:
     """Two baselines by what was kept of them."""
-    path, (old, new) = find(folder, names[1]), (load(find(folder, name)) for name in names)
-    notes = (f"{APART}; --again runs both now, in turns",)
-    judged = judge(
+    path, (old, new) = find_baseline(folder, names[1]), (load_baseline(find_baseline(folder, name)) for name in names)
+    notes = (f"{MEASURED_APART_NOTE}; --again runs both now, in turns",)
+    result = judge_jobs(
         old.jobs,
         new.jobs,
-        Terms(turn_steps=-1, limit=asked.limit),
+        ComparisonTerms(turn_steps=-1, limit=options.limit),
         precision=old.precision,
-        how=f"{_kept_text(old)}, and {_kept_text(new)}",
+        method=f"{_stored_text(old)}, and {_stored_text(new)}",
         notes=notes,
     )
-    other = [
+    differences = [
         *machine.differences(old.machine, new.machine),
-        *machine.differences(old.environment, new.environment, machine.VARIABLES),
+        *machine.differences(old.environment, new.environment, machine.COMPARED_VARIABLES),
     ]
-    return path, _without_times(judged, other) if other else judged
+    return path, _without_times(result, differences) if differences else result
 
 
-def compare_again(
-    folder: Path, names: tuple[str, str], asked: Asked, *, environ: Mapping[str, str], progress: Progress
-) -> tuple[Path, Judged]:
+def compare_by_rerunning(
+    folder: Path, names: tuple[str, str], options: ComparisonOptions, *, environ: Mapping[str, str], progress: Progress
+) -> tuple[Path, ComparisonResult]:
     """Two baselines, both run here again: each with its own settings and its own code."""
-    require_alone(environ)
-    paths = [find(folder, name) for name in names]
-    old, new = (load(path) for path in paths)
-    steps = asked.steps or min(old.steps, new.steps)
-    with ExitStack() as opened:
-        opened.enter_context(ended_by_sigterm())
-        out = Path(opened.enter_context(scratch()))
+    require_single_process(environ)
+    paths = [find_baseline(folder, name) for name in names]
+    old, new = (load_baseline(path) for path in paths)
+    steps = options.steps or min(old.steps, new.steps)
+    with ExitStack() as stack:
+        stack.enter_context(exit_on_sigterm())
+        out = Path(stack.enter_context(scratch_dir()))
         sides = []
         for path, base in zip(paths, (old, new), strict=True):
-            config = require_config(path)
-            work = scenario(config, (), steps, settings_of(config, ()).config, base.name)
-            opened.callback(work.forget)
-            command = opened.enter_context(_code_of(base, environ))
-            sides.append(Side(replace(command, title=f"{base.name} ({command.title})"), work))
-        return paths[1], _in_rounds(sides[0], sides[1], out, asked, (), old.precision, progress)
+            config = require_config_file(path)
+            baseline_scenario = build_scenario(config, (), steps, load_settings(config, ()).config, base.name)
+            stack.callback(baseline_scenario.remove_run_folders)
+            command = stack.enter_context(_baseline_code(base, environ))
+            sides.append(ComparisonSide(replace(command, title=f"{base.name} ({command.title})"), baseline_scenario))
+        return paths[1], _compare_in_rounds(sides[0], sides[1], out, options, (), old.precision, progress)
 
 
-def _in_rounds(
-    old: Side, new: Side, out: Path, asked: Asked, notes: tuple[str, ...], precision: str, progress: Progress
-) -> Judged:
-    first = [prepare(side.command, side.work, out, progress, label) for side, label in ((old, "a"), (new, "b"))]
-    _require_code(old.command, first[0])
-    _require_code(new.command, first[1])
-    gpu = _gpu_bytes() if any("gpu.reserved" in job.peaks for job in first) else None
-    together = both_fit([job.peaks for job in first], Host(), gpu)
-    turn = turn_steps_of(first, min(old.work.steps, new.work.steps)) if together else 0
-    how = f"in turns of {turn} steps" if turn else "one after the other: both do not fit into memory at once"
-    how = f"{old.command.title} and {new.command.title}, {how}"
+def _compare_in_rounds(
+    old: ComparisonSide,
+    new: ComparisonSide,
+    out: Path,
+    options: ComparisonOptions,
+    notes: tuple[str, ...],
+    precision: str,
+    progress: Progress,
+) -> ComparisonResult:
+    prepared_jobs = [
+        run_preparation(side.command, side.scenario, out, progress, label) for side, label in ((old, "a"), (new, "b"))
+    ]
+    _require_expected_code(old.command, prepared_jobs[0])
+    _require_expected_code(new.command, prepared_jobs[1])
+    gpu = _gpu_bytes() if any("gpu.reserved" in job.peaks for job in prepared_jobs) else None
+    fit_together = both_fit([job.peaks for job in prepared_jobs], HostFacts(), gpu)
+    turn_steps = choose_turn_steps(prepared_jobs, min(old.scenario.steps, new.scenario.steps)) if fit_together else 0
+    method = (
+        f"in turns of {turn_steps} steps" if turn_steps else "one after the other: both do not fit into memory at once"
+    )
+    method = f"{old.command.title} and {new.command.title}, {method}"
 
-    def judged(pairs: Pairs) -> Judged:
-        return judge(pairs.old, pairs.new, asked.terms(turn), precision=precision, how=how, notes=notes)
+    def judge_pairs(pairs: JobPairs) -> ComparisonResult:
+        return judge_jobs(
+            pairs.old, pairs.new, options.comparison_terms(turn_steps), precision=precision, method=method, notes=notes
+        )
 
     pairs = run_rounds(
         old,
         new,
         out,
-        turn_steps=turn,
-        rounds=asked.rounds,
-        most=asked.most,
-        undecided=lambda pairs: bool(judged(pairs).undecided),
+        turn_steps=turn_steps,
+        rounds=options.rounds,
+        max_rounds=options.max_rounds,
+        undecided=lambda pairs: bool(judge_pairs(pairs).undecided),
         progress=progress,
     )
-    return judged(pairs)
+    return judge_pairs(pairs)
 
 
-def _against_kept(
+def _compare_with_stored(
     base: Baseline,
-    work: Scenario,
+    scenario: BaselineScenario,
     out: Path,
-    asked: Asked,
+    options: ComparisonOptions,
     notes: tuple[str, ...],
     environ: Mapping[str, str],
     progress: Progress,
-) -> Judged:
+) -> ComparisonResult:
     """The code here, measured now, by what was kept then."""
-    command = code.here(environ)
-    notes = (*notes, f"{APART}; --against CODE runs old code beside, in turns")
-    prepare(command, work, out, progress)
-    jobs: list[Job] = []
+    command = code.current_code(environ)
+    notes = (*notes, f"{MEASURED_APART_NOTE}; --against CODE runs old code beside, in turns")
+    run_preparation(command, scenario, out, progress)
+    jobs: list[MeasuredJob] = []
     while True:
-        at = len(jobs) + 1
-        jobs.append(measure(command, work, out, at, max(at, asked.rounds), progress))
-        if at < asked.most and not due(at, asked.rounds):
+        repeat = len(jobs) + 1
+        jobs.append(measure_repeat(command, scenario, out, repeat, max(repeat, options.rounds), progress))
+        if repeat < options.max_rounds and not is_judged_after(repeat, options.rounds):
             continue
-        judged = judge(base.jobs, jobs, asked.terms(-1), precision=base.precision, how=_kept_text(base), notes=notes)
-        if not judged.undecided or at >= asked.most:
+        result = judge_jobs(
+            base.jobs,
+            jobs,
+            options.comparison_terms(-1),
+            precision=base.precision,
+            method=_stored_text(base),
+            notes=notes,
+        )
+        if not result.undecided or repeat >= options.max_rounds:
             break
-    here = machine.facts(machine.diagnostics(Host(), environ))
-    other = [
-        *machine.differences(base.machine, here),
-        *machine.differences(base.environment, machine.variables(environ), machine.VARIABLES),
+    facts_here = machine.comparable_facts(machine.doctor_report(HostFacts(), environ))
+    differences = [
+        *machine.differences(base.machine, facts_here),
+        *machine.differences(base.environment, machine.compared_variables(environ), machine.COMPARED_VARIABLES),
     ]
-    return _without_times(judged, other) if other else judged
+    return _without_times(result, differences) if differences else result
 
 
 def _old_code(base: Baseline, against: str | None, stored: bool, environ: Mapping[str, str]) -> tuple[Any, str]:
@@ -191,65 +224,65 @@ def _old_code(base: Baseline, against: str | None, stored: bool, environ: Mappin
     if against is not None:
         if stored:
             raise OptionError("--against runs other code, --stored runs none; give one of them")
-        return code.other(against, environ), f"the old side is {against}, as asked"
+        return code.other_code(against, environ), f"the old side is {against}, as asked"
     if stored:
         return None, "judged by what was kept, as asked"
-    commit, here = base.commit, code.commit_here()
+    commit, here = base.commit, code.current_commit()
     if commit is None:
         return None, "captured by an installed package, which is not here any more: judged by what was kept"
     if commit.endswith("+"):
         return None, "captured with changes that were not committed: judged by what was kept"
     if commit == here:
         return None, f"the code is the same as then, {commit[:10]}: judged by what was kept"
-    if code.commit_of(commit) is None:
+    if code.resolve_commit(commit) is None:
         return None, f"{commit[:10]} is not in this checkout: judged by what was kept"
-    return code.other(commit, environ), f"captured at {commit[:10]}, which this checkout has: it ran again beside"
+    return code.other_code(commit, environ), f"captured at {commit[:10]}, which this checkout has: it ran again beside"
 
 
 @contextmanager
-def _code_of(base: Baseline, environ: Mapping[str, str]) -> Iterator[Command]:
-    here, version = code.commit_here(), base.jobs[0].versions.get("supertuner")
+def _baseline_code(base: Baseline, environ: Mapping[str, str]) -> Iterator[JobCommand]:
+    here, version = code.current_commit(), base.jobs[0].versions.get("supertuner")
     if base.commit == here and (here is not None or version == supertuner.__version__):
-        yield code.here(environ)
+        yield code.current_code(environ)
         return
-    if base.commit is None or code.commit_of(base.commit) is None:
+    if base.commit is None or code.resolve_commit(base.commit) is None:
         what = version if base.commit is None else base.commit[:10]
         raise BaselineError(
             f"{base.name} was captured by code that is not here ({what}"
             f"{', with changes' if (base.commit or '').endswith('+') else ''}); compare without --again"
         )
-    with code.other(base.commit, environ) as command:
+    with code.other_code(base.commit, environ) as command:
         yield command
 
 
-def _steps(asked: Asked, base: Baseline) -> int:
-    if asked.steps is not None and asked.steps > base.steps:
-        raise OptionError(f"--steps {asked.steps} is more than the {base.steps} of {base.name}; capture it with more")
-    return asked.steps or base.steps
+def _step_count(options: ComparisonOptions, base: Baseline) -> int:
+    if options.steps is not None and options.steps > base.steps:
+        raise OptionError(f"--steps {options.steps} is more than the {base.steps} of {base.name}; capture it with more")
+    return options.steps or base.steps
 
 
-def _require_code(command: Command, job: Job) -> None:
+def _require_expected_code(command: JobCommand, job: MeasuredJob) -> None:
     """Python may have found another package than the one it was given: then nothing of what follows would be true."""
-    if command.code is not None and Path(job.code).resolve().parent != command.code.resolve():
-        raise BaselineError(f"{command.title} was to run from {command.code}, and ran from {job.code}")
+    if command.code_path is not None and Path(job.code).resolve().parent != command.code_path.resolve():
+        raise BaselineError(f"{command.title} was to run from {command.code_path}, and ran from {job.code}")
 
 
-def _changed(base: Baseline, now: Mapping[str, Any]) -> tuple[str, ...]:
+def _changed_settings_note(base: Baseline, now: Mapping[str, Any]) -> tuple[str, ...]:
     """Settings that are others than those of the baseline; names and folders may be."""
     before = {name: block for name, block in base.resolved.items() if name not in ("run", "arena")}
-    found = [name for name, block in before.items() if json.dumps(now.get(name)) != json.dumps(block)]
-    return (f"settings are not those of the baseline: {', '.join(found)}",) if found else ()
+    changed = [name for name, block in before.items() if json.dumps(now.get(name)) != json.dumps(block)]
+    return (f"settings are not those of the baseline: {', '.join(changed)}",) if changed else ()
 
 
-def _without_times(judged: Judged, other: Sequence[str]) -> Judged:
+def _without_times(result: ComparisonResult, reasons: Sequence[str]) -> ComparisonResult:
     """On another machine times say nothing."""
-    figures = tuple(one for one in judged.figures if one.name not in TIMES)
-    note = f"times are not compared: {'; '.join(other)}"
-    return replace(judged, figures=figures, notes=(*judged.notes, note), times=False)
+    figures = tuple(one for one in result.figures if one.name not in TIME_FIGURES)
+    note = f"times are not compared: {'; '.join(reasons)}"
+    return replace(result, figures=figures, notes=(*result.notes, note), times_comparable=False)
 
 
-def _kept_text(base: Baseline) -> str:
-    return f"{len(base.jobs)} repeats of {base.name}, kept {people_time(base.captured_at)}"
+def _stored_text(base: Baseline) -> str:
+    return f"{len(base.jobs)} repeats of {base.name}, kept {readable_time(base.captured_at)}"
 
 
 def _gpu_bytes() -> int | None:

@@ -21,63 +21,74 @@ import supertuner
 from supertuner.core.durable import write_bytes
 from supertuner.core.errors import SuperTunerError
 from supertuner.core.types import KIB
-from supertuner.tools.baseline.record import Job, Order, read_order, write_job
-from supertuner.tools.baseline.recorder import Recorder
+from supertuner.tools.baseline.record import MeasuredJob, MeasurementRequest, read_request, write_job
+from supertuner.tools.baseline.recorder import MeasurementRecorder
 
 if TYPE_CHECKING:
     from torch.profiler import profile
 
-PACKAGES: Final = ("torch", "diffusers", "transformers", "peft", "lycoris-lora", "torchao", "numpy", "safetensors")
+RECORDED_PACKAGES: Final = (
+    "torch",
+    "diffusers",
+    "transformers",
+    "peft",
+    "lycoris-lora",
+    "torchao",
+    "numpy",
+    "safetensors",
+)
 """Whose versions decide what a step takes and gives."""
-TRACED: Final = (3, 2, 5)
+PROFILER_SCHEDULE: Final = (3, 2, 5)
 """Of the profiler: steps that are left out, that warm it up, and that are in the trace."""
-EVENTS: Final = "events.jsonl"
+EVENTS_FILE: Final = "events.jsonl"
 
 
 def main(arguments: Sequence[str]) -> int:
-    order = read_order(Path(arguments[0]))
+    request = read_request(Path(arguments[0]))
     try:
-        run(order)
+        run_measured_training(request)
     except SuperTunerError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
     return 0
 
 
-def run(order: Order) -> None:
-    from supertuner.tools.session import load_narrowed, session
-    from supertuner.tools.training import train_in
+def run_measured_training(request: MeasurementRequest) -> None:
+    from supertuner.tools.session import load_command_config, open_session
+    from supertuner.tools.training import train_in_session
 
-    out = Path(order.out)
-    with ExitStack() as opened:
-        profiled = opened.enter_context(profiler(Path(order.trace))) if order.trace else None
-        after: Callable[[], None] = (lambda: None) if profiled is None else profiled.step
-        recorder = Recorder(order.begun, order.turn_steps, stop_after=order.stop_after, after_step=after)
-        with session(load_narrowed(Path(order.config), order.sets)) as work:
-            trained = train_in(work, also=recorder)
-            path = work.path
-    write_bytes(out / EVENTS, (path / EVENTS).read_bytes())
+    out = Path(request.out)
+    with ExitStack() as stack:
+        active_profiler = stack.enter_context(open_profiler(Path(request.trace))) if request.trace else None
+        after_step: Callable[[], None] = (lambda: None) if active_profiler is None else active_profiler.step
+        recorder = MeasurementRecorder(
+            request.begun, request.turn_steps, stop_after=request.stop_after, after_step=after_step
+        )
+        with open_session(load_command_config(Path(request.config), request.sets)) as run_session:
+            result = train_in_session(run_session, extra_sink=recorder)
+            run_dir = run_session.run_dir
+    write_bytes(out / EVENTS_FILE, (run_dir / EVENTS_FILE).read_bytes())
     write_job(
         out,
-        Job(
+        MeasuredJob(
             steps=tuple(recorder.steps),
-            start=recorder.start(),
-            peaks=recorder.peaks.found | own_peak(),
-            hints=trained.hints,
-            memory=trained.memory,
-            losses=digest((path / "losses.jsonl").read_bytes()),
-            versions=versions(),
+            start=recorder.startup_times(),
+            peaks=recorder.peaks.bytes_by_kind | peak_resident_memory(),
+            hints=result.hint_counts,
+            memory=result.memory_lines,
+            losses=content_digest((run_dir / "losses.jsonl").read_bytes()),
+            versions=package_versions(),
             code=str(Path(supertuner.__file__).parent),
-            seconds=time.monotonic() - order.begun,
+            seconds=time.monotonic() - request.begun,
         ),
     )
 
 
-def profiler(trace: Path) -> profile:
+def open_profiler(trace: Path) -> profile:
     """Torch's profiler over a few steps; it writes `trace` when it has them."""
     from torch.profiler import ProfilerActivity, profile, schedule
 
-    wait, warmup, active = TRACED
+    wait, warmup, active = PROFILER_SCHEDULE
 
     def keep(done: profile) -> None:
         done.export_chrome_trace(str(trace))
@@ -89,30 +100,30 @@ def profiler(trace: Path) -> profile:
     return profile(activities=activities, schedule=steps, on_trace_ready=keep)
 
 
-def digest(content: bytes) -> str:
+def content_digest(content: bytes) -> str:
     import xxhash
 
     return xxhash.xxh3_128_hexdigest(content)
 
 
-def own_peak(status: Path = Path("/proc/self/status")) -> dict[str, int]:
+def peak_resident_memory(status: Path = Path("/proc/self/status")) -> dict[str, int]:
     """The most memory of this process that was ever in RAM, by the kernel's own count; none where it does not say."""
     try:
         lines = status.read_text().splitlines()
     except OSError:
         return {}  # no /proc: absent, not zero
-    most = next((line.split()[1] for line in lines if line.startswith("VmHWM:")), None)
-    return {} if most is None else {"process.resident": int(most) * KIB}
+    peak_kib = next((line.split()[1] for line in lines if line.startswith("VmHWM:")), None)
+    return {} if peak_kib is None else {"process.resident": int(peak_kib) * KIB}
 
 
-def versions() -> dict[str, str]:
-    found = {"supertuner": supertuner.__version__, "python": platform.python_version()}
-    for package in PACKAGES:
+def package_versions() -> dict[str, str]:
+    installed = {"supertuner": supertuner.__version__, "python": platform.python_version()}
+    for package in RECORDED_PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package)
+            installed[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue  # not here, and so it took part in nothing
-    return found
+    return installed
 
 
 if __name__ == "__main__":

@@ -7,55 +7,61 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from supertuner.core.errors import BaselineError
-from supertuner.sinks.jsonlines import people_time
+from supertuner.sinks.jsonlines import readable_time
 from supertuner.tools.baseline import ratios
 from supertuner.tools.baseline.report import code_text
-from supertuner.tools.baseline.store import BASELINE, RATIOS, Baseline, load, require_config
-from supertuner.tools.baseline.tables import amount, table
+from supertuner.tools.baseline.store import BASELINE_FILE, RATIOS_FILE, Baseline, load_baseline, require_config_file
+from supertuner.tools.baseline.tables import format_amount, markdown_table
 
 
-def listed(folder: Path) -> tuple[list[str], list[str]]:
+def list_baselines(folder: Path) -> tuple[list[str], list[str]]:
     """(lines for those that can be read, a problem for each that cannot)."""
-    times: list[Baseline] = []
-    multiples: list[tuple[str, ratios.Ratios]] = []
+    baselines: list[Baseline] = []
+    ratio_baselines: list[tuple[str, ratios.PeerRatios]] = []
     problems = []
     entries = sorted(folder.iterdir()) if folder.exists() else []
     for path in entries:
         if not path.is_dir() or path.name.startswith("."):  # a capture that is being written
             continue
         try:
-            if (path / BASELINE).exists():
-                found = load(path)
-                require_config(path)
-                times.append(found)
-            if (path / RATIOS).exists():
-                multiples.append((path.name, ratios.load(path / RATIOS)))
-            elif not (path / BASELINE).exists():
-                problems.append(f"{path} holds no {BASELINE} and no {RATIOS}; capture it again, or remove it")
+            if (path / BASELINE_FILE).exists():
+                baseline = load_baseline(path)
+                require_config_file(path)
+                baselines.append(baseline)
+            if (path / RATIOS_FILE).exists():
+                ratio_baselines.append((path.name, ratios.load_ratios(path / RATIOS_FILE)))
+            elif not (path / BASELINE_FILE).exists():
+                problems.append(f"{path} holds no {BASELINE_FILE} and no {RATIOS_FILE}; capture it again, or remove it")
         except BaselineError as error:
             problems.append(str(error))
-    tables = [part for part in (_times(times), _ratios(multiples)) if part]
+    tables = [part for part in (_baseline_table(baselines), _ratio_table(ratio_baselines)) if part]
     return [line for at, part in enumerate(tables) for line in ([""] if at else []) + part], problems
 
 
-def _times(baselines: Sequence[Baseline]) -> list[str]:
+def _baseline_table(baselines: Sequence[Baseline]) -> list[str]:
     rows = []
-    for one in baselines:
-        step = statistics.median([step.seconds for job in one.jobs for step in job.steps[1:] or job.steps])
-        speed = statistics.median([job.samples_per_s for job in one.jobs])
-        resident = max(job.peaks.get("process.resident", 0) for job in one.jobs)
-        figures = [amount(speed, "samples/s"), amount(step, "s"), amount(resident, "bytes")]
+    for baseline in baselines:
+        step = statistics.median([step.seconds for job in baseline.jobs for step in job.steps[1:] or job.steps])
+        speed = statistics.median([job.samples_per_s for job in baseline.jobs])
+        resident = max(job.peaks.get("process.resident", 0) for job in baseline.jobs)
+        figures = [format_amount(speed, "samples/s"), format_amount(step, "s"), format_amount(resident, "bytes")]
         rows.append(
-            [one.name, people_time(one.captured_at), f"{len(one.jobs)} × {one.steps:,}", *figures, code_text(one)]
+            [
+                baseline.name,
+                readable_time(baseline.captured_at),
+                f"{len(baseline.jobs)} × {baseline.steps:,}",
+                *figures,
+                code_text(baseline),
+            ]
         )
     heads = ["baseline", "captured", "steps", "throughput", "step", "peak resident", "code"]
-    return table(heads, rows) if rows else []
+    return markdown_table(heads, rows) if rows else []
 
 
-def _ratios(found: Sequence[tuple[str, ratios.Ratios]]) -> list[str]:
+def _ratio_table(ratio_baselines: Sequence[tuple[str, ratios.PeerRatios]]) -> list[str]:
     rows = [
-        [name, people_time(one.made_at), f"{one.rounds} × {one.steps:,}"]
-        + [f"{one.figures[figure].ratio:.3f}" if figure in one.figures else "–" for figure in ratios.KEPT]
-        for name, one in found
+        [name, readable_time(one.captured_at), f"{one.rounds} × {one.steps:,}"]
+        + [f"{one.figures[figure].ratio:.3f}" if figure in one.figures else "–" for figure in ratios.COMPARED_FIGURES]
+        for name, one in ratio_baselines
     ]
-    return table(["ratios to a peer", "captured", "steps", *ratios.KEPT], rows) if rows else []
+    return markdown_table(["ratios to a peer", "captured", "steps", *ratios.COMPARED_FIGURES], rows) if rows else []

@@ -14,19 +14,19 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-from supertuner.tools.baseline.record import Job, finite
+from supertuner.tools.baseline.record import MeasuredJob, finite_or_none
 
-ROUNDING: Final = {"fp32": 1e-5}
-ROUNDING_ELSE: Final = 1e-3
+ROUNDING_BY_PRECISION: Final = {"fp32": 1e-5}
+DEFAULT_ROUNDING: Final = 1e-3
 """Relative difference of a loss that another order of additions explains: in fp32, and where steps compute in less."""
-COURSE: Final = 0.05
+MAX_RUNNING_MEAN_GAP: Final = 0.05
 """How far the mean of ten neighbouring losses may come apart at last, as rounding grows."""
-NEIGHBOURS: Final = 10
-OWN: Final = 3.0
+RUNNING_MEAN_STEPS: Final = 10
+REPEAT_GAP_FACTOR: Final = 3.0
 """Two sides may be so many times as far apart as repeats of one of them."""
 
 
-class Likeness(StrEnum):
+class LossAgreement(StrEnum):
     IDENTICAL = "identical"
     ROUNDING = "the same up to rounding"
     DIFFERENT = "different"
@@ -34,8 +34,8 @@ class Likeness(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Losses:
-    likeness: Likeness
+class LossComparison:
+    likeness: LossAgreement
     words: str
     first_difference: int | None = None
     """The first step whose losses differ."""
@@ -45,33 +45,39 @@ class Losses:
     """The largest of running means, likewise."""
 
 
-def compare(old: Sequence[Job], new: Sequence[Job], precision: str) -> Losses:
+def compare_losses(old: Sequence[MeasuredJob], new: Sequence[MeasuredJob], precision: str) -> LossComparison:
     """Judge the new losses by the old ones. Those of repeats say how alike runs of the same code are."""
-    if not _same_work(old[0], new[0]):
-        return Losses(Likeness.INCOMPARABLE, "the steps were given other samples: the settings are not the same")
-    rounding = ROUNDING.get(precision, ROUNDING_ELSE)
-    return compare_courses([course(job) for job in old], [course(job) for job in new], rounding)
+    if not _same_schedule(old[0], new[0]):
+        return LossComparison(
+            LossAgreement.INCOMPARABLE, "the steps were given other samples: the settings are not the same"
+        )
+    rounding = ROUNDING_BY_PRECISION.get(precision, DEFAULT_ROUNDING)
+    return compare_loss_values([loss_values(job) for job in old], [loss_values(job) for job in new], rounding)
 
 
-def compare_courses(a: Sequence[Sequence[float]], b: Sequence[Sequence[float]], rounding: float) -> Losses:
+def compare_loss_values(a: Sequence[Sequence[float]], b: Sequence[Sequence[float]], rounding: float) -> LossComparison:
     """The same of the losses themselves; one that is no number is NaN."""
     length = min(len(a[0]), len(b[0]))
-    odd = _no_numbers(a, b, length)
-    first = next((at for one in (*b, *a) if (at := _parting(a[0], one, length)) is not None), None)
+    not_finite_text = _not_finite_text(a, b, length)
+    first = next((at for one in (*b, *a) if (at := _first_difference(a[0], one, length)) is not None), None)
     if first is None:
-        return Losses(Likeness.IDENTICAL, f"all {length} losses are the same to the bit{odd}")
-    early, whole = _apart(a, b, length)
-    own_a, own_b = _own(a, length), _own(b, length)
-    explained = max(rounding, OWN * own_a[0], OWN * own_b[0])
-    reach = max(COURSE, OWN * own_a[1], OWN * own_b[1])
-    at, sizes = first + 1, (finite(early), finite(whole))
-    if early > explained or whole > reach:
-        return Losses(Likeness.DIFFERENT, _different(at, early, whole, explained) + odd, at, *sizes)
-    words = f"first apart at step {at} by {early:.1e} of the loss, means of {NEIGHBOURS} by at most {whole:.1e}"
-    return Losses(Likeness.ROUNDING, words + odd, at, *sizes)
+        return LossComparison(LossAgreement.IDENTICAL, f"all {length} losses are the same to the bit{not_finite_text}")
+    first_gap, mean_gap = _gaps_between_sides(a, b, length)
+    repeat_gaps_a, repeat_gaps_b = _gaps_between_repeats(a, length), _gaps_between_repeats(b, length)
+    tolerance = max(rounding, REPEAT_GAP_FACTOR * repeat_gaps_a[0], REPEAT_GAP_FACTOR * repeat_gaps_b[0])
+    mean_tolerance = max(
+        MAX_RUNNING_MEAN_GAP, REPEAT_GAP_FACTOR * repeat_gaps_a[1], REPEAT_GAP_FACTOR * repeat_gaps_b[1]
+    )
+    at, sizes = first + 1, (finite_or_none(first_gap), finite_or_none(mean_gap))
+    if first_gap > tolerance or mean_gap > mean_tolerance:
+        return LossComparison(
+            LossAgreement.DIFFERENT, _difference_text(at, first_gap, mean_gap, tolerance) + not_finite_text, at, *sizes
+        )
+    words = f"first apart at step {at} by {first_gap:.1e} of the loss, means of {RUNNING_MEAN_STEPS} by at most {mean_gap:.1e}"
+    return LossComparison(LossAgreement.ROUNDING, words + not_finite_text, at, *sizes)
 
 
-def _apart(a: Sequence[Sequence[float]], b: Sequence[Sequence[float]], length: int) -> tuple[float, float]:
+def _gaps_between_sides(a: Sequence[Sequence[float]], b: Sequence[Sequence[float]], length: int) -> tuple[float, float]:
     """(where they first differ, the largest of running means): relative, of the least apart pair of runs."""
     pairs = [
         (_first_gap(one[:length], other[:length]), _mean_gap(one[:length], other[:length])) for one in a for other in b
@@ -79,10 +85,10 @@ def _apart(a: Sequence[Sequence[float]], b: Sequence[Sequence[float]], length: i
     return min(early for early, _ in pairs), min(whole for _, whole in pairs)
 
 
-def _own(courses: Sequence[Sequence[float]], length: int) -> tuple[float, float]:
+def _gaps_between_repeats(courses: Sequence[Sequence[float]], length: int) -> tuple[float, float]:
     """The same among repeats of one side, at most; nothing for one run, or where only one of two has a number."""
     pairs = [(one[:length], other[:length]) for at, one in enumerate(courses) for other in courses[at + 1 :]]
-    early, whole = ([finite(gap(*pair)) or 0.0 for pair in pairs] for gap in (_first_gap, _mean_gap))
+    early, whole = ([finite_or_none(gap(*pair)) or 0.0 for pair in pairs] for gap in (_first_gap, _mean_gap))
     return max(early, default=0.0), max(whole, default=0.0)
 
 
@@ -92,12 +98,12 @@ def _first_gap(a: Sequence[float], b: Sequence[float]) -> float:
     first = next((at for at, gap in enumerate(gaps) if gap), None)
     if first is None:
         return 0.0
-    near = gaps[first : first + NEIGHBOURS]
+    near = gaps[first : first + RUNNING_MEAN_STEPS]
     return math.inf if math.inf in near else statistics.median(near)
 
 
 def _mean_gap(a: Sequence[float], b: Sequence[float]) -> float:
-    size = min(NEIGHBOURS, len(a))
+    size = min(RUNNING_MEAN_STEPS, len(a))
     spans = (slice(at, at + size) for at in range(len(a) - size + 1))
     return max((_relative(statistics.fmean(a[span]), statistics.fmean(b[span])) for span in spans), default=0.0)
 
@@ -108,37 +114,37 @@ def _relative(x: float, y: float) -> float:
     return abs(x - y) / max(abs(x), abs(y), 1e-12)
 
 
-def _parting(a: Sequence[float], b: Sequence[float], length: int) -> int | None:
+def _first_difference(a: Sequence[float], b: Sequence[float], length: int) -> int | None:
     """The first place where two courses differ."""
     return next((at for at in range(length) if _relative(a[at], b[at])), None)
 
 
-def _no_numbers(a: Sequence[Sequence[float]], b: Sequence[Sequence[float]], length: int) -> str:
+def _not_finite_text(a: Sequence[Sequence[float]], b: Sequence[Sequence[float]], length: int) -> str:
     """At how many steps a repeat of each side has no number, and where that begins; nothing where all are numbers."""
-    found = [[at + 1 for at in range(length) if any(math.isnan(one[at]) for one in side)] for side in (a, b)]
-    if not any(found):
+    not_finite_steps = [[at + 1 for at in range(length) if any(math.isnan(one[at]) for one in side)] for side in (a, b)]
+    if not any(not_finite_steps):
         return ""
-    before, now = (str(len(steps) or "none") for steps in found)
-    firsts = [str(steps[0]) for steps in found if steps]
+    before, now = (str(len(steps) or "none") for steps in not_finite_steps)
+    firsts = [str(steps[0]) for steps in not_finite_steps if steps]
     where = f"first at step{'s' if len(firsts) > 1 else ''} {' and '.join(firsts)}"
     return f"; {before} before and {now} now of {length} are no numbers (NaN or infinite), {where}"
 
 
-def course(job: Job) -> list[float]:
+def loss_values(job: MeasuredJob) -> list[float]:
     return [math.nan if step.loss is None else step.loss for step in job.steps]
 
 
-def _same_work(old: Job, new: Job) -> bool:
+def _same_schedule(old: MeasuredJob, new: MeasuredJob) -> bool:
     length = min(len(old.schedule), len(new.schedule))
     return old.schedule[:length] == new.schedule[:length]
 
 
-def _different(at: int, early: float, whole: float, explained: float) -> str:
-    if early == math.inf:
+def _difference_text(at: int, first_gap: float, mean_gap: float, tolerance: float) -> str:
+    if first_gap == math.inf:
         return f"from step {at} on there are losses that are numbers on one side only"
-    if whole == math.inf:
+    if mean_gap == math.inf:
         return f"they differ from step {at} on, and later there are losses that are numbers on one side only"
-    if early > explained:
-        more = f", more than the {explained:.0e} that rounding or repeats explain"
-        return f"they differ at step {at} by {early:.1e} of the loss{more}; means of {NEIGHBOURS} by up to {whole:.1e}"
-    return f"they come apart: means of {NEIGHBOURS} losses by up to {whole:.1%}"
+    if first_gap > tolerance:
+        more = f", more than the {tolerance:.0e} that rounding or repeats explain"
+        return f"they differ at step {at} by {first_gap:.1e} of the loss{more}; means of {RUNNING_MEAN_STEPS} by up to {mean_gap:.1e}"
+    return f"they come apart: means of {RUNNING_MEAN_STEPS} losses by up to {mean_gap:.1%}"

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-from supertuner.core.events import Silence
-from supertuner.core.host import Host
+from supertuner.core.events import NullSink
+from supertuner.core.host import HostFacts
 from supertuner.core.types import JSON
 
-VARIABLES: Final = (
+COMPARED_VARIABLES: Final = (
     "OMP_NUM_THREADS",
     "MKL_NUM_THREADS",
     "CUDA_VISIBLE_DEVICES",
@@ -18,19 +18,19 @@ VARIABLES: Final = (
     "CUDA_LAUNCH_BLOCKING",
     "LD_PRELOAD",
 )
-SAME: Final = ("cpu", "cpus", "arch", "gpus")
+COMPARED_FACTS: Final = ("cpu", "cpus", "arch", "gpus")
 """Facts that must be the same for times to be compared."""
 
 
-def diagnostics(host: Host, environ: Mapping[str, str]) -> dict[str, JSON]:
+def doctor_report(host: HostFacts, environ: Mapping[str, str]) -> dict[str, JSON]:
     """The doctor's report; it looks and takes nothing."""
-    from supertuner.tools.doctor.machine import examine
-    from supertuner.tools.doctor.report import document
+    from supertuner.tools.doctor.machine import examine_machine
+    from supertuner.tools.doctor.report import build_report
 
-    return document(examine(host, environ, None, Silence(), lambda checks: None), (), ())
+    return build_report(examine_machine(host, environ, None, NullSink(), lambda checks: None), (), ())
 
 
-def facts(report: Mapping[str, Any]) -> dict[str, JSON]:
+def comparable_facts(report: Mapping[str, Any]) -> dict[str, JSON]:
     """The few of them by which machines are told apart."""
     host, driver = report["host"], report["driver"]
     return {
@@ -46,20 +46,20 @@ def facts(report: Mapping[str, Any]) -> dict[str, JSON]:
     }
 
 
-def differences(old: Mapping[str, JSON], new: Mapping[str, JSON], names: Iterable[str] = SAME) -> list[str]:
+def differences(old: Mapping[str, JSON], new: Mapping[str, JSON], names: Iterable[str] = COMPARED_FACTS) -> list[str]:
     """In what two machines, or their variables, differ that a step's time depends on."""
     return [
-        f"{name} was {_text(old.get(name))}, is {_text(new.get(name))}"
+        f"{name} was {_value_text(old.get(name))}, is {_value_text(new.get(name))}"
         for name in names
         if old.get(name) != new.get(name)
     ]
 
 
-def variables(environ: Mapping[str, str]) -> dict[str, str]:
-    return {name: environ[name] for name in VARIABLES if environ.get(name)}
+def compared_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    return {name: environ[name] for name in COMPARED_VARIABLES if environ.get(name)}
 
 
-def _text(value: JSON) -> str:
+def _value_text(value: JSON) -> str:
     return (
         "not set" if value is None else ", ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
     )

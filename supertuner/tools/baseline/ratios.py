@@ -19,172 +19,191 @@ from supertuner.core.durable import write_json
 from supertuner.core.errors import BaselineError, OptionError
 from supertuner.core.events import Progress
 from supertuner.core.types import JSON
-from supertuner.sinks.jsonlines import now_text, people_time
+from supertuner.sinks.jsonlines import now_text, readable_time
 from supertuner.tools.baseline import code
-from supertuner.tools.baseline.capturing import PREPARED_STEPS, require_alone, scenario, settings_of
-from supertuner.tools.baseline.checking import Asked
-from supertuner.tools.baseline.judging import START_LIMIT, Figure, Judged, Verdict, judge, verdict
-from supertuner.tools.baseline.losses import ROUNDING_ELSE, Losses, compare_courses, course
-from supertuner.tools.baseline.record import Job, finite
-from supertuner.tools.baseline.rounds import Pairs, Side, run_rounds, turn_steps_of
-from supertuner.tools.baseline.statistics import Interval
-from supertuner.tools.baseline.store import RATIOS, named, require_writable
-from supertuner.tools.baseline.tables import table
-from supertuner.tools.baseline.turns import Command, ended_by_sigterm, run_alone, scratch
+from supertuner.tools.baseline.capturing import PREPARATION_STEPS, build_scenario, load_settings, require_single_process
+from supertuner.tools.baseline.checking import ComparisonOptions
+from supertuner.tools.baseline.judging import (
+    START_LIMIT,
+    ComparedFigure,
+    ComparisonResult,
+    RegressionVerdict,
+    judge_interval,
+    judge_jobs,
+)
+from supertuner.tools.baseline.losses import DEFAULT_ROUNDING, LossComparison, compare_loss_values, loss_values
+from supertuner.tools.baseline.record import MeasuredJob, finite_or_none
+from supertuner.tools.baseline.rounds import ComparisonSide, JobPairs, choose_turn_steps, run_rounds
+from supertuner.tools.baseline.statistics import RatioInterval
+from supertuner.tools.baseline.store import RATIOS_FILE, baseline_path, require_writable
+from supertuner.tools.baseline.tables import markdown_table
+from supertuner.tools.baseline.turns import JobCommand, exit_on_sigterm, run_job, scratch_dir
 
 FORMAT: Final = "supertuner baseline of ratios"
 VERSION: Final = 1
-STEPS: Final = 100
-WIDE: Final = math.log1p(0.05)
-KEPT: Final = ("step", "time per sample", "start", "peak process.resident")
+DEFAULT_STEPS: Final = 100
+MAX_INTERVAL_WIDTH: Final = math.log1p(0.05)
+COMPARED_FIGURES: Final = ("step", "time per sample", "start", "peak process.resident")
 """Figures that a peer has too."""
-NEEDED: Final = KEPT[:2]
+REQUIRED_FIGURES: Final = COMPARED_FIGURES[:2]
 """Those that are always there."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ratios:
-    made_at: str
+class PeerRatios:
+    captured_at: str
     steps: int
-    figures: Mapping[str, Interval]
+    figures: Mapping[str, RatioInterval]
     """Ours over the peer's."""
     losses: tuple[float, ...]
     """Of our first repeat."""
     versions: Mapping[str, str]
     rounds: int = 0
-    how: str = ""
+    method: str = ""
 
 
-def capture(
+def capture_ratios(
     folder: Path,
     name: str,
     config: Path,
     peer: Path,
-    asked: Asked,
+    options: ComparisonOptions,
     *,
     sets: Sequence[str],
     replace_old: bool,
     environ: Mapping[str, str],
     progress: Progress,
-) -> Ratios:
+) -> PeerRatios:
     """Measure beside the peer, and keep the ratios."""
-    path = named(folder, name)
-    if (path / RATIOS).exists() and not replace_old:
+    path = baseline_path(folder, name)
+    if (path / RATIOS_FILE).exists() and not replace_old:
         raise OptionError(f"{path} is captured already; --replace captures it anew")
     require_writable(folder)
-    found = measure(config, peer, asked, _wide, sets=sets, environ=environ, progress=progress)
+    measured = measure_ratios(config, peer, options, _needs_more_rounds, sets=sets, environ=environ, progress=progress)
     path.mkdir(parents=True, exist_ok=True)
-    save(path / RATIOS, found)
-    return found
+    save_ratios(path / RATIOS_FILE, measured)
+    return measured
 
 
-def check(
+def check_ratios(
     path: Path,
     config: Path,
     peer: Path,
-    asked: Asked,
+    options: ComparisonOptions,
     *,
     sets: Sequence[str],
     environ: Mapping[str, str],
     progress: Progress,
-) -> Judged:
+) -> ComparisonResult:
     """Measure beside the peer, and judge the ratios by those that were kept. More rounds follow while undecided."""
-    kept = load(path / RATIOS)
-    whole = replace(asked, steps=asked.steps or kept.steps)
+    stored = load_ratios(path / RATIOS_FILE)
+    run_options = replace(options, steps=options.steps or stored.steps)
 
-    def undecided(now: Ratios) -> bool:
-        return bool(against(kept, now, asked.limit).undecided)
+    def undecided(now: PeerRatios) -> bool:
+        return bool(compare_ratios(stored, now, options.limit).undecided)
 
-    now = measure(config, peer, whole, undecided, sets=sets, environ=environ, progress=progress)
-    return against(kept, now, asked.limit)
+    now = measure_ratios(config, peer, run_options, undecided, sets=sets, environ=environ, progress=progress)
+    return compare_ratios(stored, now, options.limit)
 
 
-def measure(
+def measure_ratios(
     config: Path,
     peer: Path,
-    asked: Asked,
-    undecided: Callable[[Ratios], bool],
+    options: ComparisonOptions,
+    undecided: Callable[[PeerRatios], bool],
     *,
     sets: Sequence[str],
     environ: Mapping[str, str],
     progress: Progress,
-) -> Ratios:
+) -> PeerRatios:
     """Ours and the peer's in turns. The peer gets the schedule of our first run: as many samples in each step."""
-    require_alone(environ)
+    require_single_process(environ)
     if not peer.is_file():
         raise OptionError(f"{peer} is no script to compare with")
-    steps = asked.steps or STEPS
-    work = scenario(config, sets, steps, settings_of(config, sets).config, "peer")
-    with ExitStack() as opened:
-        opened.enter_context(ended_by_sigterm())
-        out = Path(opened.enter_context(scratch()))
-        opened.callback(work.forget)
-        ours, theirs = code.here(environ), _peer(peer, environ)
+    steps = options.steps or DEFAULT_STEPS
+    baseline_scenario = build_scenario(config, sets, steps, load_settings(config, sets).config, "peer")
+    with ExitStack() as stack:
+        stack.enter_context(exit_on_sigterm())
+        out = Path(stack.enter_context(scratch_dir()))
+        stack.callback(baseline_scenario.remove_run_folders)
+        own_command, peer_command = code.current_code(environ), _peer_command(peer, environ)
         with progress.phase("preparing data and caches"):
-            first = run_alone(ours, work.order(out, "prepare"))
+            prepared_job = run_job(own_command, baseline_scenario.request(out, "prepare"))
         with progress.phase(f"preparing {peer.name}"):
-            run_alone(theirs, Side(theirs, work, first.schedule[:PREPARED_STEPS]).order(out, "prepare-peer"))
-        turn = turn_steps_of([first], steps)
+            run_job(
+                peer_command,
+                ComparisonSide(peer_command, baseline_scenario, prepared_job.schedule[:PREPARATION_STEPS]).request(
+                    out, "prepare-peer"
+                ),
+            )
+        turn_steps = choose_turn_steps([prepared_job], steps)
 
-        def ratios(pairs: Pairs) -> Ratios:
-            how = f"in turns of {turn} steps"
-            terms = replace(asked.terms(turn), quick=True)
-            found = judge(pairs.old, pairs.new, terms, precision="fp32", how=how)
-            return _ratios(found, pairs.new)
+        def ratios_of_pairs(pairs: JobPairs) -> PeerRatios:
+            how = f"in turns of {turn_steps} steps"
+            terms = replace(options.comparison_terms(turn_steps), prefer_quickest=True)
+            found = judge_jobs(pairs.old, pairs.new, terms, precision="fp32", method=how)
+            return _build_ratios(found, pairs.new)
 
         pairs = run_rounds(
-            Side(theirs, work, first.schedule),
-            Side(ours, work),
+            ComparisonSide(peer_command, baseline_scenario, prepared_job.schedule),
+            ComparisonSide(own_command, baseline_scenario),
             out,
-            turn_steps=turn,
-            rounds=asked.rounds,
-            most=asked.most,
-            undecided=lambda pairs: undecided(ratios(pairs)),
+            turn_steps=turn_steps,
+            rounds=options.rounds,
+            max_rounds=options.max_rounds,
+            undecided=lambda pairs: undecided(ratios_of_pairs(pairs)),
             progress=progress,
         )
-        return ratios(pairs)
+        return ratios_of_pairs(pairs)
 
 
-def against(kept: Ratios, now: Ratios, limit: float) -> Judged:
+def compare_ratios(stored: PeerRatios, now: PeerRatios, limit: float) -> ComparisonResult:
     """The ratios of now by those that were kept."""
     figures = []
-    for name, then in kept.figures.items():
+    for name, stored_interval in stored.figures.items():
         if name not in now.figures:
             continue
-        found = now.figures[name].minus(then)
-        most = max(limit, START_LIMIT) if name == "start" else limit
-        judged = verdict(found, most)
-        if name == "start" and judged is Verdict.UNDECIDED:
-            judged = Verdict.UNJUDGED
-        figures.append(Figure(name, "× peer", then.ratio, now.figures[name].ratio, found, most, judged))
-    losses: Losses = compare_courses([kept.losses], [now.losses], ROUNDING_ELSE)
-    notes = (f"all figures are multiples of what the peer takes beside us; kept {people_time(kept.made_at)}",)
-    return Judged(tuple(figures), losses, None, now.rounds, f"ours and the peer, {now.how}", notes)
+        change = now.figures[name].minus(stored_interval)
+        figure_limit = max(limit, START_LIMIT) if name == "start" else limit
+        figure_verdict = judge_interval(change, figure_limit)
+        if name == "start" and figure_verdict is RegressionVerdict.UNDECIDED:
+            figure_verdict = RegressionVerdict.UNJUDGED
+        figures.append(
+            ComparedFigure(
+                name, "× peer", stored_interval.ratio, now.figures[name].ratio, change, figure_limit, figure_verdict
+            )
+        )
+    losses: LossComparison = compare_loss_values([stored.losses], [now.losses], DEFAULT_ROUNDING)
+    notes = (f"all figures are multiples of what the peer takes beside us; kept {readable_time(stored.captured_at)}",)
+    return ComparisonResult(tuple(figures), losses, None, now.rounds, f"ours and the peer, {now.method}", notes)
 
 
-def as_text(ratios: Ratios) -> list[str]:
+def ratio_lines(ratios: PeerRatios) -> list[str]:
     """A table of the ratios."""
     rows = []
-    for name, one in ratios.figures.items():
-        low, high = one.between
-        rows.append([name, f"{one.ratio:.3f}", f"{low:.3f} to {high:.3f}"])
-    return [*table(["figure", "times the peer's", "95 % between"], rows), "", f"{ratios.how}, {ratios.rounds} rounds"]
+    for name, interval in ratios.figures.items():
+        low, high = interval.bounds
+        rows.append([name, f"{interval.ratio:.3f}", f"{low:.3f} to {high:.3f}"])
+    return [
+        *markdown_table(["figure", "times the peer's", "95 % between"], rows),
+        "",
+        f"{ratios.method}, {ratios.rounds} rounds",
+    ]
 
 
-def save(file: Path, ratios: Ratios) -> None:
+def save_ratios(file: Path, ratios: PeerRatios) -> None:
     figures: dict[str, JSON] = {
-        name: {"ratio": one.ratio, "low": one.between[0], "high": one.between[1]}
-        for name, one in ratios.figures.items()
+        name: {"ratio": one.ratio, "low": one.bounds[0], "high": one.bounds[1]} for name, one in ratios.figures.items()
     }
     write_json(
         file,
         {
             "format": FORMAT,
             "version": VERSION,
-            "made_at": ratios.made_at,
+            "made_at": ratios.captured_at,
             "steps": ratios.steps,
             "rounds": ratios.rounds,
-            "how": ratios.how,
+            "how": ratios.method,
             "ours_over_peer": figures,
             "versions": dict(ratios.versions),
             "losses": [None if math.isnan(loss) else loss for loss in ratios.losses],
@@ -192,17 +211,27 @@ def save(file: Path, ratios: Ratios) -> None:
     )
 
 
-def load(file: Path) -> Ratios:
+def load_ratios(file: Path) -> PeerRatios:
     try:
-        found: dict[str, Any] = json.loads(file.read_bytes())
-        if found["format"] != FORMAT or found["version"] != VERSION:
+        document: dict[str, Any] = json.loads(file.read_bytes())
+        if document["format"] != FORMAT or document["version"] != VERSION:
             raise BaselineError(f"{file} is no baseline of ratios that this program reads; capture it again")
-        given = found["ours_over_peer"]
-        figures = {name: _interval(given[name]) for name in KEPT if name in given or name in NEEDED}
-        losses = tuple(math.nan if finite(loss) is None else float(loss) for loss in found["losses"])
-        counts = int(found["steps"]), int(found["rounds"])
-        return Ratios(
-            str(found["made_at"]), counts[0], figures, losses, dict(found["versions"]), counts[1], str(found["how"])
+        stored_figures = document["ours_over_peer"]
+        figures = {
+            name: _parse_interval(stored_figures[name])
+            for name in COMPARED_FIGURES
+            if name in stored_figures or name in REQUIRED_FIGURES
+        }
+        losses = tuple(math.nan if finite_or_none(loss) is None else float(loss) for loss in document["losses"])
+        counts = int(document["steps"]), int(document["rounds"])
+        return PeerRatios(
+            str(document["made_at"]),
+            counts[0],
+            figures,
+            losses,
+            dict(document["versions"]),
+            counts[1],
+            str(document["how"]),
         )
     except KeyError as error:
         raise BaselineError(f"{file} lacks {error}; capture it again") from error
@@ -210,24 +239,24 @@ def load(file: Path) -> Ratios:
         raise BaselineError(f"{file} cannot be read ({error}); capture it again") from error
 
 
-def _interval(one: Mapping[str, float]) -> Interval:
-    low, middle, high = (math.log(one[name]) for name in ("low", "ratio", "high"))
+def _parse_interval(bounds: Mapping[str, float]) -> RatioInterval:
+    low, middle, high = (math.log(bounds[name]) for name in ("low", "ratio", "high"))
     if not -math.inf < low <= middle <= high < math.inf:
-        raise ValueError(f"{one} is no ratio with its interval")
-    return Interval(middle, low, high)
+        raise ValueError(f"{bounds} is no ratio with its interval")
+    return RatioInterval(middle, low, high)
 
 
-def _ratios(judged: Judged, jobs: Sequence[Job]) -> Ratios:
-    figures = {one.name: one.found for one in judged.figures if one.name in KEPT}
-    losses = tuple(course(jobs[0]))
-    return Ratios(now_text(), len(losses), figures, losses, jobs[0].versions, judged.rounds, judged.how)
+def _build_ratios(result: ComparisonResult, jobs: Sequence[MeasuredJob]) -> PeerRatios:
+    figures = {one.name: one.interval for one in result.figures if one.name in COMPARED_FIGURES}
+    losses = tuple(loss_values(jobs[0]))
+    return PeerRatios(now_text(), len(losses), figures, losses, jobs[0].versions, result.rounds, result.method)
 
 
-def _peer(peer: Path, environ: Mapping[str, str]) -> Command:
-    ours = code.here(environ)
-    return Command(peer.name, (ours.words[0], str(peer.absolute())), ours.environ)
+def _peer_command(peer: Path, environ: Mapping[str, str]) -> JobCommand:
+    own_command = code.current_code(environ)
+    return JobCommand(peer.name, (own_command.arguments[0], str(peer.absolute())), own_command.environ)
 
 
-def _wide(found: Ratios) -> bool:
+def _needs_more_rounds(ratios: PeerRatios) -> bool:
     """Whether a ratio is not known well enough to be kept: later ones are judged by it."""
-    return any(found.figures[name].high - found.figures[name].low > WIDE for name in NEEDED)
+    return any(ratios.figures[name].high - ratios.figures[name].low > MAX_INTERVAL_WIDTH for name in REQUIRED_FIGURES)

@@ -17,12 +17,12 @@ from supertuner.core.durable import write_bytes, write_json
 from supertuner.core.errors import BaselineError
 from supertuner.core.types import JSON
 
-STEPS: Final = "steps.jsonl"
-JOB: Final = "job.json"
+STEPS_FILE: Final = "steps.jsonl"
+JOB_FILE: Final = "job.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class MeasuredStep:
     """One optimizer step. Seconds are of a clock; everything else is a function of the run."""
 
     step: int
@@ -40,7 +40,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class StartupTimes:
     """From the command to training, in seconds."""
 
     began_s: float
@@ -52,11 +52,11 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class MeasuredJob:
     """One process that trained, from its start to its end."""
 
-    steps: tuple[Step, ...]
-    start: Start
+    steps: tuple[MeasuredStep, ...]
+    start: StartupTimes
     peaks: Mapping[str, int]
     """Peak bytes by kind: `process.resident`, `gpu.reserved`, …"""
     hints: Mapping[str, int]
@@ -84,7 +84,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class MeasurementRequest:
     """What the process is told to do; a file, so that any version of the program, and any script, can read it."""
 
     out: str
@@ -104,88 +104,96 @@ class Order:
     version: int = 1
 
 
-def write_order(path: Path, order: Order) -> None:
-    write_json(path, asdict(order))
+def write_request(path: Path, request: MeasurementRequest) -> None:
+    write_json(path, asdict(request))
 
 
-def read_order(path: Path) -> Order:
-    found = _known(Order, _object(path))
-    found["sets"] = tuple(found.get("sets", ()))
-    found["schedule"] = tuple((int(window), str(expert)) for window, expert in found.get("schedule", ()))
-    return Order(**found)
+def read_request(path: Path) -> MeasurementRequest:
+    values = _known_fields(MeasurementRequest, _read_json_object(path))
+    values["sets"] = tuple(values.get("sets", ()))
+    values["schedule"] = tuple((int(window), str(expert)) for window, expert in values.get("schedule", ()))
+    return MeasurementRequest(**values)
 
 
-def write_job(folder: Path, job: Job) -> None:
+def write_job(folder: Path, job: MeasuredJob) -> None:
     """Steps as lines, the rest as one object; the object last, because it says that all is there."""
-    write_bytes(folder / STEPS, step_lines(job.steps))
-    rest = {name.name: getattr(job, name.name) for name in fields(Job) if name.name != "steps"}
-    write_json(folder / JOB, rest | {"start": asdict(job.start)})
+    write_bytes(folder / STEPS_FILE, step_lines(job.steps))
+    rest = {name.name: getattr(job, name.name) for name in fields(MeasuredJob) if name.name != "steps"}
+    write_json(folder / JOB_FILE, rest | {"start": asdict(job.start)})
 
 
-def read_job(folder: Path) -> Job:
-    rest = _object(folder / JOB)
-    return job_of(rest, read_steps((folder / STEPS).read_bytes(), str(folder / STEPS)), str(folder / JOB))
+def read_job(folder: Path) -> MeasuredJob:
+    rest = _read_json_object(folder / JOB_FILE)
+    return parse_job(
+        rest, read_steps((folder / STEPS_FILE).read_bytes(), str(folder / STEPS_FILE)), str(folder / JOB_FILE)
+    )
 
 
-def job_of(rest: Mapping[str, Any], steps: Sequence[Step], where: str) -> Job:
+def parse_job(document: Mapping[str, Any], steps: Sequence[MeasuredStep], source: str) -> MeasuredJob:
     try:
-        start = Start(**_known(Start, rest["start"]))
-        found = _known(Job, rest) | {"start": start, "steps": tuple(steps), "memory": tuple(rest["memory"])}
-        return Job(**found)
+        start = StartupTimes(**_known_fields(StartupTimes, document["start"]))
+        values = _known_fields(MeasuredJob, document) | {
+            "start": start,
+            "steps": tuple(steps),
+            "memory": tuple(document["memory"]),
+        }
+        return MeasuredJob(**values)
     except (KeyError, TypeError) as error:
-        raise BaselineError(f"{where} is not what a measured job leaves ({error}); capture it again") from error
+        raise BaselineError(f"{source} is not what a measured job leaves ({error}); capture it again") from error
 
 
-def job_json(job: Job) -> dict[str, JSON]:
+def job_to_json(job: MeasuredJob) -> dict[str, JSON]:
     """Everything but the steps, for the file that holds all jobs of a baseline."""
-    whole: dict[str, Any] = {name.name: getattr(job, name.name) for name in fields(Job) if name.name != "steps"}
-    return whole | {"start": asdict(job.start)}
+    document: dict[str, Any] = {
+        name.name: getattr(job, name.name) for name in fields(MeasuredJob) if name.name != "steps"
+    }
+    return document | {"start": asdict(job.start)}
 
 
-def step_lines(steps: Iterable[Step], **of: JSON) -> bytes:
+def step_lines(steps: Iterable[MeasuredStep], **labels: JSON) -> bytes:
     """A line for each step; `of` says in each whose they are."""
-    lines = (json.dumps({**of, **asdict(step)}, allow_nan=False) for step in steps)
+    lines = (json.dumps({**labels, **asdict(step)}, allow_nan=False) for step in steps)
     return "".join(f"{line}\n" for line in lines).encode()
 
 
-def read_steps(content: bytes, where: str) -> list[Step]:
-    found = []
+def read_steps(content: bytes, source: str) -> list[MeasuredStep]:
+    steps = []
     for number, line in enumerate(content.splitlines(), start=1):
         try:
-            found.append(Step(**_known(Step, json.loads(line))))
+            steps.append(MeasuredStep(**_known_fields(MeasuredStep, json.loads(line))))
         except (ValueError, TypeError) as error:
-            raise BaselineError(f"{where}, line {number} is not a step ({error}); capture it again") from error
-    return found
+            raise BaselineError(f"{source}, line {number} is not a step ({error}); capture it again") from error
+    return steps
 
 
-def finite(number: float | None) -> float | None:
+def finite_or_none(number: float | None) -> float | None:
     return number if number is not None and math.isfinite(number) else None
 
 
 @dataclass(slots=True)
-class Peaks:
+class PeakMemory:
     """The highest of each kind that was seen."""
 
-    found: dict[str, int] = field(default_factory=dict)
+    bytes_by_kind: dict[str, int] = field(default_factory=dict)
 
-    def see(self, kinds: Mapping[str, int]) -> None:
+    def update(self, kinds: Mapping[str, int]) -> None:
         for kind, nbytes in kinds.items():
-            self.found[kind] = max(nbytes, self.found.get(kind, 0))
+            self.bytes_by_kind[kind] = max(nbytes, self.bytes_by_kind.get(kind, 0))
 
 
-def _object(path: Path) -> dict[str, Any]:
+def _read_json_object(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_bytes())
+        document = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise BaselineError(f"{path} cannot be read ({error}); capture it again") from error
-    if not isinstance(found, dict):
+    if not isinstance(document, dict):
         raise BaselineError(f"{path} is not a JSON object; capture it again")
-    return found
+    return document
 
 
-def _known(kind: type, given: object) -> dict[str, Any]:
+def _known_fields(record_type: type, document: object) -> dict[str, Any]:
     """The fields that this version knows."""
-    if not isinstance(given, Mapping):
-        raise TypeError(f"{kind.__name__} is {given!r}")
-    names = {one.name for one in fields(kind)}
-    return {name: value for name, value in given.items() if name in names}
+    if not isinstance(document, Mapping):
+        raise TypeError(f"{record_type.__name__} is {document!r}")
+    names = {one.name for one in fields(record_type)}
+    return {name: value for name, value in document.items() if name in names}

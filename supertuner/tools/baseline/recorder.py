@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from supertuner.core.events import MEMORY, Event, Measured
+from supertuner.core.events import MEMORY_MEASUREMENT, Event, MeasurementEvent
 from supertuner.core.types import JSON
 from supertuner.sinks import training
-from supertuner.tools.baseline.record import Peaks, Start, Step, finite
+from supertuner.tools.baseline.record import MeasuredStep, PeakMemory, StartupTimes, finite_or_none
 
-KINDS: Final[Mapping[str, str]] = {
+MEMORY_KIND_BY_METRIC: Final[Mapping[str, str]] = {
     "torch.allocated_peak_bytes": "gpu.allocated",
     "torch.reserved_peak_bytes": "gpu.reserved",
     "nvml.used_bytes": "gpu.used",
@@ -27,12 +27,12 @@ KINDS: Final[Mapping[str, str]] = {
 """Figures of the run's own telemetry that are peaks of memory, and the kind each is of."""
 
 
-class Recorder:
+class MeasurementRecorder:
     """`begun`: when this process was started, by the clock that all processes share."""
 
     def __init__(
         self,
-        begun: float,
+        started: float,
         turn_steps: int = 0,
         *,
         clock: Callable[[], float] = time.monotonic,
@@ -40,47 +40,49 @@ class Recorder:
         stop_after: int = 0,
         after_step: Callable[[], None] = lambda: None,
     ) -> None:
-        self.steps: list[Step] = []
-        self.peaks = Peaks()
+        self.steps: list[MeasuredStep] = []
+        self.peaks = PeakMemory()
         self.cold = False
-        self._began_s = 0.0
-        self._begun = begun
-        self._turn = turn_steps
+        self._setup_s = 0.0
+        self._started = started
+        self._turn_steps = turn_steps
         self._stop_after = stop_after
         self._clock = clock
         self._parent = os.getppid()
-        self._stop = stop or stop_until_told
+        self._stop = stop or stop_until_continued
         self._after_step = after_step
-        self._since = begun
+        self._last_step_end = started
 
     def emit(self, event: Event, /) -> None:
-        if not isinstance(event, Measured):
+        if not isinstance(event, MeasurementEvent):
             return
         now = self._clock()
-        if event.what == training.STEP:
-            self._step(event.figures, now)
-        elif event.what == training.BEGIN:
-            self.began(now)
-        elif event.what == MEMORY:
-            self.peaks.see(_kinds(event.figures))
+        if event.what == training.TRAIN_STEP:
+            self._record_event(event.figures, now)
+        elif event.what == training.TRAIN_BEGIN:
+            self.begin_training(now)
+        elif event.what == MEMORY_MEASUREMENT:
+            self.peaks.update(_memory_peaks(event.figures))
         elif event.what.endswith(".staging"):
             self.cold |= event.figures.get("reused") is False
         elif event.what.startswith("cache."):
             self.cold |= bool(event.figures.get("made"))
 
-    def began(self, now: float) -> None:
+    def begin_training(self, now: float) -> None:
         """Training begins now."""
-        self._began_s = now - self._begun
+        self._setup_s = now - self._started
         self._wait_for_turn()
 
-    def stepped(self, *, window: int, expert: str, loss: float | None, seconds: float, waited_s: float = 0.0) -> None:
+    def record_step(
+        self, *, window: int, expert: str, loss: float | None, seconds: float, waited_s: float = 0.0
+    ) -> None:
         """A step was done: for a peer, which has no events."""
         self._record(window, expert, loss, seconds, waited_s, self._clock())
 
-    def start(self) -> Start:
-        return Start(self._began_s, self._began_s + self.steps[0].seconds, self.cold)
+    def startup_times(self) -> StartupTimes:
+        return StartupTimes(self._setup_s, self._setup_s + self.steps[0].seconds, self.cold)
 
-    def _step(self, figures: Mapping[str, JSON], now: float) -> None:
+    def _record_event(self, figures: Mapping[str, JSON], now: float) -> None:
         window, seconds, waited = figures["samples_in_window"], figures["seconds"], figures["waited_s"]
         loss = figures["loss"]
         assert isinstance(window, int) and isinstance(seconds, float) and isinstance(waited, float)
@@ -90,27 +92,33 @@ class Recorder:
         if os.getppid() != self._parent:
             os._exit(1)  # who measures was killed: nobody reads what we would leave, or says go on
         number = len(self.steps) + 1
-        self.steps.append(Step(number, window, expert, finite(loss), seconds, waited, now - self._since))
+        self.steps.append(
+            MeasuredStep(number, window, expert, finite_or_none(loss), seconds, waited, now - self._last_step_end)
+        )
         self._after_step()
         if number == self._stop_after:
             os.kill(os.getpid(), signal.SIGTERM)  # the run's own way to end: save, and stop
-        if self._turn and number % self._turn == 0:
+        if self._turn_steps and number % self._turn_steps == 0:
             self._wait_for_turn()
         else:
-            self._since = self._clock()
+            self._last_step_end = self._clock()
 
     def _wait_for_turn(self) -> None:
-        if self._turn:
+        if self._turn_steps:
             self._stop()
-        self._since = self._clock()
+        self._last_step_end = self._clock()
 
 
-def stop_until_told() -> None:
+def stop_until_continued() -> None:
     """Stop this process, all of its threads, until SIGCONT comes. Nobody is left stopped if who measures was killed: a
     process group that has lost its parent gets SIGHUP if it is stopped, and SIGTSTP does not stop it any more."""
     signal.signal(signal.SIGTSTP, signal.SIG_DFL)  # whoever started us may have had it ignored
     os.kill(os.getpid(), signal.SIGTSTP)
 
 
-def _kinds(figures: Mapping[str, JSON]) -> dict[str, int]:
-    return {KINDS[name]: int(value) for name, value in figures.items() if name in KINDS and isinstance(value, int)}
+def _memory_peaks(figures: Mapping[str, JSON]) -> dict[str, int]:
+    return {
+        MEMORY_KIND_BY_METRIC[name]: int(value)
+        for name, value in figures.items()
+        if name in MEMORY_KIND_BY_METRIC and isinstance(value, int)
+    }

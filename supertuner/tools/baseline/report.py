@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from supertuner.core.types import JSON
-from supertuner.sinks.jsonlines import people_time
-from supertuner.tools.baseline.losses import compare
-from supertuner.tools.baseline.record import Job
+from supertuner.sinks.jsonlines import readable_time
+from supertuner.tools.baseline.losses import compare_losses
+from supertuner.tools.baseline.record import MeasuredJob
 from supertuner.tools.baseline.statistics import quantile
 from supertuner.tools.baseline.store import Baseline
-from supertuner.tools.baseline.tables import amount, table
+from supertuner.tools.baseline.tables import format_amount, markdown_table
 
 LOSSES_SHOWN = 5
 
@@ -25,17 +25,17 @@ def baseline_report(baseline: Baseline, files: Sequence[str] = ()) -> str:
 
 def baseline_summary(baseline: Baseline) -> list[str]:
     """What was measured: the part that is shown on a screen."""
-    count, when = len(baseline.jobs), people_time(baseline.captured_at)
+    count, when = len(baseline.jobs), readable_time(baseline.captured_at)
     title = f"{count} × {baseline.steps:,} steps" if count > 1 else f"{baseline.steps:,} steps, once"
     return [
         f"# Baseline {baseline.name}",
         "",
         f"{title}, captured {when}: {machine_text(baseline.machine)}; {code_text(baseline)}.",
         "",
-        *table(["figure", "median", "lowest", "highest"], list(_figures(baseline))),
+        *markdown_table(["figure", "median", "lowest", "highest"], list(_figure_rows(baseline))),
         "",
         _losses_line(baseline),
-        *(_once(line for job in baseline.jobs for line in job.memory)),
+        *(_unique_memory_lines(line for job in baseline.jobs for line in job.memory)),
     ]
 
 
@@ -54,14 +54,14 @@ def code_text(baseline: Baseline) -> str:
     return f"SuperTuner {version} at {baseline.commit[:10]}{changed}"
 
 
-def _figures(baseline: Baseline) -> Iterator[list[str]]:
+def _figure_rows(baseline: Baseline) -> Iterator[list[str]]:
     jobs = baseline.jobs
 
-    def row(name: str, unit: str, of: Callable[[Job], float]) -> list[str]:
+    def row(name: str, unit: str, of: Callable[[MeasuredJob], float]) -> list[str]:
         values = [of(job) for job in jobs]
-        return [name, *(amount(value, unit) for value in (statistics.median(values), min(values), max(values)))]
+        return [name, *(format_amount(value, unit) for value in (statistics.median(values), min(values), max(values)))]
 
-    def steps(share: float) -> Callable[[Job], float]:
+    def steps(share: float) -> Callable[[MeasuredJob], float]:
         return lambda job: quantile([step.seconds for step in job.steps[1:] or job.steps], share)
 
     yield row("throughput", "samples/s", lambda job: job.samples_per_s)
@@ -69,39 +69,42 @@ def _figures(baseline: Baseline) -> Iterator[list[str]]:
     for share in (0.1, 0.9, 0.99):
         yield row(f"step, {100 * share:.0f} % are below", "s", steps(share))
     yield row("step, longest", "s", steps(1.0))
-    yield row("waiting for data, of a step", "%", lambda job: 100 * waiting(job))
+    yield row("waiting for data, of a step", "%", lambda job: 100 * data_wait_share(job))
     for cold in (False, True):
         starts = [job.start.first_step_s for job in jobs if job.start.cold is cold]
         if starts:
             name = "start, data encoded on the way" if cold else "start, data ready"
-            yield [name, *(amount(value, "s") for value in (statistics.median(starts), min(starts), max(starts)))]
+            yield [
+                name,
+                *(format_amount(value, "s") for value in (statistics.median(starts), min(starts), max(starts))),
+            ]
     if baseline.cold_start_s is not None:
-        yield ["start, the first of all", amount(baseline.cold_start_s, "s"), "–", "–"]
+        yield ["start, the first of all", format_amount(baseline.cold_start_s, "s"), "–", "–"]
     kinds = dict.fromkeys(kind for job in jobs for kind in job.peaks)
     for kind in sorted(kinds, key=lambda kind: -max(job.peaks.get(kind, 0) for job in jobs)):
         yield row(f"peak {kind}", "bytes", lambda job, kind=kind: job.peaks.get(kind, 0))  # type: ignore[misc]
 
 
-def waiting(job: Job) -> float:
+def data_wait_share(job: MeasuredJob) -> float:
     """The share of its steps' time that a job waited for batches."""
     counted = job.steps[1:] or job.steps
     return sum(step.waited_s for step in counted) / sum(step.seconds for step in counted)
 
 
 def _losses_line(baseline: Baseline) -> str:
-    course = [step.loss for step in baseline.jobs[0].steps]
-    known = [loss for loss in course if loss is not None]
-    if not known:
+    losses = [step.loss for step in baseline.jobs[0].steps]
+    finite_losses = [loss for loss in losses if loss is not None]
+    if not finite_losses:
         return "Losses: none is a number (NaN or infinite), from step 1 on."
-    last = statistics.fmean(known[-10:])
-    text = f"Losses: {known[0]:.4f} at first, {last:.4f} on average over the last {len(known[-10:])}"
-    if None in course:
-        odd = f"{course.count(None)} of {len(course)} are no numbers (NaN or infinite), first at step"
-        text = f"{text}; {odd} {course.index(None) + 1}"
+    last = statistics.fmean(finite_losses[-10:])
+    text = f"Losses: {finite_losses[0]:.4f} at first, {last:.4f} on average over the last {len(finite_losses[-10:])}"
+    if None in losses:
+        not_finite_text = f"{losses.count(None)} of {len(losses)} are no numbers (NaN or infinite), first at step"
+        text = f"{text}; {not_finite_text} {losses.index(None) + 1}"
     if len(baseline.jobs) < 2:
         return f"{text}."
-    found = compare(baseline.jobs[:1], baseline.jobs[1:], baseline.precision)
-    return f"{text}; between repeats {found.likeness}: {found.words} (log {baseline.jobs[0].losses[:16]})."
+    comparison = compare_losses(baseline.jobs[:1], baseline.jobs[1:], baseline.precision)
+    return f"{text}; between repeats {comparison.likeness}: {comparison.words} (log {baseline.jobs[0].losses[:16]})."
 
 
 def _details(baseline: Baseline, files: Sequence[str]) -> Iterator[str]:
@@ -111,35 +114,35 @@ def _details(baseline: Baseline, files: Sequence[str]) -> Iterator[str]:
             "",
             "## Residency hints",
             "",
-            *table(["outcome", "hints"], [[k, f"{v:,}"] for k, v in hints.items()]),
+            *markdown_table(["outcome", "hints"], [[k, f"{v:,}"] for k, v in hints.items()]),
         ]
     yield from ["", "## Loss", "", *_loss_table(baseline.jobs[0])]
-    yield from ["", "## Settings given", "", *_settings(baseline.config)]
-    machine = [[name, _text(value)] for name, value in baseline.machine.items() if value not in (None, [])]
-    yield from ["", "## Machine", "", *table(["fact", "value"], machine)]
+    yield from ["", "## Settings given", "", *_settings_block(baseline.config)]
+    machine = [[name, _value_text(value)] for name, value in baseline.machine.items() if value not in (None, [])]
+    yield from ["", "## Machine", "", *markdown_table(["fact", "value"], machine)]
     if baseline.environment:
-        yield from ["", *table(["variable", "value"], [[k, v] for k, v in baseline.environment.items()])]
+        yield from ["", *markdown_table(["variable", "value"], [[k, v] for k, v in baseline.environment.items()])]
     versions = [[name, version] for name, version in baseline.jobs[0].versions.items()]
-    yield from ["", "## Versions", "", *table(["package", "version"], versions)]
+    yield from ["", "## Versions", "", *markdown_table(["package", "version"], versions)]
     yield from ["", "## Notes", "", *(f"- {note}" for note in baseline.notes)]
     if files:
         yield f"- beside this file: baseline.json, steps.jsonl (every step), config.json, {', '.join(files)}"
 
 
-def _loss_table(job: Job) -> list[str]:
+def _loss_table(job: MeasuredJob) -> list[str]:
     every = max(1, len(job.steps) // LOSSES_SHOWN)
     chosen = [*job.steps[::every][:LOSSES_SHOWN], job.steps[-1]]
     rows = [[str(step.step), "none" if step.loss is None else f"{step.loss:.6f}", step.expert] for step in chosen]
-    return table(["step", "loss", "expert"], rows)
+    return markdown_table(["step", "loss", "expert"], rows)
 
 
-def _settings(config: Mapping[str, Any]) -> list[str]:
+def _settings_block(config: Mapping[str, Any]) -> list[str]:
     return ["```json", *json.dumps(config, indent=2, ensure_ascii=False).splitlines(), "```"]
 
 
-def _text(value: JSON) -> str:
+def _value_text(value: JSON) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _once(lines: Iterator[str]) -> list[str]:
+def _unique_memory_lines(lines: Iterator[str]) -> list[str]:
     return [f"Memory: {line}." for line in dict.fromkeys(lines)]

@@ -13,93 +13,95 @@ from pathlib import Path
 from typing import Final
 
 from supertuner.core.events import Progress
-from supertuner.core.host import Host
-from supertuner.tools.baseline.capturing import Scenario
-from supertuner.tools.baseline.record import Job, Order
-from supertuner.tools.baseline.turns import Command, run_alone, run_in_turns
+from supertuner.core.host import HostFacts
+from supertuner.tools.baseline.capturing import BaselineScenario
+from supertuner.tools.baseline.record import MeasuredJob, MeasurementRequest
+from supertuner.tools.baseline.turns import JobCommand, run_job, run_jobs_in_turns
 
 TURN_S: Final = 0.3
 """A turn takes about this long: short beside the weather of a shared machine, long beside a change of turns."""
-TURNS: Final = 10
+MIN_TURNS: Final = 10
 """Turns that a run has at least."""
 HOST_SHARE: Final = 0.8
 GPU_SHARE: Final = 0.9
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
-    command: Command
-    work: Scenario
+class ComparisonSide:
+    command: JobCommand
+    scenario: BaselineScenario
     schedule: tuple[tuple[int, str], ...] = ()
     """For a peer: what each step is to do."""
 
-    def order(self, out: Path, label: str) -> Order:
-        return replace(self.work.order(out, label), schedule=self.schedule)
+    def request(self, out: Path, label: str) -> MeasurementRequest:
+        return replace(self.scenario.request(out, label), schedule=self.schedule)
 
 
 @dataclass(slots=True)
-class Pairs:
+class JobPairs:
     """What rounds gave so far, old and new."""
 
-    old: list[Job] = field(default_factory=list)
-    new: list[Job] = field(default_factory=list)
+    old: list[MeasuredJob] = field(default_factory=list)
+    new: list[MeasuredJob] = field(default_factory=list)
 
 
 def run_rounds(
-    old: Side,
-    new: Side,
+    old: ComparisonSide,
+    new: ComparisonSide,
     out: Path,
     *,
     turn_steps: int,
     rounds: int,
-    most: int,
-    undecided: Callable[[Pairs], bool],
+    max_rounds: int,
+    undecided: Callable[[JobPairs], bool],
     progress: Progress,
-) -> Pairs:
+) -> JobPairs:
     """`rounds`, and as many again while anything is undecided, but not more than `most`."""
-    found = Pairs()
+    pairs = JobPairs()
     while True:
-        at = len(found.new) + 1
+        round_number = len(pairs.new) + 1
         with progress.phase(
-            f"round {at} of {rounds if at <= rounds else most}: {old.command.title}, {new.command.title}"
+            f"round {round_number} of {rounds if round_number <= rounds else max_rounds}: {old.command.title}, {new.command.title}"
         ):
-            _round(old, new, out, at, turn_steps, found)
-        if at >= most or (due(at, rounds) and not undecided(found)):
-            return found
+            _run_round(old, new, out, round_number, turn_steps, pairs)
+        if round_number >= max_rounds or (is_judged_after(round_number, rounds) and not undecided(pairs)):
+            return pairs
 
 
-def due(at: int, rounds: int) -> bool:
+def is_judged_after(round_number: int, rounds: int) -> bool:
     """Whether it is judged after round `at`, with more to come. Of how processes differ one round says nothing."""
-    return at % rounds == 0 and at > 1
+    return round_number % rounds == 0 and round_number > 1
 
 
-def looks(rounds: int, most: int) -> int:
+def count_looks(rounds: int, max_rounds: int) -> int:
     """How many times it may be judged in all."""
-    return 1 + sum(due(at, rounds) for at in range(1, most))
+    return 1 + sum(is_judged_after(at, rounds) for at in range(1, max_rounds))
 
 
-def _round(old: Side, new: Side, out: Path, at: int, turn_steps: int, found: Pairs) -> None:
-    sides = [(old, found.old, f"old-{at}"), (new, found.new, f"new-{at}")]
-    if at % 2 == 0:
+def _run_round(
+    old: ComparisonSide, new: ComparisonSide, out: Path, round_number: int, turn_steps: int, pairs: JobPairs
+) -> None:
+    sides = [(old, pairs.old, f"old-{round_number}"), (new, pairs.new, f"new-{round_number}")]
+    if round_number % 2 == 0:
         sides.reverse()
-    orders = [side.order(out, label) for side, _, label in sides]
+    requests = [side.request(out, label) for side, _, label in sides]
     commands = [side.command for side, _, _ in sides]
     if turn_steps:
-        jobs = run_in_turns(commands, orders, turn_steps)
+        jobs = run_jobs_in_turns(commands, requests, turn_steps)
     else:
-        jobs = [run_alone(command, order) for command, order in zip(commands, orders, strict=True)]
-    for (side, kept, _), job in zip(sides, jobs, strict=True):
-        kept.append(job)
-        side.work.forget()
+        jobs = [run_job(command, order) for command, order in zip(commands, requests, strict=True)]
+    for (side, side_jobs, _), job in zip(sides, jobs, strict=True):
+        side_jobs.append(job)
+        side.scenario.remove_run_folders()
 
 
-def turn_steps_of(jobs: Sequence[Job], steps: int) -> int:
+def choose_turn_steps(jobs: Sequence[MeasuredJob], steps: int) -> int:
     """Steps of a turn, by what a step took."""
     step_s = min(step.seconds for job in jobs for step in job.steps)  # the first ones are slow
-    return max(1, min(round(TURN_S / step_s), steps // TURNS))
+    return max(1, min(round(TURN_S / step_s), steps // MIN_TURNS))
 
 
-def both_fit(peaks: Sequence[Mapping[str, int]], host: Host, gpu_bytes: int | None) -> bool:
+def both_fit(peaks: Sequence[Mapping[str, int]], host: HostFacts, gpu_bytes: int | None) -> bool:
     """Whether both can be in memory at once, by the peaks that each had alone."""
     available = host.memory_available()
     resident = sum(one.get("process.resident", 0) for one in peaks)

@@ -19,23 +19,23 @@ from dataclasses import dataclass
 from typing import Final
 
 CONFIDENCE: Final = 0.95
-DRAWS: Final = 1000
+BOOTSTRAP_DRAWS: Final = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Interval:
+class RatioInterval:
     """Of a logarithm of ratios."""
 
     middle: float
     low: float
     high: float
 
-    def minus(self, other: Interval) -> Interval:
+    def minus(self, other: RatioInterval) -> RatioInterval:
         """The difference of two that were measured independently."""
         middle = self.middle - other.middle
         down = math.hypot(self.middle - self.low, other.high - other.middle)
         up = math.hypot(self.high - self.middle, other.middle - other.low)
-        return Interval(middle, middle - down, middle + up)
+        return RatioInterval(middle, middle - down, middle + up)
 
     @property
     def width(self) -> float:
@@ -46,22 +46,22 @@ class Interval:
         return math.exp(self.middle)
 
     @property
-    def between(self) -> tuple[float, float]:
+    def bounds(self) -> tuple[float, float]:
         return math.exp(self.low), math.exp(self.high)
 
 
-def interval(repeats: Sequence[Sequence[float]], looks: int = 1) -> Interval:
+def confidence_interval(repeats: Sequence[Sequence[float]], looks: int = 1) -> RatioInterval:
     """The middle of what repeats gave; each repeat is a list of blocks, of which each is one figure."""
     assert repeats and all(repeats), "nothing was measured"
     middles = [statistics.median(blocks) for blocks in repeats]
     middle = statistics.median(middles)
     tail = (1 - CONFIDENCE) / 2 / looks
-    low, high = _drawn(repeats, tail)
-    reach = _between(middles, tail)
-    return Interval(middle, min(low, middle - reach, middle), max(high, middle + reach, middle))
+    low, high = _bootstrap_interval(repeats, tail)
+    half_width = _half_width_of_repeats(middles, tail)
+    return RatioInterval(middle, min(low, middle - half_width, middle), max(high, middle + half_width, middle))
 
 
-def blocks(values: Sequence[float], size: int, *, sums: bool = False) -> list[float]:
+def reduce_blocks(values: Sequence[float], size: int, *, sums: bool = False) -> list[float]:
     """Neighbours joined: the median of each whole block of `size`, or their sum; a rest that is no whole block is left
     out, unless it is all there is."""
     size = min(size, len(values))
@@ -69,7 +69,7 @@ def blocks(values: Sequence[float], size: int, *, sums: bool = False) -> list[fl
     return [join(values[at : at + size]) for at in range(0, len(values) - size + 1, size)]
 
 
-def logs(values: Sequence[float]) -> list[float]:
+def log_values(values: Sequence[float]) -> list[float]:
     return [math.log(value) for value in values]
 
 
@@ -82,7 +82,7 @@ def quantile(values: Sequence[float], share: float) -> float:
     return ordered[below] + (ordered[above] - ordered[below]) * (at - below)
 
 
-def _drawn(repeats: Sequence[Sequence[float]], tail: float) -> tuple[float, float]:
+def _bootstrap_interval(repeats: Sequence[Sequence[float]], tail: float) -> tuple[float, float]:
     """Bootstrap of the blocks within each repeat."""
     import numpy as np
 
@@ -90,34 +90,34 @@ def _drawn(repeats: Sequence[Sequence[float]], tail: float) -> tuple[float, floa
     middles = []
     for values in repeats:
         count = len(values)
-        middles.append(np.median(np.asarray(values)[random.integers(0, count, (DRAWS, count))], axis=1))
-    found = np.median(np.stack(middles), axis=0).tolist()
-    return quantile(found, tail), quantile(found, 1 - tail)
+        middles.append(np.median(np.asarray(values)[random.integers(0, count, (BOOTSTRAP_DRAWS, count))], axis=1))
+    resampled = np.median(np.stack(middles), axis=0).tolist()
+    return quantile(resampled, tail), quantile(resampled, 1 - tail)
 
 
-def _between(middles: Sequence[float], tail: float) -> float:
+def _half_width_of_repeats(middles: Sequence[float], tail: float) -> float:
     """Half of Student's interval for the mean of repeats; nothing is known of it from one repeat."""
     if len(middles) < 2:
         return 0.0
-    return student(tail, len(middles) - 1) * statistics.stdev(middles) / math.sqrt(len(middles))
+    return student_t_quantile(tail, len(middles) - 1) * statistics.stdev(middles) / math.sqrt(len(middles))
 
 
-def student(tail: float, freedom: int) -> float:
+def student_t_quantile(tail: float, degrees_of_freedom: int) -> float:
     """What Student's t with so many degrees of freedom exceeds with the probability `tail`, by halving."""
     low, high = 0.0, math.pi / 2
     for _ in range(60):
         angle = (low + high) / 2
-        low, high = (angle, high) if _beyond(angle, freedom) > tail else (low, angle)
-    return math.tan(low) * math.sqrt(freedom)
+        low, high = (angle, high) if _student_t_tail(angle, degrees_of_freedom) > tail else (low, angle)
+    return math.tan(low) * math.sqrt(degrees_of_freedom)
 
 
-def _beyond(angle: float, freedom: int) -> float:
+def _student_t_tail(angle: float, degrees_of_freedom: int) -> float:
     """The probability beyond t = tan(angle) √freedom: Abramowitz and Stegun, Handbook, 26.7.3 and 26.7.4."""
     cosine, term, total = math.cos(angle), 1.0, 0.0
-    for power in range(freedom % 2, freedom - 1, 2):
+    for power in range(degrees_of_freedom % 2, degrees_of_freedom - 1, 2):
         term *= 1.0 if power < 2 else (power - 1) / power
         total += term * cosine**power
     inside = math.sin(angle) * total
-    if freedom % 2:
+    if degrees_of_freedom % 2:
         inside = 2 / math.pi * (angle + inside)
     return (1 - inside) / 2

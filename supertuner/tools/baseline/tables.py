@@ -7,20 +7,20 @@ from collections.abc import Sequence
 from supertuner.core.types import bytes_text
 
 
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """A Markdown table whose columns line up; all but the first are on the right, unless they are words."""
-    widths = [max(len(row[at]) for row in [heads, *rows]) for at in range(len(heads))]
-    right = [at > 0 and all(_is_figure(row[at]) for row in rows) for at in range(len(heads))]
+    widths = [max(len(row[at]) for row in [header, *rows]) for at in range(len(header))]
+    right = [at > 0 and all(_is_number(row[at]) for row in rows) for at in range(len(header))]
 
     def line(cells: Sequence[str]) -> str:
         padded = (c.rjust(w) if r else c.ljust(w) for c, w, r in zip(cells, widths, right, strict=True))
         return f"| {' | '.join(padded)} |".rstrip()
 
     rule = "|".join(f"{'-' * (w + 1)}{':' if r else '-'}" for w, r in zip(widths, right, strict=True))
-    return [line(heads), f"|{rule}|", *(line(row) for row in rows)]
+    return [line(header), f"|{rule}|", *(line(row) for row in rows)]
 
 
-def amount(value: float, unit: str) -> str:
+def format_amount(value: float, unit: str) -> str:
     """`30.9 ms`, `511 MiB`, `1.23 ×`."""
     if unit == "bytes":
         return bytes_text(value)
@@ -31,10 +31,10 @@ def amount(value: float, unit: str) -> str:
     return f"{value:.3g} {unit}".rstrip()
 
 
-def percent(ratio: float) -> str:
+def format_change(ratio: float) -> str:
     """A ratio as what it changes: `+3.1 %`."""
     return f"{100 * (ratio - 1):+.1f} %"
 
 
-def _is_figure(cell: str) -> bool:
+def _is_number(cell: str) -> bool:
     return not cell or cell[0] in "+-−0123456789" or cell == "–"

@@ -21,12 +21,19 @@ from typing import Final
 
 from supertuner.core.errors import BaselineError
 from supertuner.core.types import KIB
-from supertuner.tools.baseline.record import JOB, Job, Order, Peaks, read_job, write_order
+from supertuner.tools.baseline.record import (
+    JOB_FILE,
+    MeasuredJob,
+    MeasurementRequest,
+    PeakMemory,
+    read_job,
+    write_request,
+)
 
-LOG: Final = "job.log"
-SAID_LINES: Final = 12
-WATCH_S: Final = 0.1
-KINDS: Final[Mapping[str, str]] = {
+LOG_FILE: Final = "job.log"
+LOG_TAIL_LINES: Final = 12
+MEMORY_POLL_S: Final = 0.1
+MEMORY_KIND_BY_STATUS_FIELD: Final[Mapping[str, str]] = {
     "RssAnon": "process.anonymous",
     "RssShmem": "process.shared",
     "RssFile": "process.files",
@@ -35,125 +42,131 @@ KINDS: Final[Mapping[str, str]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
+class JobCommand:
     """How a measured process is started: it is given the file of an order as its last argument."""
 
     title: str
-    words: tuple[str, ...]
+    arguments: tuple[str, ...]
     environ: Mapping[str, str]
-    code: Path | None = None
+    code_path: Path | None = None
     """Where the package must be that runs; None: wherever it is found."""
 
 
-class Running:
+class MeasuredProcess:
     """One measured process."""
 
-    def __init__(self, command: Command, order: Order) -> None:
+    def __init__(self, command: JobCommand, request: MeasurementRequest) -> None:
         self.title = command.title
-        self.folder = Path(order.out)
+        self.folder = Path(request.out)
         self.folder.mkdir(parents=True)
-        self._peaks = Peaks()
-        self._watching = threading.Event()
+        self._peaks = PeakMemory()
+        self._stop_watching = threading.Event()
         file = self.folder / "order.json"
-        write_order(file, replace(order, begun=time.monotonic()))
-        with (self.folder / LOG).open("wb") as log:
+        write_request(file, replace(request, begun=time.monotonic()))
+        with (self.folder / LOG_FILE).open("wb") as log:
             self._process = subprocess.Popen(
-                [*command.words, str(file)],
+                [*command.arguments, str(file)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 env=dict(command.environ),
                 process_group=0,  # Ctrl-C is for us: we end it, and it need not save
             )
-        self._watch = threading.Thread(target=self._look, name=f"memory of {command.title}", daemon=True)
-        self._watch.start()
+        self._watch_thread = threading.Thread(target=self._watch_memory, name=f"memory of {command.title}", daemon=True)
+        self._watch_thread.start()
 
-    def until_turn_ends(self) -> bool:
+    def wait_for_turn_end(self) -> bool:
         """Wait until it stops for somebody else's turn; False: it has ended instead, and left what it measured."""
-        found = os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
-        assert found is not None
-        if found.si_code == os.CLD_STOPPED:
+        state = os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+        assert state is not None
+        if state.si_code == os.CLD_STOPPED:
             os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WNOHANG)
             return True
         code = self._process.wait()
         if code != 0:
-            raise BaselineError(f"{self.title} ended with exit code {code}; it said:\n{self._said()}")
+            raise BaselineError(f"{self.title} ended with exit code {code}; it said:\n{self._log_tail()}")
         return False
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         self._process.send_signal(signal.SIGCONT)
 
-    def job(self) -> Job:
+    def read_result(self) -> MeasuredJob:
         """What it left. What only an onlooker sees of its memory is added."""
-        if not (self.folder / JOB).is_file():
+        if not (self.folder / JOB_FILE).is_file():
             raise BaselineError(
-                f"{self.title} ended without an error and left no {JOB} in the folder that its order names (`out`); "
+                f"{self.title} ended without an error and left no {JOB_FILE} in the folder that its order names (`out`); "
                 "a peer leaves what benchmarks/quickstart_peer.py does (docs/baselines.md)"
             )
-        found = read_job(self.folder)
-        return replace(found, peaks={**self._peaks.found, **found.peaks})
+        job = read_job(self.folder)
+        return replace(job, peaks={**self._peaks.bytes_by_kind, **job.peaks})
 
-    def __enter__(self) -> Running:
+    def __enter__(self) -> MeasuredProcess:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._watching.set()
-        self._watch.join()
+        self._stop_watching.set()
+        self._watch_thread.join()
         if self._process.poll() is None:
             self._process.kill()
         self._process.wait()
 
-    def _look(self) -> None:
-        while not self._watching.wait(WATCH_S):
-            kinds = memory_of(Path(f"/proc/{self._process.pid}/status"))
+    def _watch_memory(self) -> None:
+        while not self._stop_watching.wait(MEMORY_POLL_S):
+            kinds = read_process_memory(Path(f"/proc/{self._process.pid}/status"))
             if kinds:
-                self._peaks.see(kinds)
+                self._peaks.update(kinds)
 
-    def _said(self) -> str:
-        lines = (self.folder / LOG).read_text(errors="replace").splitlines()
-        return "\n".join(f"  {line}" for line in lines[-SAID_LINES:]) or "  nothing"
-
-
-def run_alone(command: Command, order: Order) -> Job:
-    with Running(command, replace(order, turn_steps=0)) as running:
-        assert not running.until_turn_ends(), "nobody told it to take turns"
-        return running.job()
+    def _log_tail(self) -> str:
+        lines = (self.folder / LOG_FILE).read_text(errors="replace").splitlines()
+        return "\n".join(f"  {line}" for line in lines[-LOG_TAIL_LINES:]) or "  nothing"
 
 
-def run_in_turns(commands: Sequence[Command], orders: Sequence[Order], turn_steps: int) -> list[Job]:
+def run_job(command: JobCommand, request: MeasurementRequest) -> MeasuredJob:
+    with MeasuredProcess(command, replace(request, turn_steps=0)) as process:
+        assert not process.wait_for_turn_end(), "nobody told it to take turns"
+        return process.read_result()
+
+
+def run_jobs_in_turns(
+    commands: Sequence[JobCommand], requests: Sequence[MeasurementRequest], turn_steps: int
+) -> list[MeasuredJob]:
     """Both, step range by step range, in an order that turns: first, second, second, first, …
 
     Each starts alone: the other has not begun yet, or is stopped.
     """
-    first, second = (replace(order, turn_steps=turn_steps) for order in orders)
-    with Running(commands[0], first) as one:
-        _require_turn(one)
-        with Running(commands[1], second) as other:
-            _require_turn(other)
-            turn, going = 0, [one, other]
-            while going:
-                for running in list(going) if turn % 2 == 0 else list(reversed(going)):
-                    running.go_on()
-                    if not running.until_turn_ends():
-                        going.remove(running)
+    first, second = (replace(order, turn_steps=turn_steps) for order in requests)
+    with MeasuredProcess(commands[0], first) as first_process:
+        _require_first_turn(first_process)
+        with MeasuredProcess(commands[1], second) as second_process:
+            _require_first_turn(second_process)
+            turn, unfinished = 0, [first_process, second_process]
+            while unfinished:
+                for process in list(unfinished) if turn % 2 == 0 else list(reversed(unfinished)):
+                    process.resume()
+                    if not process.wait_for_turn_end():
+                        unfinished.remove(process)
                 turn += 1
-            return [one.job(), other.job()]
+            return [first_process.read_result(), second_process.read_result()]
 
 
-def memory_of(status: Path) -> dict[str, int]:
+def read_process_memory(status: Path) -> dict[str, int]:
     """Bytes by kind that a process has in RAM now; none where it has ended, or the kernel does not say."""
     try:
         lines = status.read_text().splitlines()
     except OSError:
         return {}  # it has just ended
     fields = (line.partition(":") for line in lines)
-    return {KINDS[name]: int(value.split()[0]) * KIB for name, _, value in fields if name in KINDS}
+    return {
+        MEMORY_KIND_BY_STATUS_FIELD[name]: int(value.split()[0]) * KIB
+        for name, _, value in fields
+        if name in MEMORY_KIND_BY_STATUS_FIELD
+    }
 
 
 @contextmanager
-def ended_by_sigterm() -> Iterator[None]:
+def exit_on_sigterm() -> Iterator[None]:
     """SIGTERM leaves as Ctrl-C does: through everything that must be put away."""
 
     def leave(number: int, frame: object) -> None:
@@ -162,18 +175,18 @@ def ended_by_sigterm() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, leave)
+    previous_handler = signal.signal(signal.SIGTERM, leave)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous_handler)
 
 
-def scratch() -> tempfile.TemporaryDirectory[str]:
+def scratch_dir() -> tempfile.TemporaryDirectory[str]:
     """For orders and what measured processes leave, until it is read."""
     return tempfile.TemporaryDirectory(prefix="supertuner-baseline-")
 
 
-def _require_turn(running: Running) -> None:
-    if not running.until_turn_ends():
-        raise BaselineError(f"{running.title} ended before it trained; it had nothing to do")
+def _require_first_turn(process: MeasuredProcess) -> None:
+    if not process.wait_for_turn_end():
+        raise BaselineError(f"{process.title} ended before it trained; it had nothing to do")

@@ -7,101 +7,103 @@ from dataclasses import asdict
 from typing import Final
 
 from supertuner.core.types import JSON
-from supertuner.tools.baseline.judging import Figure, Judged, Verdict
-from supertuner.tools.baseline.losses import Likeness
-from supertuner.tools.baseline.tables import amount, percent, table
+from supertuner.tools.baseline.judging import ComparedFigure, ComparisonResult, RegressionVerdict
+from supertuner.tools.baseline.losses import LossAgreement
+from supertuner.tools.baseline.tables import format_amount, format_change, markdown_table
 
 FORMAT: Final = "supertuner baseline comparison"
 VERSION: Final = 1
-HEADS: Final = ("figure", "before", "now", "change", "95 % between", "limit", "verdict")
+TABLE_HEADER: Final = ("figure", "before", "now", "change", "95 % between", "limit", "verdict")
 
 
-def as_markdown(title: str, judged: Judged) -> str:
-    return "\n".join(_lines(title, judged)) + "\n"
+def as_markdown(title: str, result: ComparisonResult) -> str:
+    return "\n".join(_lines(title, result)) + "\n"
 
 
-def as_json(title: str, judged: Judged) -> dict[str, JSON]:
+def as_json(title: str, result: ComparisonResult) -> dict[str, JSON]:
     figures = [
         {
             "name": one.name,
             "unit": one.unit,
             "before": one.old,
             "now": one.new,
-            "ratio": one.found.ratio,
-            "low": one.found.between[0],
-            "high": one.found.between[1],
+            "ratio": one.interval.ratio,
+            "low": one.interval.bounds[0],
+            "high": one.interval.bounds[1],
             "limit": 1 + one.limit,
             "verdict": one.verdict.value,
         }
-        for one in judged.figures
+        for one in result.figures
     ]
     return {
         "format": FORMAT,
         "version": VERSION,
         "title": title,
-        "verdict": judged.verdict.value,
-        "slower_or_larger": [one.name for one in judged.worse],
-        "undecided": [one.name for one in judged.undecided],
-        "learns_otherwise": judged.learns_otherwise,
-        "losses": asdict(judged.losses),
-        "hints": judged.hints,
+        "verdict": result.verdict.value,
+        "slower_or_larger": [one.name for one in result.worse],
+        "undecided": [one.name for one in result.undecided],
+        "learns_otherwise": result.losses_differ,
+        "losses": asdict(result.losses),
+        "hints": result.hints,
         "figures": figures,
-        "rounds": judged.rounds,
-        "how": judged.how,
-        "times_compared": judged.times,
-        "notes": list(judged.notes),
+        "rounds": result.rounds,
+        "how": result.method,
+        "times_compared": result.times_comparable,
+        "notes": list(result.notes),
     }
 
 
-def headline(judged: Judged) -> list[str]:
+def headline(result: ComparisonResult) -> list[str]:
     """The answer, a line for each finding: times, what is learnt, hints."""
-    found = []
-    if judged.worse:
-        found.append(f"WORSE: {'; '.join(map(_finding, judged.worse))}.")
-    if judged.learns_otherwise:
-        found.append(f"LEARNS SOMETHING ELSE: {judged.losses.words}.")
-    if judged.hints is not None:
-        found.append(f"MORE HINTS FAIL: {judged.hints}.")
-    if not judged.times:
-        found.append("UNDECIDED: times cannot be compared; see below.")
-    elif judged.undecided:
-        names = ", ".join(one.name for one in judged.undecided)
-        found.append(f"UNDECIDED: {names}: the noise is too large to tell; more repeats, or a quieter machine.")
-    better = [one for one in judged.figures if one.verdict is Verdict.BETTER]
+    lines = []
+    if result.worse:
+        lines.append(f"WORSE: {'; '.join(map(_finding, result.worse))}.")
+    if result.losses_differ:
+        lines.append(f"LEARNS SOMETHING ELSE: {result.losses.words}.")
+    if result.hints is not None:
+        lines.append(f"MORE HINTS FAIL: {result.hints}.")
+    if not result.times_comparable:
+        lines.append("UNDECIDED: times cannot be compared; see below.")
+    elif result.undecided:
+        names = ", ".join(one.name for one in result.undecided)
+        lines.append(f"UNDECIDED: {names}: the noise is too large to tell; more repeats, or a quieter machine.")
+    better = [one for one in result.figures if one.verdict is RegressionVerdict.BETTER]
     if better:
-        found.append(f"better: {'; '.join(map(_finding, better))}.")
-    return found or ["no worse."]
+        lines.append(f"better: {'; '.join(map(_finding, better))}.")
+    return lines or ["no worse."]
 
 
-def _lines(title: str, judged: Judged) -> Iterator[str]:
-    yield from [f"# {title}", "", *headline(judged), ""]
-    yield from table(HEADS, [_row(one) for one in judged.figures])
+def _lines(title: str, result: ComparisonResult) -> Iterator[str]:
+    yield from [f"# {title}", "", *headline(result), ""]
+    yield from markdown_table(TABLE_HEADER, [_row(one) for one in result.figures])
     yield ""
-    if judged.losses.likeness is not Likeness.DIFFERENT:
-        yield f"- losses: {judged.losses.likeness}; {judged.losses.words}"
+    if result.losses.likeness is not LossAgreement.DIFFERENT:
+        yield f"- losses: {result.losses.likeness}; {result.losses.words}"
     else:
-        yield f"- losses: {judged.losses.words}"
-    rounds = f"{judged.rounds} round{'s' if judged.rounds != 1 else ''}"
-    yield f"- measured: {judged.how}; {rounds}"
-    if judged.rounds == 1:
+        yield f"- losses: {result.losses.words}"
+    rounds = f"{result.rounds} round{'s' if result.rounds != 1 else ''}"
+    yield f"- measured: {result.method}; {rounds}"
+    if result.rounds == 1:
         yield "- one round: how much one process differs from the next is not in these intervals"
-    yield from (f"- {one.name}: {one.note}" for one in judged.figures if one.note)
-    yield from (f"- {note}" for note in judged.notes)
+    yield from (f"- {one.name}: {one.note}" for one in result.figures if one.note)
+    yield from (f"- {note}" for note in result.notes)
 
 
-def _row(one: Figure) -> list[str]:
-    low, high = one.found.between
+def _row(figure: ComparedFigure) -> list[str]:
+    low, high = figure.interval.bounds
     return [
-        one.name,
-        amount(one.old, one.unit),
-        amount(one.new, one.unit),
-        percent(one.found.ratio),
-        f"{percent(low)} to {percent(high)}",
-        percent(1 + one.limit),
-        one.verdict.value.upper() if one.verdict in (Verdict.WORSE, Verdict.UNDECIDED) else one.verdict.value,
+        figure.name,
+        format_amount(figure.old, figure.unit),
+        format_amount(figure.new, figure.unit),
+        format_change(figure.interval.ratio),
+        f"{format_change(low)} to {format_change(high)}",
+        format_change(1 + figure.limit),
+        figure.verdict.value.upper()
+        if figure.verdict in (RegressionVerdict.WORSE, RegressionVerdict.UNDECIDED)
+        else figure.verdict.value,
     ]
 
 
-def _finding(one: Figure) -> str:
-    low, high = one.found.between
-    return f"{one.name} {percent(one.found.ratio)} (95 % between {percent(low)} and {percent(high)})"
+def _finding(figure: ComparedFigure) -> str:
+    low, high = figure.interval.bounds
+    return f"{figure.name} {format_change(figure.interval.ratio)} (95 % between {format_change(low)} and {format_change(high)})"

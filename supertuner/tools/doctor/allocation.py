@@ -15,21 +15,21 @@ from supertuner.core.events import Progress
 from supertuner.core.types import KIB, bytes_text
 from supertuner.memory.driver import HOST, Advice, Device, Driver, Gpu, Kind, Refused, Span
 from supertuner.memory.machines import Figure, Machine
-from supertuner.tools.doctor.allocation_plan import Plan
+from supertuner.tools.doctor.allocation_plan import AllocationTestPlan
 
 SAMPLE_BYTES: Final = 64
-SAMPLES: Final = 5
+SAMPLES_PER_BLOCK: Final = 5
 """Places of a block that the host reads: both ends and between."""
 COPIED_BYTES: Final = 4 * KIB
 """Of every block, copied by the GPU into host memory and read there."""
-ROUNDS: Final = 3
-WRONG_TOLD: Final = 8
-Clock = Callable[[], float | None]
+TIMED_ROUNDS: Final = 3
+MAX_ERRORS_SHOWN: Final = 8
+ClockFunction = Callable[[], float | None]
 """Seconds. None: time is not known, as the model says of a machine whose figures it lacks."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rate:
+class BandwidthMeasurement:
     """How fast something was, and what the table of machines says of it."""
 
     name: str
@@ -41,7 +41,7 @@ class Rate:
     def bytes_s(self) -> float | None:
         return self.nbytes / self.seconds if self.seconds else None
 
-    def and_also(self, nbytes: int, seconds: float | None) -> Rate:
+    def plus(self, nbytes: int, seconds: float | None) -> BandwidthMeasurement:
         """With more of the same."""
         total = None if seconds is None or self.seconds is None else self.seconds + seconds
         return replace(self, nbytes=self.nbytes + nbytes, seconds=total)
@@ -55,44 +55,44 @@ class Rate:
 
 
 @dataclass(slots=True)
-class Trial:
+class AllocationTestResult:
     """What became of the test. It passed if there is no problem, nothing wrong, and every block was verified."""
 
-    plan: Plan
+    plan: AllocationTestPlan
     gpu_bytes: int
-    rates: list[Rate] = field(default_factory=list)
-    verified: int = 0
+    rates: list[BandwidthMeasurement] = field(default_factory=list)
+    verified_blocks: int = 0
     """Blocks whose samples all had their value."""
-    wrong: list[str] = field(default_factory=list)
+    wrong_values: list[str] = field(default_factory=list)
     """Places with another value than was written, the first few."""
     notes: list[str] = field(default_factory=list)
     """What was left out, and why."""
-    problem: str | None = None
+    refusal: str | None = None
     """The driver's refusal that ended the test early."""
 
     @property
     def passed(self) -> bool:
-        return self.problem is None and not self.wrong and self.verified == self.plan.blocks
+        return self.refusal is None and not self.wrong_values and self.verified_blocks == self.plan.blocks
 
     @property
-    def beyond(self) -> bool:
+    def exceeded_gpu_memory(self) -> bool:
         """Whether it went beyond the GPU's own memory."""
         return self.plan.nbytes > self.gpu_bytes
 
 
-class Held:
+class HeldAllocations:
     """Memory that a step of the test holds; leaving the `with` gives it back, whatever happened."""
 
     def __init__(self, driver: Driver, device: int, notes: list[str]) -> None:
         self._driver, self._device, self._notes = driver, device, notes
         self._addresses: list[int] = []
 
-    def take(self, kind: Kind, nbytes: int) -> Span:
+    def allocate(self, kind: Kind, nbytes: int) -> Span:
         address = self._driver.allocate(kind, nbytes, self._device)
         self._addresses.append(address)
         return Span(address, nbytes)
 
-    def __enter__(self) -> Held:
+    def __enter__(self) -> HeldAllocations:
         return self
 
     def __exit__(
@@ -105,102 +105,116 @@ class Held:
                 self._notes.append(f"memory was not given back before the end of the process: {refusal}")
 
 
-class Bench:
+class AllocationTest:
     """One run of the test."""
 
     def __init__(
-        self, driver: Driver, device: Device, machine: Machine | None, plan: Plan, clock: Clock, progress: Progress
+        self,
+        driver: Driver,
+        device: Device,
+        machine: Machine | None,
+        plan: AllocationTestPlan,
+        clock: ClockFunction,
+        progress: Progress,
     ) -> None:
         self._driver, self._device, self._machine = driver, device, machine
         self._plan, self._clock, self._progress = plan, clock, progress
-        self._found = Trial(plan, device.total_bytes)
+        self._result = AllocationTestResult(plan, device.total_bytes)
 
-    def run(self) -> Trial:
+    def run(self) -> AllocationTestResult:
         """Every step in turn. A refusal of the driver ends the test and is its finding."""
         try:
-            with self._holding() as held:
-                managed = held.take(Kind.MANAGED, self._plan.nbytes)
-                self._fill(managed)
-                self._verify(managed, held.take(Kind.SYSTEM, COPIED_BYTES))
-                self._resident(Span(managed.address, self._plan.resident_bytes))
+            with self._hold_allocations() as allocations:
+                managed = allocations.allocate(Kind.MANAGED, self._plan.nbytes)
+                self._fill_blocks(managed)
+                self._verify_blocks(managed, allocations.allocate(Kind.SYSTEM, COPIED_BYTES))
+                self._time_resident_memory(Span(managed.address, self._plan.resident_bytes))
             if self._plan.link_bytes:
-                with self._holding() as held:
-                    self._link(held)
+                with self._hold_allocations() as allocations:
+                    self._time_link(allocations)
             else:
-                self._found.notes.append(f"the link was not tried: {self._plan.no_link}")
+                self._result.notes.append(f"the link was not tried: {self._plan.no_link_reason}")
         except Refused as refusal:
-            self._found.problem = str(refusal)
-        return self._found
+            self._result.refusal = str(refusal)
+        return self._result
 
-    def _holding(self) -> Held:
-        return Held(self._driver, self._device.number, self._found.notes)
+    def _hold_allocations(self) -> HeldAllocations:
+        return HeldAllocations(self._driver, self._device.number, self._result.notes)
 
-    def _fill(self, managed: Span) -> None:
+    def _fill_blocks(self, managed: Span) -> None:
         """Every block its own value, by the GPU, which touches it for the first time."""
-        inside, beyond = Rate("first touch", 0, 0.0), Rate("first touch, full", 0, 0.0)
+        inside, beyond = BandwidthMeasurement("first touch", 0, 0.0), BandwidthMeasurement("first touch, full", 0, 0.0)
         with self._progress.phase("filling managed memory", nbytes=managed.nbytes) as phase:
             for number, block in enumerate(self._blocks(managed)):
                 begin = self._clock()
-                self._write(block, value_of(number))
+                self._write(block, fill_value(number))
                 seconds = elapsed(begin, self._clock())
                 if block.end - managed.address <= self._plan.gpu_free:
-                    inside = inside.and_also(block.nbytes, seconds)
+                    inside = inside.plus(block.nbytes, seconds)
                 else:
-                    beyond = beyond.and_also(block.nbytes, seconds)
+                    beyond = beyond.plus(block.nbytes, seconds)
                 phase.advance(nbytes=block.nbytes)
-        self._found.rates += [rate for rate in (inside, beyond) if rate.nbytes]
+        self._result.rates += [rate for rate in (inside, beyond) if rate.nbytes]
 
-    def _verify(self, managed: Span, bounce: Span) -> None:
+    def _verify_blocks(self, managed: Span, bounce: Span) -> None:
         """Samples of every block, read by the host where they lie, and copied out by the GPU.
 
         The copies go to one place in turn: one that did not happen leaves the value of the block before, which differs.
         """
         with self._progress.phase("verifying by value", items=self._plan.blocks, noun="blocks") as phase:
             for number, block in enumerate(self._blocks(managed)):
-                wrong = self._differs(block, value_of(number), bounce)
-                self._found.verified += not wrong
-                if wrong and len(self._found.wrong) < WRONG_TOLD:
-                    self._found.wrong.append(f"block {number} of {self._plan.blocks}: {wrong}")
+                wrong = self._find_difference(block, fill_value(number), bounce)
+                self._result.verified_blocks += not wrong
+                if wrong and len(self._result.wrong_values) < MAX_ERRORS_SHOWN:
+                    self._result.wrong_values.append(f"block {number} of {self._plan.blocks}: {wrong}")
                 phase.advance(items=1)
 
-    def _differs(self, block: Span, value: int, bounce: Span) -> str:
+    def _find_difference(self, block: Span, value: int, bounce: Span) -> str:
         """What is wrong with a block; empty: nothing."""
-        for at in sample_offsets(block.nbytes):
-            found = self._driver.read(Span(block.address + at, SAMPLE_BYTES))
-            if found != bytes([value]) * SAMPLE_BYTES:
-                return f"the host reads {found[:4].hex(' ')} … at byte {at}, not {value:02x}"
+        for offset in sample_offsets(block.nbytes):
+            content = self._driver.read(Span(block.address + offset, SAMPLE_BYTES))
+            if content != bytes([value]) * SAMPLE_BYTES:
+                return f"the host reads {content[:4].hex(' ')} … at byte {offset}, not {value:02x}"
         middle = block.nbytes // 2 - block.nbytes // 2 % COPIED_BYTES
         self._driver.copy(bounce.address, block.address + middle, bounce.nbytes, self._device.number)
-        found = self._driver.read(bounce)
-        if found != bytes([value]) * bounce.nbytes:
-            return f"a copy by the GPU holds {found[:4].hex(' ')} …, not {value:02x}"
+        content = self._driver.read(bounce)
+        if content != bytes([value]) * bounce.nbytes:
+            return f"a copy by the GPU holds {content[:4].hex(' ')} …, not {value:02x}"
         return ""
 
-    def _resident(self, span: Span) -> None:
+    def _time_resident_memory(self, span: Span) -> None:
         """Writing and copying managed memory that is on the GPU already."""
         if span.nbytes < 2 * COPIED_BYTES:
             return
         try:
             self._driver.prefetch([span], Gpu(self._device.number))
         except Refused as refusal:
-            self._found.notes.append(f"resident memory was not timed: {refusal}")
+            self._result.notes.append(f"resident memory was not timed: {refusal}")
             return
         self._driver.synchronize(self._device.number)
-        row, half = self._machine, span.nbytes // 2
-        seconds = self._best(lambda: self._write(span, 1))
-        self._found.rates.append(
-            Rate("resident, written", span.nbytes, seconds, None if row is None else row.gpu_write_bytes_s)
+        machine, half = self._machine, span.nbytes // 2
+        seconds = self._best_time(lambda: self._write(span, 1))
+        self._result.rates.append(
+            BandwidthMeasurement(
+                "resident, written", span.nbytes, seconds, None if machine is None else machine.gpu_write_bytes_s
+            )
         )
-        seconds = self._best(lambda: self._driver.copy(span.address + half, span.address, half, self._device.number))
-        self._found.rates.append(Rate("resident, copied", 2 * half, seconds, None if row is None else copy_figure(row)))
+        seconds = self._best_time(
+            lambda: self._driver.copy(span.address + half, span.address, half, self._device.number)
+        )
+        self._result.rates.append(
+            BandwidthMeasurement(
+                "resident, copied", 2 * half, seconds, None if machine is None else copy_bandwidth(machine)
+            )
+        )
 
-    def _link(self, held: Held) -> None:
+    def _time_link(self, allocations: HeldAllocations) -> None:
         """Both directions between host memory and the GPU's, by plain copies; the values are verified too."""
-        nbytes, number, row = self._plan.link_bytes, self._device.number, self._machine
-        near, far = held.take(Kind.DEVICE, nbytes), held.take(Kind.SYSTEM, nbytes)
-        bounce = held.take(Kind.SYSTEM, COPIED_BYTES)
+        nbytes, number, machine = self._plan.link_bytes, self._device.number, self._machine
+        near, far = allocations.allocate(Kind.DEVICE, nbytes), allocations.allocate(Kind.SYSTEM, nbytes)
+        bounce = allocations.allocate(Kind.SYSTEM, COPIED_BYTES)
         self._keep_on_host(far)
-        with self._progress.phase("copying over the link", nbytes=2 * (ROUNDS + 1) * nbytes) as phase:
+        with self._progress.phase("copying over the link", nbytes=2 * (TIMED_ROUNDS + 1) * nbytes) as phase:
 
             def copy(target: Span, source: Span) -> None:
                 self._driver.copy(target.address, source.address, nbytes, number)
@@ -208,18 +222,24 @@ class Bench:
 
             self._write(near, 0x5A)
             copy(far, near)  # the pages of `far` come into being here, and are not timed
-            to_host = self._best(lambda: copy(far, near))
-            self._expect(far, 0x5A, "the host's end of the link")
+            to_host = self._best_time(lambda: copy(far, near))
+            self._expect_on_host(far, 0x5A, "the host's end of the link")
             self._write(near, 0xA5)
             self._expect_on_gpu(near, 0xA5, bounce)  # so that what follows is not what was there before
             copy(near, far)
-            to_device = self._best(lambda: copy(near, far))
+            to_device = self._best_time(lambda: copy(near, far))
             self._expect_on_gpu(near, 0x5A, bounce)
-        if self._strayed(far):
-            self._found.notes.append("the link was not timed: the kernel put the host's end into GPU memory")
+        if self._is_in_gpu_memory(far):
+            self._result.notes.append("the link was not timed: the kernel put the host's end into GPU memory")
             return
-        self._found.rates.append(Rate("host to GPU", nbytes, to_device, None if row is None else row.to_device_bytes_s))
-        self._found.rates.append(Rate("GPU to host", nbytes, to_host, None if row is None else row.to_host_bytes_s))
+        self._result.rates.append(
+            BandwidthMeasurement(
+                "host to GPU", nbytes, to_device, None if machine is None else machine.to_device_bytes_s
+            )
+        )
+        self._result.rates.append(
+            BandwidthMeasurement("GPU to host", nbytes, to_host, None if machine is None else machine.to_host_bytes_s)
+        )
 
     def _keep_on_host(self, span: Span) -> None:
         """Where the GPU shares the host's page tables, its first touch would put the pages into its own memory."""
@@ -230,9 +250,9 @@ class Bench:
             self._driver.prefetch([span], HOST)
             self._driver.synchronize(self._device.number)
         except Refused as refusal:
-            self._found.notes.append(f"the host's end of the link may have moved: {refusal}")
+            self._result.notes.append(f"the host's end of the link may have moved: {refusal}")
 
-    def _strayed(self, span: Span) -> bool:
+    def _is_in_gpu_memory(self, span: Span) -> bool:
         """Whether the kernel says that the span lies in GPU memory; where it does not say, it is believed to stay."""
         gpu_node = self._device.numa_node
         if gpu_node is None:
@@ -240,30 +260,34 @@ class Bench:
         places = self._driver.locate([span.address + at for at in sample_offsets(span.nbytes)])
         return gpu_node in places
 
-    def _expect(self, span: Span, value: int, what: str) -> None:
-        for at in sample_offsets(span.nbytes):
-            found = self._driver.read(Span(span.address + at, SAMPLE_BYTES))
-            if found != bytes([value]) * SAMPLE_BYTES:
-                self._found.wrong.append(f"{what} holds {found[:4].hex(' ')} … at byte {at}, not {value:02x}")
+    def _expect_on_host(self, span: Span, value: int, description: str) -> None:
+        for offset in sample_offsets(span.nbytes):
+            content = self._driver.read(Span(span.address + offset, SAMPLE_BYTES))
+            if content != bytes([value]) * SAMPLE_BYTES:
+                self._result.wrong_values.append(
+                    f"{description} holds {content[:4].hex(' ')} … at byte {offset}, not {value:02x}"
+                )
                 return
 
     def _expect_on_gpu(self, span: Span, value: int, bounce: Span) -> None:
-        for at in sample_offsets(span.nbytes):
-            self._driver.copy(bounce.address, span.address + at, SAMPLE_BYTES, self._device.number)
-            found = self._driver.read(Span(bounce.address, SAMPLE_BYTES))
-            if found != bytes([value]) * SAMPLE_BYTES:
-                self._found.wrong.append(f"GPU memory holds {found[:4].hex(' ')} … at byte {at}, not {value:02x}")
+        for offset in sample_offsets(span.nbytes):
+            self._driver.copy(bounce.address, span.address + offset, SAMPLE_BYTES, self._device.number)
+            content = self._driver.read(Span(bounce.address, SAMPLE_BYTES))
+            if content != bytes([value]) * SAMPLE_BYTES:
+                self._result.wrong_values.append(
+                    f"GPU memory holds {content[:4].hex(' ')} … at byte {offset}, not {value:02x}"
+                )
                 return
 
     def _write(self, span: Span, value: int) -> None:
         self._driver.fill(span, value, self._device.number)
 
-    def _best(self, work: Callable[[], None]) -> float | None:
+    def _best_time(self, action: Callable[[], None]) -> float | None:
         """The quickest of a few: what it takes when nobody else is in the way."""
         times = []
-        for _ in range(ROUNDS):
+        for _ in range(TIMED_ROUNDS):
             begin = self._clock()
-            work()
+            action()
             times.append(elapsed(begin, self._clock()))
         return min((seconds for seconds in times if seconds is not None), default=None)
 
@@ -276,7 +300,7 @@ def elapsed(begin: float | None, end: float | None) -> float | None:
     return None if begin is None or end is None else end - begin
 
 
-def value_of(block: int) -> int:
+def fill_value(block: int) -> int:
     """Neighbours differ, and none is zero, which fresh memory is."""
     return 1 + block * 7 % 251
 
@@ -284,22 +308,22 @@ def value_of(block: int) -> int:
 def sample_offsets(nbytes: int) -> list[int]:
     """Where a piece is read: its first bytes, its last, and evenly between."""
     last = nbytes - SAMPLE_BYTES
-    return [last * step // (SAMPLES - 1) for step in range(SAMPLES)]
+    return [last * step // (SAMPLES_PER_BLOCK - 1) for step in range(SAMPLES_PER_BLOCK)]
 
 
-def copy_figure(row: Machine) -> Figure | None:
+def copy_bandwidth(machine: Machine) -> Figure | None:
     """What a copy inside GPU memory can reach: each byte is read once and written once."""
-    read, write = row.gpu_read_bytes_s, row.gpu_write_bytes_s
+    read, write = machine.gpu_read_bytes_s, machine.gpu_write_bytes_s
     if not read.value or not write.value:
         return None
     return Figure(2 / (1 / read.value + 1 / write.value), f"reads and writes in turn: {read.source}", read.how)
 
 
-def rate_text(rate: Rate) -> str:
+def format_bandwidth(measurement: BandwidthMeasurement) -> str:
     """`3,512 GB/s, 95 % of the table's 3,705`. Decimal units, as bandwidth is sold."""
-    if rate.bytes_s is None:
-        return f"not known: {bytes_text(rate.nbytes)} in a time that the clock does not tell"
-    text = f"{rate.bytes_s / 1e9:,.1f} GB/s"
-    if rate.ratio is not None and rate.expected is not None and rate.expected.value:
-        text += f", {rate.ratio:.0%} of the table's {rate.expected.value / 1e9:,.0f} ({rate.expected.how})"
+    if measurement.bytes_s is None:
+        return f"not known: {bytes_text(measurement.nbytes)} in a time that the clock does not tell"
+    text = f"{measurement.bytes_s / 1e9:,.1f} GB/s"
+    if measurement.ratio is not None and measurement.expected is not None and measurement.expected.value:
+        text += f", {measurement.ratio:.0%} of the table's {measurement.expected.value / 1e9:,.0f} ({measurement.expected.how})"
     return text

@@ -9,55 +9,61 @@ from collections.abc import Iterator
 from typing import Final
 
 from supertuner.core.types import bytes_text
-from supertuner.tools.doctor.allocation import Rate, Trial, rate_text
-from supertuner.tools.doctor.allocation_plan import Declined
-from supertuner.tools.doctor.check import Check, absent, bad, good, warning
-from supertuner.tools.doctor.situation import Origin
+from supertuner.tools.doctor.allocation import AllocationTestResult, BandwidthMeasurement, format_bandwidth
+from supertuner.tools.doctor.allocation_plan import AllocationTestSkipped
+from supertuner.tools.doctor.check import CheckResult, absent, bad, good, warning
+from supertuner.tools.doctor.situation import FigureOrigin
 
 GROUP: Final = "allocation"
-SLOW: Final = 0.6
+SLOW_SHARE: Final = 0.6
 """A share of the table's figure below which something is in the way."""
-CLOCKS: Final = {"measured": "", "modelled": " (modelled)", "stand-in": " (a stand-in's clock: nothing about a GPU)"}
+CLOCK_NOTES: Final = {
+    "measured": "",
+    "modelled": " (modelled)",
+    "stand-in": " (a stand-in's clock: nothing about a GPU)",
+}
 
 
-def allocation_checks(found: Trial | Declined, figures: Origin) -> Iterator[Check]:
-    if isinstance(found, Declined) and found.failed:
+def allocation_checks(
+    result: AllocationTestResult | AllocationTestSkipped, origin: FigureOrigin
+) -> Iterator[CheckResult]:
+    if isinstance(result, AllocationTestSkipped) and result.failed:
         remedy = "see who has the GPU, and in which mode: `nvidia-smi -q -d COMPUTE,PIDS`"
-        yield bad(GROUP, "allocation test", f"could not begin: {found.reason}", remedy)
+        yield bad(GROUP, "allocation test", f"could not begin: {result.reason}", remedy)
         return
-    if isinstance(found, Declined):
-        yield absent(GROUP, "allocation test", f"not made: {found.reason}")
+    if isinstance(result, AllocationTestSkipped):
+        yield absent(GROUP, "allocation test", f"not made: {result.reason}")
         return
-    yield verdict(found)
-    for rate in found.rates:
-        yield speed(rate, figures)
-    for number, note in enumerate(found.notes, 1):
-        yield absent(GROUP, f"note {number}" if len(found.notes) > 1 else "note", note)
+    yield check_allocation_result(result)
+    for rate in result.rates:
+        yield check_bandwidth(rate, origin)
+    for number, note in enumerate(result.notes, 1):
+        yield absent(GROUP, f"note {number}" if len(result.notes) > 1 else "note", note)
 
 
-def verdict(found: Trial) -> Check:
-    name, plan = "allocation test", found.plan
-    size = f"{bytes_text(plan.nbytes)} of managed memory on a GPU with {bytes_text(found.gpu_bytes)}"
-    if found.problem is not None:
+def check_allocation_result(result: AllocationTestResult) -> CheckResult:
+    name, plan = "allocation test", result.plan
+    size = f"{bytes_text(plan.nbytes)} of managed memory on a GPU with {bytes_text(result.gpu_bytes)}"
+    if result.refusal is not None:
         remedy = "see what the driver met: `sudo dmesg | grep -i -E 'nvrm|xid'`; try a smaller --oversubscription-scale"
-        return bad(GROUP, name, f"{size}: the driver refused: {found.problem}", remedy)
-    if found.wrong:
+        return bad(GROUP, name, f"{size}: the driver refused: {result.refusal}", remedy)
+    if result.wrong_values:
         remedy = "do not train on this: `nvidia-smi -q -d ECC,PAGE_RETIREMENT` and `sudo dmesg | grep -i xid` first"
-        return bad(GROUP, name, f"{size}: WRONG VALUES: {_first(found.wrong)}", remedy)
-    text = f"{size}: filled, {found.verified} of {plan.blocks} blocks verified by value"
-    if plan.limited and plan.remedy and not found.beyond:
-        return warning(GROUP, name, f"{text}; {plan.limited}", plan.remedy)
-    return good(GROUP, name, f"{text}; {plan.limited}" if plan.limited else text)
+        return bad(GROUP, name, f"{size}: WRONG VALUES: {_first_places(result.wrong_values)}", remedy)
+    text = f"{size}: filled, {result.verified_blocks} of {plan.blocks} blocks verified by value"
+    if plan.limit_reason and plan.remedy and not result.exceeded_gpu_memory:
+        return warning(GROUP, name, f"{text}; {plan.limit_reason}", plan.remedy)
+    return good(GROUP, name, f"{text}; {plan.limit_reason}" if plan.limit_reason else text)
 
 
-def _first(places: list[str], told: int = 2) -> str:
-    more = len(places) - told
-    return "; ".join(places[:told]) + (f"; and {more} more places" if more > 0 else "")
+def _first_places(places: list[str], shown: int = 2) -> str:
+    more = len(places) - shown
+    return "; ".join(places[:shown]) + (f"; and {more} more places" if more > 0 else "")
 
 
-def speed(rate: Rate, figures: Origin) -> Check:
-    text = rate_text(rate) + CLOCKS[figures]
-    if figures == "measured" and rate.ratio is not None and rate.ratio < SLOW:
+def check_bandwidth(measurement: BandwidthMeasurement, origin: FigureOrigin) -> CheckResult:
+    text = format_bandwidth(measurement) + CLOCK_NOTES[origin]
+    if origin == "measured" and measurement.ratio is not None and measurement.ratio < SLOW_SHARE:
         remedy = "see who else is at work and what holds the clocks down: `nvidia-smi -q -d PERFORMANCE,CLOCK,PIDS`"
-        return warning(GROUP, rate.name, text, remedy)
-    return good(GROUP, rate.name, text)
+        return warning(GROUP, measurement.name, text, remedy)
+    return good(GROUP, measurement.name, text)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class Mark(StrEnum):
+class CheckStatus(StrEnum):
     """The value stands in the JSON report; the sign is for people."""
 
     GOOD = "good"
@@ -19,29 +19,29 @@ class Mark(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class CheckResult:
     """`remedy` names a command wherever the mark is a warning or bad, and is empty where there is nothing to do."""
 
     group: str
     name: str
-    mark: Mark
+    status: CheckStatus
     finding: str
     remedy: str = ""
     needs_gpu: bool = False
     """Of no meaning without a GPU: not shown then, since one line says that there is none."""
 
 
-def good(group: str, name: str, finding: str) -> Check:
-    return Check(group, name, Mark.GOOD, finding)
+def good(group: str, name: str, finding: str) -> CheckResult:
+    return CheckResult(group, name, CheckStatus.GOOD, finding)
 
 
-def absent(group: str, name: str, finding: str, remedy: str = "") -> Check:
-    return Check(group, name, Mark.ABSENT, finding, remedy)
+def absent(group: str, name: str, finding: str, remedy: str = "") -> CheckResult:
+    return CheckResult(group, name, CheckStatus.ABSENT, finding, remedy)
 
 
-def warning(group: str, name: str, finding: str, remedy: str) -> Check:
-    return Check(group, name, Mark.WARNING, finding, remedy)
+def warning(group: str, name: str, finding: str, remedy: str) -> CheckResult:
+    return CheckResult(group, name, CheckStatus.WARNING, finding, remedy)
 
 
-def bad(group: str, name: str, finding: str, remedy: str) -> Check:
-    return Check(group, name, Mark.BAD, finding, remedy)
+def bad(group: str, name: str, finding: str, remedy: str) -> CheckResult:
+    return CheckResult(group, name, CheckStatus.BAD, finding, remedy)

@@ -8,99 +8,103 @@ from typing import Final
 
 from supertuner.core.errors import OptionError
 from supertuner.memory.driver import Missing
-from supertuner.tools.doctor.allocation import Trial
-from supertuner.tools.doctor.allocation_plan import Declined
-from supertuner.tools.doctor.check import Check, Mark
-from supertuner.tools.doctor.gpu_checks import BATCH_CALLS, gpu_checks
-from supertuner.tools.doctor.host_checks import PAGE_64K, host_checks
-from supertuner.tools.doctor.situation import Situation
+from supertuner.tools.doctor.allocation import AllocationTestResult
+from supertuner.tools.doctor.allocation_plan import AllocationTestSkipped
+from supertuner.tools.doctor.check import CheckResult, CheckStatus
+from supertuner.tools.doctor.gpu_checks import BATCH_CALLS_VERSION, gpu_checks
+from supertuner.tools.doctor.host_checks import PAGE_64K_BYTES, host_checks
+from supertuner.tools.doctor.situation import SystemSnapshot
 from supertuner.tools.doctor.software_checks import software_checks
 
 
 @dataclass(frozen=True, slots=True)
-class Examined:
+class DoctorFindings:
     """All findings: what requirements are held against."""
 
-    situation: Situation
-    checks: tuple[Check, ...]
-    allocation: Trial | Declined
+    snapshot: SystemSnapshot
+    checks: tuple[CheckResult, ...]
+    allocation: AllocationTestResult | AllocationTestSkipped
 
     @property
-    def spoilt(self) -> bool:
+    def memory_corrupted(self) -> bool:
         """Memory did not hold what was written to it: no machine to train on, whatever was required."""
-        return isinstance(self.allocation, Trial) and bool(self.allocation.wrong)
+        return isinstance(self.allocation, AllocationTestResult) and bool(self.allocation.wrong_values)
 
 
-def all_checks(situation: Situation) -> tuple[Check, ...]:
-    return (*gpu_checks(situation), *software_checks(situation), *host_checks(situation))
+def all_checks(snapshot: SystemSnapshot) -> tuple[CheckResult, ...]:
+    return (*gpu_checks(snapshot), *software_checks(snapshot), *host_checks(snapshot))
 
 
 @dataclass(frozen=True, slots=True)
-class Requirement:
-    meaning: str
+class DoctorRequirement:
+    description: str
     """For --help and the docs."""
-    met: Callable[[Examined], bool | None]
+    is_met: Callable[[DoctorFindings], bool | None]
     """None: nobody knows, which is not met."""
 
 
-def _gpu(name: str) -> Callable[[Examined], bool | None]:
+def _gpu_ability(name: str) -> Callable[[DoctorFindings], bool | None]:
     """What the driver says of the first GPU."""
 
-    def met(found: Examined) -> bool | None:
-        gpus = found.situation.facts.gpus
+    def met(found: DoctorFindings) -> bool | None:
+        gpus = found.snapshot.facts.gpus
         answer: bool | None = getattr(gpus[0].device, name) if gpus else False
         return answer
 
     return met
 
 
-def _batch_calls(found: Examined) -> bool:
-    version = found.situation.facts.driver_version
-    return version is not None and version >= BATCH_CALLS
+def _has_batch_calls(findings: DoctorFindings) -> bool:
+    version = findings.snapshot.facts.driver_version
+    return version is not None and version >= BATCH_CALLS_VERSION
 
 
-def _known(found: Examined) -> bool:
-    row = found.situation.facts.machine
+def _is_known_machine(findings: DoctorFindings) -> bool:
+    row = findings.snapshot.facts.machine
     return row is not None and row.key != "cpu"
 
 
-REQUIREMENTS: Final[Mapping[str, Requirement]] = {
-    "gpu": Requirement("a GPU", lambda found: bool(found.situation.facts.gpus)),
-    "known-machine": Requirement("a machine with a GPU that is in the table", _known),
-    "managed": Requirement("managed memory", _gpu("managed")),
-    "concurrent": Requirement("CPU and GPU use managed memory at once", _gpu("concurrent_managed")),
-    "ats": Requirement("the GPU uses the host's page tables", _gpu("host_page_tables")),
-    "direct": Requirement("the CPU reads GPU memory in place", _gpu("direct_host_access")),
-    "one-pool": Requirement("CPU and GPU share one pool", lambda found: found.situation.facts.one_pool),
-    "batch-calls": Requirement("a driver for CUDA 13 or newer", _batch_calls),
-    "cuda-torch": Requirement("a torch for CUDA that sees a GPU", lambda found: bool(found.situation.torch.sees)),
-    "stock-torch": Requirement(
+REQUIREMENTS: Final[Mapping[str, DoctorRequirement]] = {
+    "gpu": DoctorRequirement("a GPU", lambda found: bool(found.snapshot.facts.gpus)),
+    "known-machine": DoctorRequirement("a machine with a GPU that is in the table", _is_known_machine),
+    "managed": DoctorRequirement("managed memory", _gpu_ability("managed")),
+    "concurrent": DoctorRequirement("CPU and GPU use managed memory at once", _gpu_ability("concurrent_managed")),
+    "ats": DoctorRequirement("the GPU uses the host's page tables", _gpu_ability("host_page_tables")),
+    "direct": DoctorRequirement("the CPU reads GPU memory in place", _gpu_ability("direct_host_access")),
+    "one-pool": DoctorRequirement("CPU and GPU share one pool", lambda found: found.snapshot.facts.one_pool),
+    "batch-calls": DoctorRequirement("a driver for CUDA 13 or newer", _has_batch_calls),
+    "cuda-torch": DoctorRequirement("a torch for CUDA that sees a GPU", lambda found: bool(found.snapshot.torch.sees)),
+    "stock-torch": DoctorRequirement(
         "a torch that is known to be unpatched",
-        lambda found: None if found.situation.torch.patched is None else not found.situation.torch.patched,
+        lambda found: None if found.snapshot.torch.patched is None else not found.snapshot.torch.patched,
     ),
-    "pages-64k": Requirement("pages of 64 KiB", lambda found: found.situation.facts.page_bytes == PAGE_64K),
-    "no-numa-balancing": Requirement(
-        "NUMA balancing is off or not there", lambda found: not found.situation.facts.numa_balancing
+    "pages-64k": DoctorRequirement("pages of 64 KiB", lambda found: found.snapshot.facts.page_bytes == PAGE_64K_BYTES),
+    "no-numa-balancing": DoctorRequirement(
+        "NUMA balancing is off or not there", lambda found: not found.snapshot.facts.numa_balancing
     ),
-    "no-swap": Requirement(
+    "no-swap": DoctorRequirement(
         "no swap in use",
-        lambda found: None if found.situation.facts.swap_used is None else not found.situation.facts.swap_used,
+        lambda found: None if found.snapshot.facts.swap_used is None else not found.snapshot.facts.swap_used,
     ),
-    "overflow": Requirement(
-        "the overflow allocator is built", lambda found: not isinstance(found.situation.overflow, Missing)
+    "overflow": DoctorRequirement(
+        "the overflow allocator is built", lambda found: not isinstance(found.snapshot.overflow_library, Missing)
     ),
-    "hints": Requirement("residency hints would be on", lambda found: found.situation.hints.on),
-    "allocation": Requirement(
+    "hints": DoctorRequirement("residency hints would be on", lambda found: found.snapshot.hints.on),
+    "allocation": DoctorRequirement(
         "the allocation test passed, beyond GPU memory",
-        lambda found: isinstance(found.allocation, Trial) and found.allocation.passed and found.allocation.beyond,
+        lambda found: (
+            isinstance(found.allocation, AllocationTestResult)
+            and found.allocation.passed
+            and found.allocation.exceeded_gpu_memory
+        ),
     ),
-    "no-traps": Requirement(
-        "no check is marked ✗", lambda found: not any(check.mark is Mark.BAD for check in found.checks)
+    "no-traps": DoctorRequirement(
+        "no check is marked ✗", lambda found: not any(check.status is CheckStatus.BAD for check in found.checks)
     ),
 }
 
 
-def required(text: str) -> tuple[str, ...]:
+def parse_requirements(text: str) -> tuple[str, ...]:
     """The names of `--require`, each once. An unknown one is refused with the list."""
     names = tuple(dict.fromkeys(name.strip().lower() for name in text.split(",") if name.strip()))
     unknown = [name for name in names if name not in REQUIREMENTS]
@@ -110,8 +114,10 @@ def required(text: str) -> tuple[str, ...]:
     return names
 
 
-def unmet(names: tuple[str, ...], found: Examined) -> list[str]:
+def unmet_requirements(names: tuple[str, ...], findings: DoctorFindings) -> list[str]:
     """Requirements that are not met, in words: `ats: the GPU uses the host's page tables (not known)`."""
-    answers = {name: REQUIREMENTS[name].met(found) for name in names}
+    answers = {name: REQUIREMENTS[name].is_met(findings) for name in names}
     unknown = {name: " (nobody says)" if answer is None else "" for name, answer in answers.items()}
-    return [f"{name}: {REQUIREMENTS[name].meaning}{unknown[name]}" for name, answer in answers.items() if not answer]
+    return [
+        f"{name}: {REQUIREMENTS[name].description}{unknown[name]}" for name, answer in answers.items() if not answer
+    ]

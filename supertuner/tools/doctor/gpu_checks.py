@@ -8,43 +8,43 @@ from typing import Final
 
 from supertuner.core.types import bytes_text
 from supertuner.memory.driver import Device
-from supertuner.tools.doctor.check import Check, absent, bad, good, warning
-from supertuner.tools.doctor.situation import Situation
+from supertuner.tools.doctor.check import CheckResult, absent, bad, good, warning
+from supertuner.tools.doctor.situation import SystemSnapshot
 
 GROUP: Final = "GPU"
-BATCH_CALLS: Final = 13000
+BATCH_CALLS_VERSION: Final = 13000
 """The driver API from which on many ranges are prefetched or discarded in one call."""
 
 
-def gpu_checks(situation: Situation) -> Iterator[Check]:
+def gpu_checks(snapshot: SystemSnapshot) -> Iterator[CheckResult]:
     """One check on whether there is a GPU; the others are of no meaning without one, and say so."""
-    yield machine(situation)
-    gpus = situation.facts.gpus
+    yield check_machine(snapshot)
+    gpus = snapshot.facts.gpus
     if not gpus:
-        reason = situation.facts.no_gpu_reason or "the driver names no GPU"
-        if situation.visible is not None:
-            reason += f"; CUDA_VISIBLE_DEVICES is {situation.visible!r}, which may hide it"
-        yield hidden(situation, reason)
-        for name in ("driver", *(name for name, _ in ABILITIES)):
+        reason = snapshot.facts.no_gpu_reason or "the driver names no GPU"
+        if snapshot.visible_devices is not None:
+            reason += f"; CUDA_VISIBLE_DEVICES is {snapshot.visible_devices!r}, which may hide it"
+        yield check_missing_gpu(snapshot, reason)
+        for name in ("driver", *(name for name, _ in ABILITY_CHECKS)):
             yield replace(absent(GROUP, name, "no GPU"), needs_gpu=True)
         return
-    yield present(situation)
-    yield driver(situation)
-    for name, judge in ABILITIES:
-        yield replace(judge(gpus[0].device, situation), name=name, needs_gpu=True)
+    yield check_gpus(snapshot)
+    yield check_driver(snapshot)
+    for name, check_ability in ABILITY_CHECKS:
+        yield replace(check_ability(gpus[0].device, snapshot), name=name, needs_gpu=True)
 
 
-def hidden(situation: Situation, reason: str) -> Check:
+def check_missing_gpu(snapshot: SystemSnapshot, reason: str) -> CheckResult:
     """No GPU for us. Where torch has one, that is a fault of the installation, not of the machine."""
-    if situation.torch.sees:
-        finding = f"torch sees {situation.torch.sees}, and we see none: {reason}"
+    if snapshot.torch.sees:
+        finding = f"torch sees {snapshot.torch.sees}, and we see none: {reason}"
         remedy = "`pip install -e .` in SuperTuner's folder installs what it needs; `nvidia-smi` tells of the driver"
         return bad(GROUP, "GPU", finding, remedy)
     return absent(GROUP, "GPU", f"none: {reason}", "where one should be, `nvidia-smi` tells whether the system sees it")
 
 
-def machine(situation: Situation) -> Check:
-    facts = situation.facts
+def check_machine(snapshot: SystemSnapshot) -> CheckResult:
+    facts = snapshot.facts
     host = f"{facts.arch or 'unknown architecture'}, {facts.cpus} CPUs, Linux {facts.kernel or 'of unknown version'}"
     if facts.machine is None:
         name = facts.gpus[0].device.name if facts.gpus else facts.cpu_name or "this machine"
@@ -55,32 +55,36 @@ def machine(situation: Situation) -> Check:
     return good(GROUP, "machine", f"{facts.machine.title} ({facts.machine.key}){link}; {host}")
 
 
-def present(situation: Situation) -> Check:
-    gpus = [gpu.device for gpu in situation.facts.gpus]
+def check_gpus(snapshot: SystemSnapshot) -> CheckResult:
+    gpus = [gpu.device for gpu in snapshot.facts.gpus]
     kinds = {(gpu.name, gpu.total_bytes): sum(g.name == gpu.name for g in gpus) for gpu in gpus}
     text = ", ".join(f"{count} × {name}, {bytes_text(size)}" for (name, size), count in kinds.items())
-    shown = f", as CUDA_VISIBLE_DEVICES={situation.visible} lets us see" if situation.visible is not None else ""
+    shown = (
+        f", as CUDA_VISIBLE_DEVICES={snapshot.visible_devices} lets us see"
+        if snapshot.visible_devices is not None
+        else ""
+    )
     return good(GROUP, "GPU", text + shown)
 
 
-def driver(situation: Situation) -> Check:
-    facts = situation.facts
+def check_driver(snapshot: SystemSnapshot) -> CheckResult:
+    facts = snapshot.facts
     kernel = f", kernel driver {facts.nvidia_driver}" if facts.nvidia_driver else ""
     if facts.driver_version is None:
         return replace(absent(GROUP, "driver", f"its version is not known{kernel}"), needs_gpu=True)
-    text = f"CUDA {cuda_text(facts.driver_version)}{kernel}"
+    text = f"CUDA {format_cuda_version(facts.driver_version)}{kernel}"
     standing_in = ""
-    if situation.behind.figures == "stand-in":
-        library = situation.behind.library or "its library"
+    if snapshot.driver.figure_origin == "stand-in":
+        library = snapshot.driver.library or "its library"
         standing_in = f"; a stand-in for a GPU: there is no NVIDIA kernel driver below {library}"
-    if facts.driver_version < BATCH_CALLS:
+    if facts.driver_version < BATCH_CALLS_VERSION:
         old = "too old for batch calls: each range is prefetched by a call of its own, none is discarded"
         remedy = "install a driver of branch 580 or newer: `sudo apt install nvidia-driver-580-open`, then reboot"
         return warning(GROUP, "driver", f"{text}, {old}{standing_in}", remedy)
     return good(GROUP, "driver", f"{text}; batch calls{standing_in}")
 
 
-def managed(device: Device, situation: Situation) -> Check:
+def check_managed_memory(device: Device, snapshot: SystemSnapshot) -> CheckResult:
     if device.managed:
         return good(GROUP, "", "yes")
     if device.managed is None:
@@ -89,7 +93,7 @@ def managed(device: Device, situation: Situation) -> Check:
     return bad(GROUP, "", "none: no hints for it, and no overflow", remedy)
 
 
-def concurrent(device: Device, situation: Situation) -> Check:
+def check_concurrent_access(device: Device, snapshot: SystemSnapshot) -> CheckResult:
     if device.concurrent_managed:
         return good(GROUP, "", "CPU and GPU may use managed memory at once: prefetch and going beyond GPU memory work")
     if device.concurrent_managed is None:
@@ -100,8 +104,8 @@ def concurrent(device: Device, situation: Situation) -> Check:
     return warning(GROUP, "", "no: no prefetch, and managed memory cannot go beyond GPU memory", remedy)
 
 
-def ats(device: Device, situation: Situation) -> Check:
-    row = situation.facts.machine
+def check_ats(device: Device, snapshot: SystemSnapshot) -> CheckResult:
+    row = snapshot.facts.machine
     if device.host_page_tables:
         return good(GROUP, "", "the GPU uses the host's page tables: ordinary memory is its memory too")
     if row is not None and row.ats and not row.one_pool:
@@ -115,7 +119,7 @@ def ats(device: Device, situation: Situation) -> Check:
     return absent(GROUP, "", f"no; the GPU reads ordinary memory {how}")
 
 
-def direct(device: Device, situation: Situation) -> Check:
+def check_direct_access(device: Device, snapshot: SystemSnapshot) -> CheckResult:
     if device.direct_host_access:
         return good(GROUP, "", "the CPU reads managed memory on the GPU without moving it")
     if device.direct_host_access is None:
@@ -123,23 +127,23 @@ def direct(device: Device, situation: Situation) -> Check:
     return absent(GROUP, "", "no: what the CPU touches of managed memory moves to the host")
 
 
-def pool(device: Device, situation: Situation) -> Check:
-    if situation.facts.one_pool is None:
+def check_memory_pool(device: Device, snapshot: SystemSnapshot) -> CheckResult:
+    if snapshot.facts.one_pool is None:
         return absent(GROUP, "", "the driver does not say whether CPU and GPU share one pool")
-    if situation.facts.one_pool:
+    if snapshot.facts.one_pool:
         return good(GROUP, "", "one, shared by CPU and GPU: there is nothing to spill into, and overflow is refused")
     return good(GROUP, "", "two: the GPU's own, and the host's")
 
 
-ABILITIES: Final[tuple[tuple[str, Callable[[Device, Situation], Check]], ...]] = (
-    ("managed memory", managed),
-    ("concurrent access", concurrent),
-    ("ATS", ats),
-    ("direct access", direct),
-    ("pool", pool),
+ABILITY_CHECKS: Final[tuple[tuple[str, Callable[[Device, SystemSnapshot], CheckResult]], ...]] = (
+    ("managed memory", check_managed_memory),
+    ("concurrent access", check_concurrent_access),
+    ("ATS", check_ats),
+    ("direct access", check_direct_access),
+    ("pool", check_memory_pool),
 )
 
 
-def cuda_text(version: int) -> str:
+def format_cuda_version(version: int) -> str:
     """13000 → `13.0`."""
     return f"{version // 1000}.{version % 1000 // 10}"

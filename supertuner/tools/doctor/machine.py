@@ -8,78 +8,78 @@ from dataclasses import replace
 from pathlib import Path
 
 from supertuner.core.events import Progress
-from supertuner.core.host import Host
+from supertuner.core.host import HostFacts
 from supertuner.memory.cuda import open_cuda
 from supertuner.memory.driver import Driver, Missing, Refused
 from supertuner.memory.probe import Facts, free_gpu_bytes, host_available_bytes
 from supertuner.memory.telemetry.nvml import open_nvml
-from supertuner.tools.doctor.allocation import Bench, Clock, Trial
+from supertuner.tools.doctor.allocation import AllocationTest, AllocationTestResult, ClockFunction
 from supertuner.tools.doctor.allocation_checks import allocation_checks
-from supertuner.tools.doctor.allocation_plan import Declined, Room, plan
-from supertuner.tools.doctor.check import Check
-from supertuner.tools.doctor.checks import Examined, all_checks
-from supertuner.tools.doctor.situation import Situation, look, mapped_library
+from supertuner.tools.doctor.allocation_plan import AllocationTestSkipped, AvailableMemory, plan_allocation_test
+from supertuner.tools.doctor.check import CheckResult
+from supertuner.tools.doctor.checks import DoctorFindings, all_checks
+from supertuner.tools.doctor.situation import SystemSnapshot, mapped_library, take_snapshot
 
 
-def examine(
-    host: Host,
+def examine_machine(
+    host: HostFacts,
     environ: Mapping[str, str],
     scale: float | None,
     progress: Progress,
-    show: Callable[[Sequence[Check]], None],
-) -> Examined:
+    show: Callable[[Sequence[CheckResult]], None],
+) -> DoctorFindings:
     """Look at this machine, show what was found, then try its memory (`scale`: None does not) and show that."""
-    situation, driver = look_here(host, environ)
-    checks = all_checks(situation)
+    snapshot, driver = snapshot_this_machine(host, environ)
+    checks = all_checks(snapshot)
     show(checks)
-    tested: Trial | Declined = Declined("--skip-allocation")
+    test_result: AllocationTestResult | AllocationTestSkipped = AllocationTestSkipped("--skip-allocation")
     if scale is not None:
-        stand_in = situation.behind.figures == "stand-in"
-        tested = try_memory(situation.facts, driver, host, scale, progress, stand_in=stand_in)
-    more = tuple(allocation_checks(tested, situation.behind.figures))
-    show(more)
-    return Examined(situation, (*checks, *more), tested)
+        stand_in = snapshot.driver.figure_origin == "stand-in"
+        test_result = run_allocation_test(snapshot.facts, driver, host, scale, progress, stand_in=stand_in)
+    test_checks = tuple(allocation_checks(test_result, snapshot.driver.figure_origin))
+    show(test_checks)
+    return DoctorFindings(snapshot, (*checks, *test_checks), test_result)
 
 
-def look_here(host: Host, environ: Mapping[str, str]) -> tuple[Situation, Driver | Missing]:
+def snapshot_this_machine(host: HostFacts, environ: Mapping[str, str]) -> tuple[SystemSnapshot, Driver | Missing]:
     """This machine, by NVIDIA's driver if it is there."""
     driver, nvml, folder = open_cuda(), open_nvml(), Path.cwd()
     library = None if isinstance(driver, Missing) else mapped_library(host)
     try:
-        return look(host, driver, nvml, environ, folder=folder, library=library), driver
+        return take_snapshot(host, driver, nvml, environ, folder=folder, library=library), driver
     except Refused as refusal:  # it has begun and does not answer: as good as none, and the rest is still to be told
-        silent = Missing(f"the driver fails when it is asked for its GPUs: {refusal}")
-        return look(host, silent, nvml, environ, folder=folder, library=library), silent
+        no_driver = Missing(f"the driver fails when it is asked for its GPUs: {refusal}")
+        return take_snapshot(host, no_driver, nvml, environ, folder=folder, library=library), no_driver
 
 
-def try_memory(
+def run_allocation_test(
     facts: Facts,
     driver: Driver | Missing,
-    host: Host,
+    host: HostFacts,
     scale: float,
     progress: Progress,
-    clock: Clock = time.perf_counter,
+    clock: ClockFunction = time.perf_counter,
     stand_in: bool = False,
-) -> Trial | Declined:
+) -> AllocationTestResult | AllocationTestSkipped:
     """The allocation test on the first GPU, as large as is safe right now."""
     if isinstance(driver, Missing) or not facts.gpus:
-        return Declined("no GPU")
+        return AllocationTestSkipped("no GPU")
     gpu = facts.gpus[0]
     try:
-        room = room_of(facts, driver, host)
+        memory = measure_available_memory(facts, driver, host)
     except Refused as refusal:
-        return Declined(f"the driver refused: {refusal}", failed=True)
-    planned = plan(replace(room, stand_in=stand_in), scale)
-    if isinstance(planned, Declined):
-        return planned
-    return Bench(driver, gpu.device, gpu.machine, planned, clock, progress).run()
+        return AllocationTestSkipped(f"the driver refused: {refusal}", failed=True)
+    test_plan = plan_allocation_test(replace(memory, stand_in=stand_in), scale)
+    if isinstance(test_plan, AllocationTestSkipped):
+        return test_plan
+    return AllocationTest(driver, gpu.device, gpu.machine, test_plan, clock, progress).run()
 
 
-def room_of(facts: Facts, driver: Driver, host: Host) -> Room:
+def measure_available_memory(facts: Facts, driver: Driver, host: HostFacts) -> AvailableMemory:
     """What there is to take, as of now. GPU memory that the kernel counts as its own is not host memory."""
     gpu = facts.gpus[0]
     free = free_gpu_bytes(facts, driver, host, gpu.device.number)
-    return Room(
+    return AvailableMemory(
         gpu_bytes=gpu.device.total_bytes,
         gpu_free=0 if free is None else free,
         host_total=facts.memory_total,

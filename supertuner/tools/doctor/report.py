@@ -19,59 +19,59 @@ from supertuner.core.errors import SuperTunerError
 from supertuner.core.types import JSON, MIB
 from supertuner.memory.driver import Missing
 from supertuner.memory.probe import Facts, GpuFacts
-from supertuner.tools.doctor.allocation import Rate, Trial
-from supertuner.tools.doctor.check import Mark
-from supertuner.tools.doctor.checks import Examined
-from supertuner.tools.doctor.situation import Situation
+from supertuner.tools.doctor.allocation import AllocationTestResult, BandwidthMeasurement
+from supertuner.tools.doctor.check import CheckStatus
+from supertuner.tools.doctor.checks import DoctorFindings
+from supertuner.tools.doctor.situation import SystemSnapshot
 
 DEFAULT_NAME: Final = "gh200_diagnostic_report.json"
-OURS: Final = "supertuner doctor"
-SCHEMA: Final = 1
+REPORT_KIND: Final = "supertuner doctor"
+SCHEMA_VERSION: Final = 1
 """Goes up when a field changes its meaning or goes away; new fields may come at any time."""
-LARGEST: Final = 16 * MIB
+MAX_REPORT_BYTES: Final = 16 * MIB
 """A file above this is no report of ours, and is not read to find out."""
 
 
-def document(
-    found: Examined, asked: Sequence[str], unmet: Sequence[str], made_at: datetime | None = None
+def build_report(
+    findings: DoctorFindings, required: Sequence[str], unmet: Sequence[str], made_at: datetime | None = None
 ) -> dict[str, JSON]:
-    situation = found.situation
-    marks = [check.mark for check in found.checks]
+    snapshot = findings.snapshot
+    marks = [check.status for check in findings.checks]
     return {
-        "report": OURS,
-        "schema": SCHEMA,
+        "report": REPORT_KIND,
+        "schema": SCHEMA_VERSION,
         "made_at": (made_at or datetime.now(UTC)).isoformat(timespec="seconds"),
         "supertuner": __version__,
-        "machine": _machine(situation.facts),
-        "host": _host(situation),
+        "machine": _machine(snapshot.facts),
+        "host": _host(snapshot),
         "driver": {
-            "body": situation.behind.body,
-            "library": situation.behind.library,
-            "figures": situation.behind.figures,
-            "cuda_version": situation.facts.driver_version,
-            "kernel_driver": situation.facts.nvidia_driver,
-            "no_gpu_reason": situation.facts.no_gpu_reason,
+            "body": snapshot.driver.driver_kind,
+            "library": snapshot.driver.library,
+            "figures": snapshot.driver.figure_origin,
+            "cuda_version": snapshot.facts.driver_version,
+            "kernel_driver": snapshot.facts.nvidia_driver,
+            "no_gpu_reason": snapshot.facts.no_gpu_reason,
         },
-        "gpus": [_gpu(gpu) for gpu in situation.facts.gpus],
-        "one_pool": situation.facts.one_pool,
-        "ats": situation.facts.ats,
-        "torch": asdict(situation.torch),
+        "gpus": [_gpu(gpu) for gpu in snapshot.facts.gpus],
+        "one_pool": snapshot.facts.one_pool,
+        "ats": snapshot.facts.ats,
+        "torch": asdict(snapshot.torch),
         "environment": {
-            "variables": [asdict(variable) for variable in situation.variables],
-            "allocator": dict(situation.allocator),
-            "visible_devices": situation.visible,
-            "settings": list(situation.settings),
-            "settings_problems": list(situation.settings_problems),
+            "variables": [asdict(variable) for variable in snapshot.variables],
+            "allocator": dict(snapshot.allocator_variables),
+            "visible_devices": snapshot.visible_devices,
+            "settings": list(snapshot.setting_variables),
+            "settings_problems": list(snapshot.settings_problems),
         },
-        "hints": asdict(situation.hints),
-        "overflow": _overflow(situation.overflow),
+        "hints": asdict(snapshot.hints),
+        "overflow": _overflow(snapshot.overflow_library),
         "checks": [
-            {"group": c.group, "name": c.name, "mark": c.mark.value, "finding": c.finding, "remedy": c.remedy}
-            for c in found.checks
+            {"group": c.group, "name": c.name, "mark": c.status.value, "finding": c.finding, "remedy": c.remedy}
+            for c in findings.checks
         ],
-        "summary": {mark.value: marks.count(mark) for mark in Mark},
-        "allocation": _allocation(found),
-        "requirements": {"asked": list(asked), "unmet": list(unmet)},
+        "summary": {mark.value: marks.count(mark) for mark in CheckStatus},
+        "allocation": _allocation(findings),
+        "requirements": {"asked": list(required), "unmet": list(unmet)},
     }
 
 
@@ -80,8 +80,8 @@ def _machine(facts: Facts) -> JSON:
     return None if row is None else {"key": row.key, "title": row.title, "link": row.link}
 
 
-def _host(situation: Situation) -> JSON:
-    facts, around = situation.facts, situation.around
+def _host(snapshot: SystemSnapshot) -> JSON:
+    facts, around = snapshot.facts, snapshot.resources
     return {
         "arch": facts.arch,
         "kernel": facts.kernel,
@@ -115,61 +115,61 @@ def _gpu(gpu: GpuFacts) -> JSON:
     }
 
 
-def _overflow(found: Path | Missing) -> JSON:
-    if isinstance(found, Missing):
-        return {"built": None, "reason": found.reason}
-    return {"built": str(found), "reason": None}
+def _overflow(library: Path | Missing) -> JSON:
+    if isinstance(library, Missing):
+        return {"built": None, "reason": library.reason}
+    return {"built": str(library), "reason": None}
 
 
-def _allocation(found: Examined) -> JSON:
-    test = found.allocation
-    made = isinstance(test, Trial)
+def _allocation(findings: DoctorFindings) -> JSON:
+    result = findings.allocation
+    was_run = isinstance(result, AllocationTestResult)
     fields: Mapping[str, JSON] = dict.fromkeys(
         ("asked_bytes", "tested_bytes", "gpu_bytes", "beyond_gpu_memory", "limited", "blocks", "verified", "problem")
     )
-    if isinstance(test, Trial):
+    if isinstance(result, AllocationTestResult):
         fields = {
-            "asked_bytes": test.plan.asked_bytes,
-            "tested_bytes": test.plan.nbytes,
-            "gpu_bytes": test.gpu_bytes,
-            "beyond_gpu_memory": test.beyond,
-            "limited": test.plan.limited or None,
-            "blocks": test.plan.blocks,
-            "verified": test.verified,
-            "problem": test.problem,
+            "asked_bytes": result.plan.requested_bytes,
+            "tested_bytes": result.plan.nbytes,
+            "gpu_bytes": result.gpu_bytes,
+            "beyond_gpu_memory": result.exceeded_gpu_memory,
+            "limited": result.plan.limit_reason or None,
+            "blocks": result.plan.blocks,
+            "verified": result.verified_blocks,
+            "problem": result.refusal,
         }
     return {
-        "made": made,
-        "not_made": None if isinstance(test, Trial) else test.reason,
-        "passed": test.passed if isinstance(test, Trial) else None,
-        "figures": found.situation.behind.figures if made else None,
+        "made": was_run,
+        "not_made": None if isinstance(result, AllocationTestResult) else result.reason,
+        "passed": result.passed if isinstance(result, AllocationTestResult) else None,
+        "figures": findings.snapshot.driver.figure_origin if was_run else None,
         **fields,
-        "wrong": list(test.wrong) if isinstance(test, Trial) else [],
-        "notes": list(test.notes) if isinstance(test, Trial) else [],
-        "rates": [_rate(rate) for rate in test.rates] if isinstance(test, Trial) else [],
+        "wrong": list(result.wrong_values) if isinstance(result, AllocationTestResult) else [],
+        "notes": list(result.notes) if isinstance(result, AllocationTestResult) else [],
+        "rates": [_bandwidth(rate) for rate in result.rates] if isinstance(result, AllocationTestResult) else [],
     }
 
 
-def _rate(rate: Rate) -> JSON:
-    table = rate.expected
+def _bandwidth(measurement: BandwidthMeasurement) -> JSON:
+    table = measurement.expected
     return {
-        "name": rate.name,
-        "bytes": rate.nbytes,
-        "seconds": rate.seconds,
-        "bytes_s": rate.bytes_s,
+        "name": measurement.name,
+        "bytes": measurement.nbytes,
+        "seconds": measurement.seconds,
+        "bytes_s": measurement.bytes_s,
         "table_bytes_s": None if table is None else table.value,
         "table_source": None if table is None else table.source,
         "table_how": None if table is None else table.how,
-        "ratio": rate.ratio,
+        "ratio": measurement.ratio,
     }
 
 
-def text_of(report: Mapping[str, JSON]) -> bytes:
+def report_bytes(report: Mapping[str, JSON]) -> bytes:
     """What `--json` prints: the same bytes that the file holds."""
     return json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False).encode(errors="backslashreplace")
 
 
-def place_for(path: Path, overwrite: bool) -> Path:
+def report_path(path: Path, overwrite: bool) -> Path:
     """The file to write, found good before anything is tested; a link is followed, so that it stays one."""
     target = Path(os.path.realpath(path))
     if path == Path("-") or (path.exists() and not path.is_file()):
@@ -178,7 +178,7 @@ def place_for(path: Path, overwrite: bool) -> Path:
         )
     if not target.parent.is_dir():
         raise SuperTunerError(f"--report {path}: {target.parent} is not a folder; make it first, or name another file")
-    if target.exists() and not overwrite and not is_ours(target):
+    if target.exists() and not overwrite and not is_doctor_report(target):
         raise SuperTunerError(
             f"{path} exists and is no report of `supertuner doctor`; name another with --report, or give --overwrite"
         )
@@ -189,16 +189,16 @@ def place_for(path: Path, overwrite: bool) -> Path:
     return target
 
 
-def is_ours(path: Path) -> bool:
+def is_doctor_report(path: Path) -> bool:
     """Whether a file carries our mark. One that cannot be read, or is no JSON, does not."""
     try:
-        if path.stat().st_size > LARGEST:
+        if path.stat().st_size > MAX_REPORT_BYTES:
             return False
-        found = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
         return False
-    return isinstance(found, dict) and found.get("report") == OURS
+    return isinstance(content, dict) and content.get("report") == REPORT_KIND
 
 
-def write(path: Path, report: Mapping[str, JSON]) -> None:
-    durable.write_bytes(path, text_of(report) + b"\n")
+def write_report(path: Path, report: Mapping[str, JSON]) -> None:
+    durable.write_bytes(path, report_bytes(report) + b"\n")

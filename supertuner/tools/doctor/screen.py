@@ -7,86 +7,100 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
-from supertuner.core.types import on_screen
-from supertuner.tools.doctor.check import Check, Mark
+from supertuner.core.types import escape_for_terminal
+from supertuner.tools.doctor.check import CheckResult, CheckStatus
 
-SIGNS: Final[Mapping[Mark, str]] = {Mark.GOOD: "✓", Mark.WARNING: "!", Mark.BAD: "✗", Mark.ABSENT: "–"}
-PLAIN_SIGNS: Final[Mapping[Mark, str]] = {Mark.GOOD: "+", Mark.WARNING: "!", Mark.BAD: "x", Mark.ABSENT: "-"}
+SIGNS: Final[Mapping[CheckStatus, str]] = {
+    CheckStatus.GOOD: "✓",
+    CheckStatus.WARNING: "!",
+    CheckStatus.BAD: "✗",
+    CheckStatus.ABSENT: "–",
+}
+PLAIN_SIGNS: Final[Mapping[CheckStatus, str]] = {
+    CheckStatus.GOOD: "+",
+    CheckStatus.WARNING: "!",
+    CheckStatus.BAD: "x",
+    CheckStatus.ABSENT: "-",
+}
 """For a terminal or a file that knows only ASCII."""
-COUSINS: Final[Mapping[str, str]] = {"→": "->", "×": "x", "…": "...", "–": "-"}
+ASCII_REPLACEMENTS: Final[Mapping[str, str]] = {"→": "->", "×": "x", "…": "...", "–": "-"}
 NAME_COLUMN: Final = 22
-NARROWEST: Final = 60
-HARD: Final = "\u00a0"
+MIN_WIDTH: Final = 60
+NO_BREAK_SPACE: Final = "\u00a0"
 """A space that no line ends at."""
 
 
-def shown(checks: Iterable[Check]) -> list[Check]:
+def visible_checks(checks: Iterable[CheckResult]) -> list[CheckResult]:
     """Without those that need a GPU where there is none: one line has said so."""
     return [
-        check for check in checks if not (check.needs_gpu and check.mark is Mark.ABSENT and check.finding == "no GPU")
+        check
+        for check in checks
+        if not (check.needs_gpu and check.status is CheckStatus.ABSENT and check.finding == "no GPU")
     ]
 
 
-def check_lines(check: Check, width: int | None, signs: Mapping[Mark, str] = SIGNS) -> list[str]:
+def check_lines(check: CheckResult, width: int | None, signs: Mapping[CheckStatus, str] = SIGNS) -> list[str]:
     """A check as lines of at most `width` signs; None: as one line, however long."""
-    finding, remedy = on_screen(check.finding), on_screen(check.remedy)
-    head = f"{signs[check.mark]} {check.name:<{NAME_COLUMN - 3}} "
+    finding, remedy = escape_for_terminal(check.finding), escape_for_terminal(check.remedy)
+    head = f"{signs[check.status]} {check.name:<{NAME_COLUMN - 3}} "
     if width is None:
         return [head + finding + (f"  → {remedy}" if remedy else "")]
     indent = " " * NAME_COLUMN
-    lines = folded(finding, width, head, indent)
+    lines = fold_text(finding, width, head, indent)
     if remedy:
-        lines += folded(remedy, width, f"{indent}→ ", indent + "  ")
+        lines += fold_text(remedy, width, f"{indent}→ ", indent + "  ")
     return lines
 
 
-def folded(text: str, width: int, first: str, rest: str) -> list[str]:
+def fold_text(text: str, width: int, first: str, rest: str) -> list[str]:
     """A command stays on one line where it fits, and no word of it is ever broken, so that it can be copied."""
-    room = max(width, NARROWEST) - len(rest)
-    whole = re.sub(r"`[^`]+`", lambda found: found[0].replace(" ", HARD) if len(found[0]) <= room else found[0], text)
+    room = max(width, MIN_WIDTH) - len(rest)
+    unbroken = re.sub(
+        r"`[^`]+`", lambda found: found[0].replace(" ", NO_BREAK_SPACE) if len(found[0]) <= room else found[0], text
+    )
     lines = textwrap.wrap(
-        whole,
-        max(width, NARROWEST),
+        unbroken,
+        max(width, MIN_WIDTH),
         initial_indent=first,
         subsequent_indent=rest,
         break_long_words=False,
         break_on_hyphens=False,
     )
-    return [line.replace(HARD, " ") for line in lines]
+    return [line.replace(NO_BREAK_SPACE, " ") for line in lines]
 
 
-def page(
-    checks: Iterable[Check], width: int | None, signs: Mapping[Mark, str] = SIGNS
-) -> Iterator[tuple[str, Mark | None]]:
+def render_lines(
+    checks: Iterable[CheckResult], width: int | None, signs: Mapping[CheckStatus, str] = SIGNS
+) -> Iterator[tuple[str, CheckStatus | None]]:
     """Every line with the mark of its check (None: a heading). Headings stand on a terminal only."""
     group = ""
-    for check in shown(checks):
+    for check in visible_checks(checks):
         if check.group != group and width is not None:
             yield "", None
             yield check.group, None
         group = check.group
         for line in check_lines(check, width, signs):
-            yield line, check.mark
+            yield line, check.status
 
 
-def summary(checks: Iterable[Check], signs: Mapping[Mark, str] = SIGNS) -> str:
+def summary(checks: Iterable[CheckResult], signs: Mapping[CheckStatus, str] = SIGNS) -> str:
     """`31 checks: 20 ✓, 2 !, 1 ✗, 8 –`."""
-    marks = [check.mark for check in shown(checks)]
-    counts = ", ".join(f"{marks.count(mark)} {signs[mark]}" for mark in Mark if mark in marks)
+    marks = [check.status for check in visible_checks(checks)]
+    counts = ", ".join(f"{marks.count(mark)} {signs[mark]}" for mark in CheckStatus if mark in marks)
     return f"{len(marks)} checks: {counts}"
 
 
-def encodable(encoding: str) -> bool:
+def can_encode_signs(encoding: str) -> bool:
     """Whether our signs can be written in this encoding."""
     try:
-        "".join((*SIGNS.values(), *COUSINS)).encode(encoding)
+        "".join((*SIGNS.values(), *ASCII_REPLACEMENTS)).encode(encoding)
     except (UnicodeEncodeError, LookupError):
         return False
     return True
 
 
-def plain(line: str) -> str:
+def to_ascii(line: str) -> str:
     """A line in ASCII, for where nothing else can be written."""
-    for sign, cousin in COUSINS.items():
-        line = line.replace(sign, cousin)
+    for sign, replacement in ASCII_REPLACEMENTS.items():
+        line = line.replace(sign, replacement)
     return line.encode("ascii", "replace").decode()

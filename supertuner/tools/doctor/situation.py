@@ -13,36 +13,36 @@ from typing import Final, Literal, TypeAlias
 
 from supertuner.config.settings import exports
 from supertuner.config.sources import environment
-from supertuner.config.sources.load import load
-from supertuner.core.errors import ConfigError, Problem
-from supertuner.core.host import Host
+from supertuner.config.sources.load import load_config
+from supertuner.core.errors import ConfigError, ConfigProblem
+from supertuner.core.host import HostFacts
 from supertuner.core.types import JSON
 from supertuner.memory.driver import Driver, Missing
 from supertuner.memory.hints.enabled import Enabled, decide, supported
 from supertuner.memory.probe import Facts, host_available_bytes, kernel_fields, probe
 from supertuner.memory.telemetry.nvml import Nvml
-from supertuner.tools.doctor.torch_probe import ALLOCATOR_VARIABLES, TorchFacts, probe_torch
+from supertuner.tools.doctor.torch_probe import ALLOCATOR_VARIABLES, TorchProbeResult, probe_torch
 
-Body: TypeAlias = Literal["cuda", "model", "none"]
-Origin: TypeAlias = Literal["measured", "modelled", "stand-in"]
+DriverKind: TypeAlias = Literal["cuda", "model", "none"]
+FigureOrigin: TypeAlias = Literal["measured", "modelled", "stand-in"]
 COMPILERS: Final = ("cc", "gcc", "clang")
 KERNEL_DRIVER: Final = ("proc/driver/nvidia/version", "dev/nvidiactl", "dev/dxg", "dev/nvmap")
 """Where NVIDIA's kernel driver shows: by itself, its device, under WSL, on Tegra."""
 
 
 @dataclass(frozen=True, slots=True)
-class Behind:
+class DriverIdentity:
     """Who answered for the GPU."""
 
-    body: Body
+    driver_kind: DriverKind
     library: str | None
     """The file that libcuda.so.1 really is."""
-    figures: Origin
+    figure_origin: FigureOrigin
     """What a clock says here: of a GPU, of the model, or of a library with no NVIDIA kernel driver below it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Variable:
+class SettingVariable:
     """One variable of the environment that gives a setting."""
 
     name: str
@@ -54,7 +54,7 @@ class Variable:
 
 
 @dataclass(frozen=True, slots=True)
-class Around:
+class HostResources:
     """The process's surroundings that are no hardware."""
 
     machine_memory: int | None
@@ -71,66 +71,72 @@ class Around:
 
 
 @dataclass(frozen=True, slots=True)
-class Situation:
+class SystemSnapshot:
     facts: Facts
-    behind: Behind
-    torch: TorchFacts
-    variables: tuple[Variable, ...]
-    allocator: Mapping[str, str]
+    driver: DriverIdentity
+    torch: TorchProbeResult
+    variables: tuple[SettingVariable, ...]
+    allocator_variables: Mapping[str, str]
     """The variables of torch's allocator that are set."""
-    visible: str | None
+    visible_devices: str | None
     """CUDA_VISIBLE_DEVICES, which hides GPUs from driver and torch; None: it is unset."""
-    settings: tuple[str, ...]
+    setting_variables: tuple[str, ...]
     """Names of the SUPERTUNER_ variables that are set."""
     settings_problems: tuple[str, ...]
-    around: Around
-    overflow: Path | Missing
+    resources: HostResources
+    overflow_library: Path | Missing
     hints: Enabled
     """In a run whose configuration says nothing of them."""
 
 
-def look(
-    host: Host,
+def take_snapshot(
+    host: HostFacts,
     driver: Driver | Missing,
     nvml: Nvml | Missing,
     environ: Mapping[str, str],
     *,
     folder: Path,
-    body: Body = "cuda",
+    driver_kind: DriverKind = "cuda",
     library: str | None = None,
-    torch: Callable[[Mapping[str, str]], TorchFacts] = probe_torch,
-) -> Situation:
+    torch: Callable[[Mapping[str, str]], TorchProbeResult] = probe_torch,
+) -> SystemSnapshot:
     """Ask everybody. Torch is asked in a child while the rest is gathered: importing it takes seconds."""
     from supertuner.memory.overflow.plugin import built
 
     with ThreadPoolExecutor(1) as threads:
-        answer = threads.submit(torch, environ)
+        torch_facts = threads.submit(torch, environ)
         facts = probe(host, driver, nvml)
-        variables = tuple(_variable(export.name, environ) for export in exports.EXPORTS)
-        own = {name: value for name, value in environ.items() if name.startswith(environment.PREFIX) and value}
-        return Situation(
+        variables = tuple(_read_setting_variable(export.name, environ) for export in exports.GH200_EXPORTS)
+        own_variables = {
+            name: value for name, value in environ.items() if name.startswith(environment.VARIABLE_PREFIX) and value
+        }
+        return SystemSnapshot(
             facts=facts,
-            behind=Behind("none" if isinstance(driver, Missing) else body, library, origin(body, host)),
-            torch=answer.result(),
+            driver=DriverIdentity(
+                "none" if isinstance(driver, Missing) else driver_kind, library, figure_origin(driver_kind, host)
+            ),
+            torch=torch_facts.result(),
             variables=variables,
-            allocator={name: environ[name] for name in ALLOCATOR_VARIABLES if environ.get(name)},
-            visible=environ.get("CUDA_VISIBLE_DEVICES"),
-            settings=tuple(sorted(own)),
-            settings_problems=tuple(str(problem).removeprefix("environment: ") for problem in _problems(own)),
-            around=_around(host, facts, environ, folder),
-            overflow=built(),
+            allocator_variables={name: environ[name] for name in ALLOCATOR_VARIABLES if environ.get(name)},
+            visible_devices=environ.get("CUDA_VISIBLE_DEVICES"),
+            setting_variables=tuple(sorted(own_variables)),
+            settings_problems=tuple(
+                str(problem).removeprefix("environment: ") for problem in _setting_problems(own_variables)
+            ),
+            resources=_host_resources(host, facts, environ, folder),
+            overflow_library=built(),
             hints=decide(None, _hints_setting(environ, variables), _cache_types(), supported(driver)),
         )
 
 
-def origin(body: Body, host: Host) -> Origin:
+def figure_origin(driver_kind: DriverKind, host: HostFacts) -> FigureOrigin:
     """What figures are worth. A library without a kernel driver below it is a stand-in, and tells nothing of a GPU."""
-    if body == "model":
+    if driver_kind == "model":
         return "modelled"
     return "measured" if any((host.root / name).exists() for name in KERNEL_DRIVER) else "stand-in"
 
 
-def mapped_library(host: Host, name: str = "libcuda.so") -> str | None:
+def mapped_library(host: HostFacts, name: str = "libcuda.so") -> str | None:
     """The file behind a library that this process has loaded."""
     try:
         lines = (host.root / "proc/self/maps").read_text().splitlines()
@@ -140,34 +146,38 @@ def mapped_library(host: Host, name: str = "libcuda.so") -> str | None:
     return next((path for path in paths if Path(path).name.startswith(name)), None)
 
 
-def _variable(name: str, environ: Mapping[str, str]) -> Variable:
+def _read_setting_variable(name: str, environ: Mapping[str, str]) -> SettingVariable:
     """What a variable gives, by the same way that a run's configuration takes; wrong values say what is wrong."""
-    setting, given = environment.VARIABLES[name], environ.get(name)
-    mine = {name: given} if given else {}
-    problems = [problem.message.removesuffix(f" (from environment: {name})") for problem in _problems(mine)]
-    return Variable(name, given, setting, _setting(setting, {} if problems else mine), "; ".join(problems) or None)
+    setting, value = environment.SETTING_BY_VARIABLE[name], environ.get(name)
+    this_variable = {name: value} if value else {}
+    problems = [
+        problem.message.removesuffix(f" (from environment: {name})") for problem in _setting_problems(this_variable)
+    ]
+    return SettingVariable(
+        name, value, setting, _setting_value(setting, {} if problems else this_variable), "; ".join(problems) or None
+    )
 
 
-def _problems(environ: Mapping[str, str]) -> tuple[Problem, ...]:
+def _setting_problems(environ: Mapping[str, str]) -> tuple[ConfigProblem, ...]:
     """What is wrong with settings that variables give."""
     try:
-        load(None, environ=environ, check_paths=False)
+        load_config(None, environ=environ, check_paths=False)
     except ConfigError as error:
         return error.problems
     return ()
 
 
-def _setting(setting: str, environ: Mapping[str, str]) -> JSON:
-    leaves = load(None, environ=environ, check_paths=False).leaves()
+def _setting_value(setting: str, environ: Mapping[str, str]) -> JSON:
+    leaves = load_config(None, environ=environ, check_paths=False).iter_settings()
     return next(value for path, value, _ in leaves if path == setting)
 
 
-def _hints_setting(environ: Mapping[str, str], variables: tuple[Variable, ...]) -> bool | None:
+def _hints_setting(environ: Mapping[str, str], variables: tuple[SettingVariable, ...]) -> bool | None:
     """What the environment says of hints: our own variable stands above the seeds'; a wrong one says nothing."""
     name = "gh200_optimizations.enable_uvm_hints"
-    own = environment.variable_of(name)
-    mine = {own: environ[own]} if environ.get(own) else {}
-    value = _setting(name, mine) if mine and not _problems(mine) else None
+    own_variable = environment.variable_name(name)
+    this_variable = {own_variable: environ[own_variable]} if environ.get(own_variable) else {}
+    value = _setting_value(name, this_variable) if this_variable and not _setting_problems(this_variable) else None
     if value is None:
         value = next(variable.value for variable in variables if variable.setting == name)
     return value if isinstance(value, bool) else None
@@ -175,18 +185,18 @@ def _hints_setting(environ: Mapping[str, str], variables: tuple[Variable, ...]) 
 
 def _cache_types() -> tuple[str, ...]:
     """Of a run that says nothing of its caches."""
-    caches = load(None, environ={}, check_paths=False).config.cache_config
+    caches = load_config(None, environ={}, check_paths=False).config.cache_config
     return caches.vae_cache_type, caches.text_cache_type
 
 
-def _around(host: Host, facts: Facts, environ: Mapping[str, str], folder: Path) -> Around:
+def _host_resources(host: HostFacts, facts: Facts, environ: Mapping[str, str], folder: Path) -> HostResources:
     shm = host.root / "dev/shm"
     path = environ.get("PATH", os.defpath)
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return Around(
+    return HostResources(
         machine_memory=kernel_fields(host.root / "proc/meminfo").get("MemTotal"),
         host_available=host_available_bytes(facts, host),
-        shm_bytes=_size(shm),
+        shm_bytes=_filesystem_bytes(shm),
         shm_free=host.free_bytes(shm) if shm.is_dir() else None,
         folder=str(folder),
         folder_free=host.free_bytes(folder) if folder.is_dir() else None,
@@ -195,7 +205,7 @@ def _around(host: Host, facts: Facts, environ: Mapping[str, str], folder: Path) 
     )
 
 
-def _size(folder: Path) -> int | None:
+def _filesystem_bytes(folder: Path) -> int | None:
     if not folder.is_dir():
         return None
     stat = os.statvfs(folder)

@@ -22,7 +22,7 @@ TIMEOUT_S: Final = 120.0
 ALLOCATOR_VARIABLES: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """Kept from the child: a key in them that torch refuses would end it before it can answer."""
 
-ASK: Final = """
+PROBE_SCRIPT: Final = """
 import json, sys
 try:
     import torch
@@ -53,7 +53,7 @@ print(json.dumps(found))
 
 
 @dataclass(frozen=True, slots=True)
-class TorchFacts:
+class TorchProbeResult:
     """What the child said. None: not known, or of no meaning in this build."""
 
     version: str | None = None
@@ -71,34 +71,41 @@ class TorchFacts:
     """Why nothing of this is known."""
 
 
-def probe_torch(environ: Mapping[str, str], python: str = sys.executable, timeout_s: float = TIMEOUT_S) -> TorchFacts:
+def probe_torch(
+    environ: Mapping[str, str], python: str = sys.executable, timeout_s: float = TIMEOUT_S
+) -> TorchProbeResult:
     """Ask the torch that `python` would import in this environment."""
-    given = [one for name in ALLOCATOR_VARIABLES for one in alloc_conf.entries(environ.get(name, "")) if not one.ours]
-    asked = json.dumps([(one.key, one.written) for one in given])
-    clean = {name: value for name, value in environ.items() if name not in ALLOCATOR_VARIABLES}
+    foreign_entries = [
+        one
+        for name in ALLOCATOR_VARIABLES
+        for one in alloc_conf.parse_entries(environ.get(name, ""))
+        if not one.is_uvm_key
+    ]
+    keys_argument = json.dumps([(one.key, one.source_text) for one in foreign_entries])
+    child_environ = {name: value for name, value in environ.items() if name not in ALLOCATOR_VARIABLES}
     try:
-        done = subprocess.run(
-            [python, "-W", "ignore", "-c", ASK, asked],
-            env=clean,
+        completed = subprocess.run(
+            [python, "-W", "ignore", "-c", PROBE_SCRIPT, keys_argument],
+            env=child_environ,
             capture_output=True,
             text=True,
             timeout=timeout_s,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return TorchFacts(problem=f"importing it took more than {timeout_s:.0f} s")
-    return answer(done.stdout, done.stderr, done.returncode)
+        return TorchProbeResult(problem=f"importing it took more than {timeout_s:.0f} s")
+    return parse_answer(completed.stdout, completed.stderr, completed.returncode)
 
 
-def answer(out: str, err: str, code: int) -> TorchFacts:
+def parse_answer(out: str, err: str, code: int) -> TorchProbeResult:
     """The child's last line; a child that died without one is itself the finding."""
     lines = out.strip().splitlines()
     try:
-        found = json.loads(lines[-1]) if lines else None
+        answered = json.loads(lines[-1]) if lines else None
     except ValueError:
-        found = None
-    if not isinstance(found, dict):
+        answered = None
+    if not isinstance(answered, dict):
         last = err.strip().splitlines()[-1:] or ["it said nothing"]
-        return TorchFacts(problem=f"importing it ended with code {code}: {last[0]}")
-    known = {name: found[name] for name in TorchFacts.__slots__ if name in found}
-    return TorchFacts(**{**known, "refuses": tuple(found.get("refuses", ()))})
+        return TorchProbeResult(problem=f"importing it ended with code {code}: {last[0]}")
+    known = {name: answered[name] for name in TorchProbeResult.__slots__ if name in answered}
+    return TorchProbeResult(**{**known, "refuses": tuple(answered.get("refuses", ()))})

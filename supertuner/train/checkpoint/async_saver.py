@@ -18,71 +18,71 @@ from secrets import token_hex
 from types import TracebackType
 
 from supertuner.core.errors import CheckpointError, RunFolderError
-from supertuner.core.events import Noted, Warned
+from supertuner.core.events import NoteEvent, WarningEvent
 from supertuner.core.types import JSON, bytes_text
 from supertuner.models.spec import Tensors
 from supertuner.train.checkpoint import save as checkpoint
 from supertuner.train.checkpoint.host_copies import HostCopies
-from supertuner.train.checkpoint.save_job import Abandoned, Answer, Save
-from supertuner.train.checkpoint.state import constants, contents
-from supertuner.train.run import Run
+from supertuner.train.checkpoint.save_job import SaveAbandonedError, SaveCallback, SaveJob
+from supertuner.train.checkpoint.state import collect_constant_state, collect_contents
+from supertuner.train.run import TrainingRun
 
-WAITED_TOLD_S = 1.0
+WARN_AFTER_S = 1.0
 """Training that waits for longer than this until an earlier checkpoint is written is told so, once."""
 
 POLL_S = 0.02
-SHOWN_AFTER_S = 0.5
+SHOW_PROGRESS_AFTER_S = 0.5
 """Training that waits longer than this shows how far the save is."""
-OTHERS_S = 5.0
+SHARED_SAVE_TIMEOUT_S = 5.0
 """How long a save that others share is waited for once an error ends the run: they may be gone."""
 
 
-class Saver:
+class CheckpointSaver:
     """Of one run, from `with` on. Leaving waits for the save that is being written; an interrupt gives it up.
 
     Where processes share out what is trained, each of them saves its own part, and they agree between two windows on
     what became of it; otherwise the first saves everything, and the others do nothing here.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: TrainingRun) -> None:
         self._run = run
-        self._shared = any(trained.parts is not None for trained in run.trained.values())
-        self._writes = self._shared or run.parallel.rank == 0
-        self._session = _session(run) if self._shared else ""
-        self._count = 0
+        self._sharded = any(trained.shards is not None for trained in run.trainable_experts.values())
+        self._writes = self._sharded or run.process_group.rank == 0
+        self._session_id = _broadcast_session_id(run) if self._sharded else ""
+        self._save_count = 0
         self._copies = HostCopies()
-        self._give_up: str | None = None
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._last: Save | None = None
-        self._written: Future[Path] | None = None
-        self._constant: dict[str, JSON] | None = None
-        self._told_waiting = self._told_room = False
+        self._abandon_reason: str | None = None
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._last_job: SaveJob | None = None
+        self._future: Future[Path] | None = None
+        self._constant_state: dict[str, JSON] | None = None
+        self._warned_of_waiting = self._noted_lack_of_room = False
 
     def save(self) -> None:
         """Save the run as it is now; if that fails, it ends."""
-        self._begin(due=True)
+        self._start(required=True)
 
-    def ask(self, answer: Answer | None) -> None:
+    def save_on_request(self, callback: SaveCallback | None) -> None:
         """Save the run as it is now for somebody who asked; if that fails, it goes on. `answer` is given by the process
         that knows who asked."""
-        if self._last is None or self._last.step != self._run.step:
-            self._begin(due=False)
-        if answer is not None and self._last is not None:
-            self._last.tell(answer)
+        if self._last_job is None or self._last_job.step != self._run.step:
+            self._start(required=False)
+        if callback is not None and self._last_job is not None:
+            self._last_job.add_callback(callback)
 
-    def settle(self) -> None:
+    def report_if_finished(self) -> None:
         """Tell of a save that has ended meanwhile. CheckpointError if it was due, and failed."""
-        if self._written is not None and not self._goes_on(self._written):
-            self._finish(self._written)
+        if self._future is not None and not self._is_running(self._future):
+            self._finish(self._future)
 
     def wait(self) -> None:
         """Until what was begun is on disk, and told. CheckpointError if it was due, and failed."""
-        if self._written is None:
+        if self._future is None:
             return
-        self._see_to_its_end(self._written)
-        self._finish(self._written)
+        self._wait_showing_progress(self._future)
+        self._finish(self._future)
 
-    def __enter__(self) -> Saver:
+    def __enter__(self) -> CheckpointSaver:
         return self
 
     def __exit__(
@@ -91,161 +91,171 @@ class Saver:
         try:
             if kind is None:
                 self.wait()
-            elif self._written is not None:
-                self._finish_alone(self._written, at_once=not issubclass(kind, Exception))
+            elif self._future is not None:
+                self._finish_after_error(self._future, at_once=not issubclass(kind, Exception))
         finally:
-            self._pool.shutdown()
+            self._executor.shutdown()
 
-    def _begin(self, *, due: bool) -> None:
+    def _start(self, *, required: bool) -> None:
         if not self._writes:
             return
         self._wait_for_earlier()
-        if self._constant is None:
-            self._constant = constants(self._run)
-        now = contents(self._run)
-        parts = now.parts
-        copied = self._has_room(sum(tensor.nbytes for tensors in parts.values() for tensor in tensors.values()))
+        if self._constant_state is None:
+            self._constant_state = collect_constant_state(self._run)
+        contents = collect_contents(self._run)
+        parts = contents.parts
+        copied = self._has_room_for_copy(
+            sum(tensor.nbytes for tensors in parts.values() for tensor in tensors.values())
+        )
         if copied:
-            parts = {name: self._copies.of(tensors) for name, tensors in parts.items()}
-        sharers = None
-        if self._shared:
-            self._count += 1
-            place, attempt = self._run.parallel, f"{self._session}-{self._count}"
-            sharers = checkpoint.Sharers(place.rank, place.ranks, attempt, now.begins)
-        save = self._last = Save(self._run.step, due)
-        self._written = self._pool.submit(self._write, save, parts, {**self._constant, **now.state}, sharers)
+            parts = {name: self._copies.copy_tensors(tensors) for name, tensors in parts.items()}
+        sharding = None
+        if self._sharded:
+            self._save_count += 1
+            process_group, save_id = self._run.process_group, f"{self._session_id}-{self._save_count}"
+            sharding = checkpoint.CheckpointSharding(
+                process_group.rank, process_group.world_size, save_id, contents.row_offsets
+            )
+        job = self._last_job = SaveJob(self._run.step, required)
+        self._future = self._executor.submit(
+            self._write, job, parts, {**self._constant_state, **contents.state}, sharding
+        )
         if not copied:
             self.wait()
 
     def _wait_for_earlier(self) -> None:
-        begun = time.perf_counter()
+        started_s = time.perf_counter()
         self.wait()
-        waited_s = time.perf_counter() - begun
-        if waited_s > WAITED_TOLD_S and not self._told_waiting:
-            self._told_waiting = True
+        waited_s = time.perf_counter() - started_s
+        if waited_s > WARN_AFTER_S and not self._warned_of_waiting:
+            self._warned_of_waiting = True
             text = (
                 f"training waited {waited_s:.1f} s at step {self._run.step} until an earlier checkpoint was written; "
                 "raise checkpoints.every_steps, or write to a faster disk"
             )
-            self._run.sink.emit(Warned("checkpoint", text))
+            self._run.sink.emit(WarningEvent("checkpoint", text))
 
-    def _has_room(self, nbytes: int) -> bool:
+    def _has_room_for_copy(self, nbytes: int) -> bool:
         """Whether a copy leaves at least half of the memory that is free: the next window wants some of it, too. Where
         processes share out what is saved, all those of the node take theirs at the same moment."""
         if not self._run.config.checkpoints.in_background:
             return False
-        sharers = self._run.parallel.local_ranks if self._shared else 1
-        needed, free = sharers * (nbytes - self._copies.nbytes), self._run.host.memory_available()
+        writer_count = self._run.process_group.local_world_size if self._sharded else 1
+        needed, free = writer_count * (nbytes - self._copies.nbytes), self._run.host.memory_available()
         short = free is not None and needed > free // 2
-        if self._shared:
-            short = bool(self._run.parallel.agree([int(short)])[0])
-        if short and not self._told_room:
-            self._told_room = True
+        if self._sharded:
+            short = bool(self._run.process_group.all_reduce_max([int(short)])[0])
+        if short and not self._noted_lack_of_room:
+            self._noted_lack_of_room = True
             text = (
-                f"training waits while checkpoints are written: a copy of {bytes_text(sharers * nbytes)} would take "
+                f"training waits while checkpoints are written: a copy of {bytes_text(writer_count * nbytes)} would take "
                 f"more than half of the host memory that is free ({bytes_text(free or 0)})"
             )
-            self._run.sink.emit(Noted("checkpoint", text))
+            self._run.sink.emit(NoteEvent("checkpoint", text))
         return not short
 
     def _write(
-        self, save: Save, parts: Mapping[str, Tensors], state: Mapping[str, JSON], sharers: checkpoint.Sharers | None
+        self,
+        job: SaveJob,
+        parts: Mapping[str, Tensors],
+        state: Mapping[str, JSON],
+        sharding: checkpoint.CheckpointSharding | None,
     ) -> Path:
         """In the thread: everything onto the disk, or an error, and whoever asked is told."""
         run = self._run
         try:
-            for log in (run.losses, run.validations):
+            for log in (run.loss_log, run.validation_log):
                 log.sync()
-            made = checkpoint.save(
-                run.folder / checkpoint.FOLDER,
-                save.step,
+            path = checkpoint.save_checkpoint(
+                run.folder / checkpoint.CHECKPOINTS_DIR,
+                job.step,
                 parts,
                 state,
                 keep=run.config.checkpoints.keep,
                 host=run.host,
-                sink=save,
-                progress=save,
-                go_on=self._require_going_on,
-                sharers=sharers,
+                sink=job,
+                progress=job,
+                raise_if_abandoned=self._raise_if_abandoned,
+                sharding=sharding,
             )
         except BaseException as error:  # whatever it is, whoever asked is not left waiting
-            save.ended(None, str(error) or type(error).__name__)
+            job.finish(None, str(error) or type(error).__name__)
             raise
-        save.ended(made, "")
-        return made
+        job.finish(path, "")
+        return path
 
-    def _require_going_on(self) -> None:
-        if self._give_up is not None:
-            raise Abandoned(f"the checkpoint was given up: {self._give_up}")
+    def _raise_if_abandoned(self) -> None:
+        if self._abandon_reason is not None:
+            raise SaveAbandonedError(f"the checkpoint was given up: {self._abandon_reason}")
 
-    def _goes_on(self, written: Future[Path]) -> bool:
+    def _is_running(self, future: Future[Path]) -> bool:
         """Whether it is still being written. Those who share ask each other: if one has failed, the others give up."""
-        if not self._shared:
-            return not written.done()
-        ended = written.done()
-        failed = ended and written.exception() is not None
-        going_on, failed_somewhere = self._run.parallel.agree([int(not ended), int(failed)])
+        if not self._sharded:
+            return not future.done()
+        ended = future.done()
+        failed = ended and future.exception() is not None
+        running_somewhere, failed_somewhere = self._run.process_group.all_reduce_max([int(not ended), int(failed)])
         if failed_somewhere:
-            self._give_up = "another process could not write its part; the log of the run says why"
-        return bool(going_on)
+            self._abandon_reason = "another process could not write its part; the log of the run says why"
+        return bool(running_somewhere)
 
-    def _see_to_its_end(self, written: Future[Path]) -> None:
+    def _wait_showing_progress(self, future: Future[Path]) -> None:
         """Wait, and show how far it is if that takes long."""
-        save, begun, shown, goes_on = self._last, time.monotonic(), 0, True
-        assert save is not None
+        job, started_s, shown, running = self._last_job, time.monotonic(), 0, True
+        assert job is not None
         with ExitStack() as open_phase:
             phase = None
-            while goes_on:
-                wait_for([written], timeout=POLL_S)
-                if self._shared:
+            while running:
+                wait_for([future], timeout=POLL_S)
+                if self._sharded:
                     time.sleep(POLL_S)
-                goes_on = self._goes_on(written)
-                if phase is None and goes_on and time.monotonic() - begun > SHOWN_AFTER_S and save.nbytes:
-                    title = f"saving {checkpoint.folder_name(save.step)}"
-                    phase = open_phase.enter_context(self._run.progress.phase(title, nbytes=save.nbytes))
-                done = save.done
+                running = self._is_running(future)
+                if phase is None and running and time.monotonic() - started_s > SHOW_PROGRESS_AFTER_S and job.nbytes:
+                    title = f"saving {checkpoint.checkpoint_name(job.step)}"
+                    phase = open_phase.enter_context(self._run.progress.phase(title, nbytes=job.nbytes))
+                done = job.done_bytes
                 if phase is not None and done > shown:
                     phase.advance(nbytes=done - shown)
                     shown = done
 
-    def _finish(self, written: Future[Path]) -> None:
+    def _finish(self, future: Future[Path]) -> None:
         """Tell what became of a save that has ended, in all processes that wrote it."""
-        error = written.exception()
-        if self._shared and self._give_up is not None:
-            own = "" if error is None or isinstance(error, Abandoned) else str(error)
-            said = [one.decode() for one in self._run.parallel.gather(own.encode())]
-            text = "; ".join(f"rank {rank}: {one}" for rank, one in enumerate(said) if one)
-            error = error if own else CheckpointError(text or str(error))
-        self._give_up = None
-        self._tell(written, error)
+        error = future.exception()
+        if self._sharded and self._abandon_reason is not None:
+            own_error = "" if error is None or isinstance(error, SaveAbandonedError) else str(error)
+            errors = [one.decode() for one in self._run.process_group.all_gather(own_error.encode())]
+            text = "; ".join(f"rank {rank}: {one}" for rank, one in enumerate(errors) if one)
+            error = error if own_error else CheckpointError(text or str(error))
+        self._abandon_reason = None
+        self._report_outcome(future, error)
 
-    def _finish_alone(self, written: Future[Path], *, at_once: bool) -> None:
+    def _finish_after_error(self, future: Future[Path], *, at_once: bool) -> None:
         """The same while an error ends the run, of which others tell; processes that share the save may be gone."""
         if not at_once:
-            wait_for([written], timeout=OTHERS_S if self._shared else None)
-        self._give_up = "the run was stopped at once"
-        wait_for([written])
+            wait_for([future], timeout=SHARED_SAVE_TIMEOUT_S if self._sharded else None)
+        self._abandon_reason = "the run was stopped at once"
+        wait_for([future])
         with suppress(RunFolderError):  # a full disk takes no record either; what ends the run is not hidden by that
             try:
-                self._tell(written, written.exception())
+                self._report_outcome(future, future.exception())
             except CheckpointError as failed:
-                self._run.sink.emit(Warned("checkpoint", str(failed)))
+                self._run.sink.emit(WarningEvent("checkpoint", str(failed)))
 
-    def _tell(self, written: Future[Path], error: BaseException | None) -> None:
-        assert self._last is not None
-        self._written = None
-        self._copies.give_back()
-        for event in self._last.said:
+    def _report_outcome(self, future: Future[Path], error: BaseException | None) -> None:
+        assert self._last_job is not None
+        self._future = None
+        self._copies.release_all()
+        for event in self._last_job.events:
             self._run.sink.emit(event)
         if error is None:
-            self._run.sink.emit(Noted("checkpoint", f"saved step {self._last.step}: {written.result()}"))
-        elif self._last.due or not isinstance(error, CheckpointError):
+            self._run.sink.emit(NoteEvent("checkpoint", f"saved step {self._last_job.step}: {future.result()}"))
+        elif self._last_job.required or not isinstance(error, CheckpointError):
             raise error
         else:
-            self._run.sink.emit(Warned("request checkpoint", str(error)))
+            self._run.sink.emit(WarningEvent("request checkpoint", str(error)))
 
 
-def _session(run: Run) -> str:
+def _broadcast_session_id(run: TrainingRun) -> str:
     """A word that all processes of this job know, and no earlier job."""
-    own = token_hex(8).encode() if run.parallel.rank == 0 else None
-    return run.parallel.told(own).decode()
+    session_id = token_hex(8).encode() if run.process_group.rank == 0 else None
+    return run.process_group.broadcast(session_id).decode()

@@ -15,58 +15,58 @@ from pathlib import Path
 from supertuner.core.durable import sync_folder
 from supertuner.core.errors import TrainError
 
-WRITING, REPLACED = ".writing-", ".replaced-"
+WRITING_PREFIX, REPLACED_PREFIX = ".writing-", ".replaced-"
 
 
 @contextmanager
-def new_folder(parent: Path, name: str, same: Callable[[Path, Path], bool]) -> Iterator[Path]:
+def atomic_folder(parent: Path, name: str, is_same: Callable[[Path, Path], bool]) -> Iterator[Path]:
     """Yield a hidden folder to fill; then it becomes `parent / name`, unless `same(there, new)` and there is no need.
 
     If filling fails, nothing is left behind, and what was there stays.
     """
-    new, made = parent / f"{WRITING}{name}", parent / name
-    with writing(parent):
+    new, target = parent / f"{WRITING_PREFIX}{name}", parent / name
+    with explain_write_errors(parent):
         parent.mkdir(parents=True, exist_ok=True)
-        sweep(parent)
+        finish_interrupted_writes(parent)
         new.mkdir()
     try:
         yield new
-        with writing(parent):
+        with explain_write_errors(parent):
             sync_folder(new)
-            if not (made.is_dir() and same(made, new)):
-                _put_in_place(parent, new, name)
+            if not (target.is_dir() and is_same(target, new)):
+                _publish(parent, new, name)
     finally:
         shutil.rmtree(new, ignore_errors=True)  # what cannot be removed now is removed by the next who writes
 
 
 @contextmanager
-def writing(place: Path) -> Iterator[None]:
+def explain_write_errors(path: Path) -> Iterator[None]:
     """The system's refusal in our words."""
     try:
         yield
     except OSError as error:
-        where = error.filename or place
+        where = error.filename or path
         raise TrainError(f"{where} cannot be written: {error.strerror}; make room, or see who owns it") from error
 
 
-def sweep(parent: Path) -> None:
+def finish_interrupted_writes(parent: Path) -> None:
     """Finish what a kill interrupted."""
     for entry in sorted(parent.iterdir()):
-        if entry.name.startswith(WRITING):
+        if entry.name.startswith(WRITING_PREFIX):
             shutil.rmtree(entry)
-        elif entry.name.startswith(REPLACED):
-            own = parent / entry.name.removeprefix(REPLACED)
-            if own.exists():
+        elif entry.name.startswith(REPLACED_PREFIX):
+            target = parent / entry.name.removeprefix(REPLACED_PREFIX)
+            if target.exists():
                 shutil.rmtree(entry)
             else:
-                os.rename(entry, own)
+                os.rename(entry, target)
 
 
-def _put_in_place(parent: Path, new: Path, name: str) -> None:
-    made, old = parent / name, parent / f"{REPLACED}{name}"
-    if made.exists():
-        os.rename(made, old)  # a kill from here to the next line is undone by `sweep`
-    os.rename(new, made)
+def _publish(parent: Path, new: Path, name: str) -> None:
+    target, old = parent / name, parent / f"{REPLACED_PREFIX}{name}"
+    if target.exists():
+        os.rename(target, old)  # a kill from here to the next line is undone by `sweep`
+    os.rename(new, target)
     sync_folder(parent)
     if old.exists():
         shutil.rmtree(old)

@@ -9,20 +9,20 @@ from pathlib import Path
 
 import xxhash
 
-from supertuner.core.events import Phase
-from supertuner.train.checkpoint.manifest import FileFacts, damaged, open_regular
+from supertuner.core.events import ProgressPhase
+from supertuner.train.checkpoint.manifest import FileFacts, damaged_checkpoint, open_regular_file
 
 READ_BYTES = 4 << 20
 
 
 @contextmanager
-def opened_folder(path: Path) -> Iterator[int]:
+def open_folder(path: Path) -> Iterator[int]:
     """The folder itself, so that what is opened in it cannot be elsewhere."""
     try:
         folder_fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as error:
-        what = "it is a link" if path.is_symlink() else str(error.strerror)
-        raise damaged(path, f"is not a checkpoint's folder: {what}") from error
+        reason = "it is a link" if path.is_symlink() else str(error.strerror)
+        raise damaged_checkpoint(path, f"is not a checkpoint's folder: {reason}") from error
     try:
         yield folder_fd
     finally:
@@ -30,12 +30,12 @@ def opened_folder(path: Path) -> Iterator[int]:
 
 
 @contextmanager
-def opened(folder_fd: int, file: Path) -> Iterator[int]:
-    fd = open_regular(folder_fd, file.name, file)
+def open_file(folder_fd: int, file: Path) -> Iterator[int]:
+    fd = open_regular_file(folder_fd, file.name, file)
     try:
         yield fd
     except OSError as error:
-        raise damaged(file, f"cannot be read: {error.strerror}") from error
+        raise damaged_checkpoint(file, f"cannot be read: {error.strerror}") from error
     finally:
         os.close(fd)
 
@@ -43,10 +43,10 @@ def opened(folder_fd: int, file: Path) -> Iterator[int]:
 def check_size(fd: int, file: Path, facts: FileFacts) -> None:
     size = os.fstat(fd).st_size
     if size != facts.nbytes:
-        raise damaged(file, f"it has {size} bytes, {facts.nbytes} were written")
+        raise damaged_checkpoint(file, f"it has {size} bytes, {facts.nbytes} were written")
 
 
-def check_content(fd: int, file: Path, facts: FileFacts, phase: Phase) -> None:
+def check_content(fd: int, file: Path, facts: FileFacts, phase: ProgressPhase) -> None:
     digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(min(READ_BYTES, facts.nbytes)))
     at = 0
     while count := os.preadv(fd, [buffer], at) if buffer else 0:
@@ -58,4 +58,6 @@ def check_content(fd: int, file: Path, facts: FileFacts, phase: Phase) -> None:
 
 def check_digest(file: Path, checksum: str, facts: FileFacts) -> None:
     if checksum != facts.checksum:
-        raise damaged(file, f"it is not what was written: its checksum is {checksum}, written was {facts.checksum}")
+        raise damaged_checkpoint(
+            file, f"it is not what was written: its checksum is {checksum}, written was {facts.checksum}"
+        )

@@ -17,25 +17,25 @@ class HostCopies:
 
     def __init__(self) -> None:
         self._free: defaultdict[tuple[torch.dtype, torch.Size], list[torch.Tensor]] = defaultdict(list)
-        self._lent: list[torch.Tensor] = []
+        self._in_use: list[torch.Tensor] = []
 
     @property
     def nbytes(self) -> int:
         """What is held, lent out or not."""
-        return sum(one.nbytes for kept in (*self._free.values(), self._lent) for one in kept)
+        return sum(one.nbytes for kept in (*self._free.values(), self._in_use) for one in kept)
 
-    def of(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def copy_tensors(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Each in memory that nobody else writes to, its rows one after the other. Complete when this returns."""
         return {name: self._copy(tensor.detach()) for name, tensor in tensors.items()}
 
-    def give_back(self) -> None:
+    def release_all(self) -> None:
         """Nobody reads them any more."""
-        for one in self._lent:
-            self._free[one.dtype, one.shape].append(one)
-        self._lent.clear()
+        for tensor in self._in_use:
+            self._free[tensor.dtype, tensor.shape].append(tensor)
+        self._in_use.clear()
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
         free = self._free[tensor.dtype, tensor.shape]
         copy = free.pop() if free else torch.empty(tensor.shape, dtype=tensor.dtype)
-        self._lent.append(copy)
+        self._in_use.append(copy)
         return copy.copy_(tensor)

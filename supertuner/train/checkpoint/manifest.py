@@ -26,21 +26,21 @@ import xxhash
 from supertuner.core.errors import CheckpointError
 from supertuner.core.types import JSON, bytes_text
 
-FOLDER = "checkpoints"
+CHECKPOINTS_DIR = "checkpoints"
 """The folder of checkpoints in a run's folder."""
-FORMAT = 2
+FORMAT_VERSION = 2
 """The last version, which has parts in several files. One that has none is written as version 1."""
-MANIFEST = "manifest.json"
-STATE = "state.json"
-TENSORS = ".safetensors"
-JSON_MOST = 64 << 20
-FILES_MOST = 1 << 16
-PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+)*")
-SHARD = re.compile(r"(?P<part>.+)\.shard-(?P<rank>[0-9]{5})-of-(?P<ranks>[0-9]{5})")
-CHECKPOINT = re.compile(r"step-([0-9]{8,18})")
-HASH = re.compile(r"[0-9a-f]{32}")
-ANOTHER = "resume from another one (`supertuner checkpoint ls RUN` lists them)"
-NO_LINKS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
+MANIFEST_FILE = "manifest.json"
+STATE_FILE = "state.json"
+TENSORS_SUFFIX = ".safetensors"
+MAX_JSON_BYTES = 64 << 20
+MAX_FILES = 1 << 16
+PART_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+)*")
+SHARD_PATTERN = re.compile(r"(?P<part>.+)\.shard-(?P<rank>[0-9]{5})-of-(?P<ranks>[0-9]{5})")
+CHECKPOINT_PATTERN = re.compile(r"step-([0-9]{8,18})")
+HASH_PATTERN = re.compile(r"[0-9a-f]{32}")
+OTHER_CHECKPOINT_REMEDY = "resume from another one (`supertuner checkpoint ls RUN` lists them)"
+NO_FOLLOW_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
 """Never follows a link, and never waits, whatever is there."""
 
 
@@ -51,7 +51,7 @@ class FileFacts(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
+class CheckpointManifest:
     step: int
     files: Mapping[str, FileFacts]
     """Every file but the manifest, in order of its name."""
@@ -64,42 +64,42 @@ class Manifest:
     @property
     def part_files(self) -> dict[str, list[str]]:
         """Part → its files, in the order of the processes that wrote them."""
-        found: dict[str, list[str]] = {}
+        files_by_part: dict[str, list[str]] = {}
         for name in self.files:
-            if name.endswith(TENSORS):
-                found.setdefault(part_of(name), []).append(name)
-        return found
+            if name.endswith(TENSORS_SUFFIX):
+                files_by_part.setdefault(part_name(name), []).append(name)
+        return files_by_part
 
     @property
     def nbytes(self) -> int:
         return sum(facts.nbytes for facts in self.files.values())
 
 
-def folder_name(step: int) -> str:
+def checkpoint_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def step_of(name: str) -> int | None:
+def parse_checkpoint_name(name: str) -> int | None:
     """The step that a checkpoint's folder is named for; None for any other name. One step has one name."""
-    match = CHECKPOINT.fullmatch(name)
+    match = CHECKPOINT_PATTERN.fullmatch(name)
     step = int(match[1]) if match else None
-    return step if step is not None and folder_name(step) == name else None
+    return step if step is not None and checkpoint_name(step) == name else None
 
 
-def part_file(part: str, rank: int | None = None, ranks: int = 1) -> str:
+def part_file_name(part: str, rank: int | None = None, world_size: int = 1) -> str:
     """The file of a part, or of what one of several processes has of it."""
-    return f"{part}{TENSORS}" if rank is None else f"{part}.shard-{rank:05d}-of-{ranks:05d}{TENSORS}"
+    return f"{part}{TENSORS_SUFFIX}" if rank is None else f"{part}.shard-{rank:05d}-of-{world_size:05d}{TENSORS_SUFFIX}"
 
 
-def part_of(file: str) -> str:
+def part_name(file: str) -> str:
     """The part that a tensor file belongs to."""
-    name = file.removesuffix(TENSORS)
-    match = SHARD.fullmatch(name)
+    name = file.removesuffix(TENSORS_SUFFIX)
+    match = SHARD_PATTERN.fullmatch(name)
     return match["part"] if match else name
 
 
-def damaged(file: Path, what: str, remedy: str = ANOTHER) -> CheckpointError:
-    return CheckpointError(f"{file}: {what}; {remedy}")
+def damaged_checkpoint(file: Path, problem: str, remedy: str = OTHER_CHECKPOINT_REMEDY) -> CheckpointError:
+    return CheckpointError(f"{file}: {problem}; {remedy}")
 
 
 def json_bytes(value: Mapping[str, JSON]) -> bytes:
@@ -108,84 +108,88 @@ def json_bytes(value: Mapping[str, JSON]) -> bytes:
     return text.encode(errors="backslashreplace")
 
 
-def manifest_bytes(manifest: Manifest) -> bytes:
+def manifest_bytes(manifest: CheckpointManifest) -> bytes:
     body: dict[str, JSON] = {
-        "format": 2 if any(map(is_shard, manifest.files)) else 1,
+        "format": 2 if any(map(is_shard_file, manifest.files)) else 1,
         "step": manifest.step,
         "files": files_json(manifest.files),
     }
     return json_bytes({**body, "checksum": xxhash.xxh3_128_hexdigest(json_bytes(body))})
 
 
-def parse_manifest(content: bytes, file: Path) -> Manifest:
+def parse_manifest(content: bytes, file: Path) -> CheckpointManifest:
     """The manifest, or an error that names `file`. A version from the future is told before anything else."""
     value = parse_object(content, file)
     version = value.get("format")
     if type(version) is not int or version < 1:
-        raise damaged(file, f"its format is {version!r}, which is no version of a checkpoint")
-    if version > FORMAT:
-        remedy = "update SuperTuner, or " + ANOTHER
-        raise damaged(file, f"it has format {version}, this version reads up to {FORMAT}", remedy)
+        raise damaged_checkpoint(file, f"its format is {version!r}, which is no version of a checkpoint")
+    if version > FORMAT_VERSION:
+        remedy = "update SuperTuner, or " + OTHER_CHECKPOINT_REMEDY
+        raise damaged_checkpoint(file, f"it has format {version}, this version reads up to {FORMAT_VERSION}", remedy)
     if set(value) != {"format", "step", "files", "checksum"}:
-        raise damaged(file, f"it has the keys {', '.join(sorted(value))}; wanted are format, step, files, checksum")
-    manifest = Manifest(_step(value["step"], file), _files(value["files"], file))
+        raise damaged_checkpoint(
+            file, f"it has the keys {', '.join(sorted(value))}; wanted are format, step, files, checksum"
+        )
+    manifest = CheckpointManifest(_validate_step(value["step"], file), _validate_files(value["files"], file))
     # Compared as bytes, so that no change of the file passes, not even one that means the same.
     if manifest_bytes(manifest) != content:
-        raise damaged(file, "it is not what was written: its own checksum does not fit")
+        raise damaged_checkpoint(file, "it is not what was written: its own checksum does not fit")
     return manifest
 
 
 def parse_object(content: bytes, file: Path) -> dict[str, JSON]:
     """A JSON object with finite numbers only."""
     try:
-        value = json.loads(content, parse_constant=_refuse_constant, parse_float=_finite)
+        value = json.loads(content, parse_constant=_refuse_constant, parse_float=_parse_finite)
     except (ValueError, RecursionError) as error:
-        raise damaged(file, f"it is not JSON ({error})") from error
+        raise damaged_checkpoint(file, f"it is not JSON ({error})") from error
     if not isinstance(value, dict):
-        raise damaged(file, f"it is a JSON {type(value).__name__}, wanted is an object")
+        raise damaged_checkpoint(file, f"it is a JSON {type(value).__name__}, wanted is an object")
     return value
 
 
-def open_regular(folder_fd: int, name: str, file: Path) -> int:
+def open_regular_file(folder_fd: int, name: str, file: Path) -> int:
     """A plain file of the folder, opened for reading. Links, devices and folders are refused."""
     try:
-        fd = os.open(name, NO_LINKS, dir_fd=folder_fd)
+        fd = os.open(name, NO_FOLLOW_FLAGS, dir_fd=folder_fd)
     except OSError as error:
-        what = "it is a link, which a checkpoint never holds" if _is_link(folder_fd, name) else error.strerror
-        raise damaged(file, f"cannot be opened: {what}") from error
+        reason = "it is a link, which a checkpoint never holds" if _is_link(folder_fd, name) else error.strerror
+        raise damaged_checkpoint(file, f"cannot be opened: {reason}") from error
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise damaged(file, "it is not a file")
+        raise damaged_checkpoint(file, "it is not a file")
     return fd
 
 
-def read_small(folder_fd: int, name: str, file: Path) -> bytes:
+def read_json_file(folder_fd: int, name: str, file: Path) -> bytes:
     """A JSON file of the folder, whole; one that is far too large is not read."""
-    fd = open_regular(folder_fd, name, file)
+    fd = open_regular_file(folder_fd, name, file)
     try:
         size = os.fstat(fd).st_size
-        if size > JSON_MOST:
-            raise damaged(file, f"it has {bytes_text(size)}, more than {bytes_text(JSON_MOST)}")
+        if size > MAX_JSON_BYTES:
+            raise damaged_checkpoint(file, f"it has {bytes_text(size)}, more than {bytes_text(MAX_JSON_BYTES)}")
         content = os.pread(fd, size + 1, 0)
     except OSError as error:
-        raise damaged(file, f"cannot be read: {error.strerror}") from error
+        raise damaged_checkpoint(file, f"cannot be read: {error.strerror}") from error
     finally:
         os.close(fd)
     return content
 
 
-def _step(value: object, file: Path) -> int:
+def _validate_step(value: object, file: Path) -> int:
     if type(value) is not int or not 0 <= value < 10**18:
-        raise damaged(file, f"its step is {value!r}, wanted is a whole number from 0 on")
+        raise damaged_checkpoint(file, f"its step is {value!r}, wanted is a whole number from 0 on")
     return value
 
 
-def _files(value: object, file: Path) -> dict[str, FileFacts]:
-    if not isinstance(value, dict) or STATE not in value or len(value) > FILES_MOST:
-        raise damaged(file, f"its files are not an object that names {STATE} and at most {FILES_MOST} files")
-    found = parse_files(value, file)
-    _require_all_shards(found, file)
-    return found
+def _validate_files(value: object, file: Path) -> dict[str, FileFacts]:
+    if not isinstance(value, dict) or STATE_FILE not in value or len(value) > MAX_FILES:
+        raise damaged_checkpoint(
+            file, f"its files are not an object that names {STATE_FILE} and at most {MAX_FILES} files"
+        )
+    files = parse_files(value, file)
+    _require_all_shards(files, file)
+    return files
 
 
 def files_json(files: Mapping[str, FileFacts]) -> dict[str, JSON]:
@@ -194,35 +198,40 @@ def files_json(files: Mapping[str, FileFacts]) -> dict[str, JSON]:
 
 def parse_files(value: Mapping[str, JSON], file: Path) -> dict[str, FileFacts]:
     """What `files_json` made, in order of the names; an error names `file`, where it was read."""
-    found = {}
+    files = {}
     for name, facts in sorted(value.items()):
-        if name != STATE and not (name.endswith(TENSORS) and is_part(name.removesuffix(TENSORS))):
-            raise damaged(file, f"it names {name!r}, which is no name of a checkpoint's file")
+        if name != STATE_FILE and not (
+            name.endswith(TENSORS_SUFFIX) and is_part_name(name.removesuffix(TENSORS_SUFFIX))
+        ):
+            raise damaged_checkpoint(file, f"it names {name!r}, which is no name of a checkpoint's file")
         if not isinstance(facts, dict) or set(facts) != {"bytes", "xxh3_128"}:
-            raise damaged(file, f"of {name} it does not say bytes and xxh3_128")
+            raise damaged_checkpoint(file, f"of {name} it does not say bytes and xxh3_128")
         nbytes, checksum = facts["bytes"], facts["xxh3_128"]
         if type(nbytes) is not int or not 0 <= nbytes < 1 << 63:
-            raise damaged(file, f"{name} has {nbytes!r} bytes, which is no size")
-        if not isinstance(checksum, str) or not HASH.fullmatch(checksum):
-            raise damaged(file, f"{name} has the checksum {checksum!r}, wanted are 32 hexadecimal digits")
-        found[name] = FileFacts(nbytes, checksum)
-    return found
+            raise damaged_checkpoint(file, f"{name} has {nbytes!r} bytes, which is no size")
+        if not isinstance(checksum, str) or not HASH_PATTERN.fullmatch(checksum):
+            raise damaged_checkpoint(file, f"{name} has the checksum {checksum!r}, wanted are 32 hexadecimal digits")
+        files[name] = FileFacts(nbytes, checksum)
+    return files
 
 
 def _require_all_shards(files: Mapping[str, FileFacts], file: Path) -> None:
     """A part is in one file, or in one of each process."""
-    for part, names in Manifest(0, files).part_files.items():
-        if names not in ([part_file(part)], [part_file(part, rank, len(names)) for rank in range(len(names))]):
-            raise damaged(file, f"of {part} it names {', '.join(names[:4])}, which are not all of its files")
+    for part, names in CheckpointManifest(0, files).part_files.items():
+        if names not in (
+            [part_file_name(part)],
+            [part_file_name(part, rank, len(names)) for rank in range(len(names))],
+        ):
+            raise damaged_checkpoint(file, f"of {part} it names {', '.join(names[:4])}, which are not all of its files")
 
 
-def is_part(name: str) -> bool:
-    return len(name) <= 120 and PART.fullmatch(name) is not None
+def is_part_name(name: str) -> bool:
+    return len(name) <= 120 and PART_PATTERN.fullmatch(name) is not None
 
 
-def is_shard(file: str) -> bool:
+def is_shard_file(file: str) -> bool:
     """Whether a file holds what one of several processes has of a part."""
-    return SHARD.fullmatch(file.removesuffix(TENSORS)) is not None
+    return SHARD_PATTERN.fullmatch(file.removesuffix(TENSORS_SUFFIX)) is not None
 
 
 def _is_link(folder_fd: int, name: str) -> bool:
@@ -236,7 +245,7 @@ def _refuse_constant(word: str) -> float:
     raise ValueError(f"{word} is not a number of JSON")
 
 
-def _finite(text: str) -> float:
+def _parse_finite(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
         raise ValueError(f"{text} is too large for a number")

@@ -15,42 +15,42 @@ from typing import TypeAlias
 from supertuner.core.errors import CheckpointError
 from supertuner.core.events import Event
 
-Answer: TypeAlias = Callable[[Path | None, str], None]
+SaveCallback: TypeAlias = Callable[[Path | None, str], None]
 """Called once: with where the checkpoint is, or None and why there is none. Possibly by the thread that writes."""
 
 
-class Abandoned(CheckpointError):
+class SaveAbandonedError(CheckpointError):
     """A save that was given up on the way, since nobody waits for it."""
 
 
 @dataclass(eq=False, slots=True)
-class Save:
+class SaveJob:
     """It is the sink and the progress of the thread that writes: what is said is told by the thread that trains, and
     how far it is is shown when that one waits. Displays and signs of life are of training, and need expect no other."""
 
     step: int
-    due: bool
+    required: bool
     """Whether the run ends if it fails."""
-    said: list[Event] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
     nbytes: int = 0
     """What is to be written by this process; 0: that is not known yet."""
-    done: int = 0
+    done_bytes: int = 0
     """Of it."""
-    _answers: list[Answer] = field(default_factory=list)
+    _callbacks: list[SaveCallback] = field(default_factory=list)
     _outcome: tuple[Path | None, str] | None = None
-    _guard: threading.Lock = field(default_factory=threading.Lock)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def emit(self, event: Event, /) -> None:
-        self.said.append(event)
+        self.events.append(event)
 
-    def phase(self, title: str, *, items: int = 0, nbytes: int = 0, noun: str = "files") -> Save:
+    def phase(self, title: str, *, items: int = 0, nbytes: int = 0, noun: str = "files") -> SaveJob:
         self.nbytes += nbytes
         return self
 
     def advance(self, items: int = 0, nbytes: int = 0) -> None:
-        self.done += nbytes
+        self.done_bytes += nbytes
 
-    def __enter__(self) -> Save:
+    def __enter__(self) -> SaveJob:
         return self
 
     def __exit__(
@@ -58,16 +58,16 @@ class Save:
     ) -> None:
         pass
 
-    def tell(self, answer: Answer) -> None:
+    def add_callback(self, callback: SaveCallback) -> None:
         """Have it called once this is on disk; at once if it is."""
-        with self._guard:
+        with self._lock:
             if self._outcome is None:
-                self._answers.append(answer)
+                self._callbacks.append(callback)
                 return
-        answer(*self._outcome)
+        callback(*self._outcome)
 
-    def ended(self, made: Path | None, why: str) -> None:
-        with self._guard:
-            self._outcome = made, why
-        for answer in self._answers:
-            answer(made, why)
+    def finish(self, path: Path | None, reason: str) -> None:
+        with self._lock:
+            self._outcome = path, reason
+        for callback in self._callbacks:
+            callback(path, reason)

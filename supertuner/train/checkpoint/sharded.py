@@ -20,39 +20,41 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from supertuner.core.events import Silence
+from supertuner.core.events import NullSink
 from supertuner.train.checkpoint.manifest import FileFacts, files_json, json_bytes, parse_files, parse_object
-from supertuner.train.checkpoint.save_job import Abandoned
-from supertuner.train.checkpoint.write import Plan, Sharers, write_file, write_parts
+from supertuner.train.checkpoint.save_job import SaveAbandonedError
+from supertuner.train.checkpoint.write import CheckpointSharding, CheckpointWritePlan, write_file, write_parts
 
 POLL_S = 0.02
 DISCARD_S = 5.0
-GIVEN_UP = "the checkpoint was given up by the first process"
+ABANDONED_MESSAGE = "the checkpoint was given up by the first process"
 
 
-def announce(folder: Path, sharers: Sharers) -> None:
+def announce_save(folder: Path, sharding: CheckpointSharding) -> None:
     """The first process has made the folder: the others may write into it."""
-    write_file(folder / _attempt(sharers), [], Silence().phase("announcing"))
+    write_file(folder / _announcement_name(sharding), [], NullSink().phase("announcing"))
 
 
-def contribute(folder: Path, plan: Plan, sharers: Sharers, go_on: Callable[[], None]) -> None:
+def write_shard(
+    folder: Path, plan: CheckpointWritePlan, sharding: CheckpointSharding, raise_if_abandoned: Callable[[], None]
+) -> None:
     """Another process's side: wait for the folder, write what is here, and say so. `go_on` raises to give up."""
-    fd, phase = _opened(folder, sharers, go_on), Silence().phase("writing")
-    here = Path(f"/proc/self/fd/{fd}")  # this folder, whatever its name becomes
+    fd, phase = _open_announced_folder(folder, sharding, raise_if_abandoned), NullSink().phase("writing")
+    folder_by_fd = Path(f"/proc/self/fd/{fd}")  # this folder, whatever its name becomes
 
-    def still_wanted() -> None:
-        go_on()
-        if not (here / _attempt(sharers)).exists():
-            raise Abandoned(GIVEN_UP)
+    def raise_if_unwanted() -> None:
+        raise_if_abandoned()
+        if not (folder_by_fd / _announcement_name(sharding)).exists():
+            raise SaveAbandonedError(ABANDONED_MESSAGE)
 
     try:
-        facts = write_parts(here, plan, phase, still_wanted)
+        facts = write_parts(folder_by_fd, plan, phase, raise_if_unwanted)
         os.fsync(fd)
-        mark = _wrote(sharers, sharers.rank)
-        write_file(here / f".{mark}", [memoryview(json_bytes(files_json(facts)))], phase)
-        os.rename(here / f".{mark}", here / mark)
+        completion_name = _completion_name(sharding, sharding.rank)
+        write_file(folder_by_fd / f".{completion_name}", [memoryview(json_bytes(files_json(facts)))], phase)
+        os.rename(folder_by_fd / f".{completion_name}", folder_by_fd / completion_name)
     except FileNotFoundError as error:  # the folder, or what was written there, was removed on the way
-        raise Abandoned(GIVEN_UP) from error
+        raise SaveAbandonedError(ABANDONED_MESSAGE) from error
     except OSError as error:
         error.filename = str(folder / Path(error.filename or "").name)  # by the name that people know
         raise
@@ -60,9 +62,9 @@ def contribute(folder: Path, plan: Plan, sharers: Sharers, go_on: Callable[[], N
         os.close(fd)
 
 
-def discard(folder: Path, sharers: Sharers) -> None:
+def discard_sharded_save(folder: Path, sharding: CheckpointSharding) -> None:
     """The first process gives the save up. Another one may just be beginning a file: it comes to an end with that."""
-    (folder / _attempt(sharers)).unlink(missing_ok=True)
+    (folder / _announcement_name(sharding)).unlink(missing_ok=True)
     end = time.monotonic() + DISCARD_S
     while True:
         try:
@@ -73,38 +75,40 @@ def discard(folder: Path, sharers: Sharers) -> None:
             time.sleep(POLL_S)
 
 
-def gathered(folder: Path, sharers: Sharers, go_on: Callable[[], None]) -> dict[str, FileFacts]:
+def collect_shards(
+    folder: Path, sharding: CheckpointSharding, raise_if_abandoned: Callable[[], None]
+) -> dict[str, FileFacts]:
     """The first process's side: wait until all others have written, and take the marks away; their files."""
-    found: dict[str, FileFacts] = {}
-    for rank in range(1, sharers.ranks):
-        mark = folder / _wrote(sharers, rank)
-        while not mark.exists():
-            go_on()
+    files: dict[str, FileFacts] = {}
+    for rank in range(1, sharding.world_size):
+        completion_file = folder / _completion_name(sharding, rank)
+        while not completion_file.exists():
+            raise_if_abandoned()
             time.sleep(POLL_S)
-        found |= parse_files(parse_object(mark.read_bytes(), mark), mark)
-        mark.unlink()
-    (folder / _attempt(sharers)).unlink()
-    return found
+        files |= parse_files(parse_object(completion_file.read_bytes(), completion_file), completion_file)
+        completion_file.unlink()
+    (folder / _announcement_name(sharding)).unlink()
+    return files
 
 
-def _opened(folder: Path, sharers: Sharers, go_on: Callable[[], None]) -> int:
+def _open_announced_folder(folder: Path, sharding: CheckpointSharding, raise_if_abandoned: Callable[[], None]) -> int:
     """The folder of this save, once it is there."""
     while True:
-        go_on()
+        raise_if_abandoned()
         try:
             fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except FileNotFoundError:
             time.sleep(POLL_S)
             continue
-        if os.path.exists(f"/proc/self/fd/{fd}/{_attempt(sharers)}"):
+        if os.path.exists(f"/proc/self/fd/{fd}/{_announcement_name(sharding)}"):
             return fd
         os.close(fd)
         time.sleep(POLL_S)
 
 
-def _attempt(sharers: Sharers) -> str:
-    return f"attempt-{sharers.attempt}"
+def _announcement_name(sharding: CheckpointSharding) -> str:
+    return f"attempt-{sharding.save_id}"
 
 
-def _wrote(sharers: Sharers, rank: int) -> str:
-    return f"wrote-{rank:05d}-{sharers.attempt}.json"
+def _completion_name(sharding: CheckpointSharding, rank: int) -> str:
+    return f"wrote-{rank:05d}-{sharding.save_id}.json"

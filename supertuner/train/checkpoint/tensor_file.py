@@ -22,7 +22,7 @@ from supertuner.core.bulk_io import read_all
 if TYPE_CHECKING:
     from torch import Tensor
 
-CODES = {
+DTYPE_BY_CODE = {
     "F64": ("float64", 8),
     "F32": ("float32", 4),
     "F16": ("float16", 2),
@@ -41,28 +41,28 @@ CODES = {
     "BOOL": ("bool", 1),
 }
 """The format's name of a dtype → torch's, and bytes per element."""
-METADATA = "__metadata__"
-SHARDING, OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
+METADATA_KEY = "__metadata__"
+SHARDING_KEY, OFFSETS_KEY = "DCP_SHARDING_INFO", "saved_offsets"
 """Torch's names in the metadata: JSON of tensor → where it begins in the whole one, in each dimension."""
-HEADER_MOST = 100_000_000
+MAX_HEADER_BYTES = 100_000_000
 """What the format's own library accepts."""
-ALIGNED = 64
-CHUNK = 8 << 20
+HEADER_ALIGNMENT = 64
+CHUNK_BYTES = 8 << 20
 
 
-Placing: TypeAlias = "Callable[[Entry], Tensor]"
+AllocateTensor: TypeAlias = "Callable[[TensorEntry], Tensor]"
 """Where a tensor is read to."""
 
 
-class Malformed(ValueError):
+class MalformedTensorFileError(ValueError):
     """Not a file of this format; the message says where. Whoever knows the file's name makes an error of it."""
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """One tensor of a file."""
 
     name: str
-    code: str
+    dtype_code: str
     shape: tuple[int, ...]
     begin: int
     """Behind the header."""
@@ -70,7 +70,7 @@ class Entry(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Layout:
+class TensorFileLayout:
     """A file that can be written: its header, then the tensors in this order, with nothing between them."""
 
     header: bytes
@@ -80,167 +80,177 @@ class Layout:
     def chunks(self) -> Iterator[memoryview]:
         """The file's content, in order. Tensors come to the CPU one by one."""
         yield memoryview(self.header)
-        yield from self.content()
+        yield from self.tensor_chunks()
 
-    def content(self) -> Iterator[memoryview]:
+    def tensor_chunks(self) -> Iterator[memoryview]:
         """The tensors alone."""
         for tensor in self.tensors:
-            content = _bytes_of(tensor)
-            for begin in range(0, len(content), CHUNK):
-                yield content[begin : begin + CHUNK]
+            content = _byte_view(tensor)
+            for begin in range(0, len(content), CHUNK_BYTES):
+                yield content[begin : begin + CHUNK_BYTES]
 
 
-def lay_out(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> Layout:
+def plan_tensor_file(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> TensorFileLayout:
     """Largest elements first, then by name: so each tensor begins at a multiple of its element's size."""
-    codes = {name: _code(name, tensor) for name, tensor in tensors.items()}
-    order = sorted(tensors, key=lambda name: (-CODES[codes[name]][1], name))
-    entries: dict[str, object] = {METADATA: {"format": "pt", **(metadata or {})}}
+    codes = {name: _dtype_code(name, tensor) for name, tensor in tensors.items()}
+    order = sorted(tensors, key=lambda name: (-DTYPE_BY_CODE[codes[name]][1], name))
+    entries: dict[str, object] = {METADATA_KEY: {"format": "pt", **(metadata or {})}}
     end = 0
     for name in order:
-        begin, end = end, end + tensors[name].numel() * CODES[codes[name]][1]
+        begin, end = end, end + tensors[name].numel() * DTYPE_BY_CODE[codes[name]][1]
         entries[name] = {"dtype": codes[name], "shape": list(tensors[name].shape), "data_offsets": [begin, end]}
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
-    text += b" " * (-(len(text) + 8) % ALIGNED)
-    return Layout(len(text).to_bytes(8, "little") + text, tuple(tensors[name] for name in order), 8 + len(text) + end)
+    text += b" " * (-(len(text) + 8) % HEADER_ALIGNMENT)
+    return TensorFileLayout(
+        len(text).to_bytes(8, "little") + text, tuple(tensors[name] for name in order), 8 + len(text) + end
+    )
 
 
-def rows_metadata(begins: Mapping[str, int], tensors: Mapping[str, Tensor]) -> dict[str, str]:
+def row_offsets_metadata(row_offsets: Mapping[str, int], tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """The metadata of a file that holds, of each of these tensors, the rows from `begins` on; not named: all of it."""
     offsets = {
-        name: {OFFSETS: [begins.get(name, 0), *[0] * (len(tensor.shape) - 1)] if len(tensor.shape) else []}
+        name: {OFFSETS_KEY: [row_offsets.get(name, 0), *[0] * (len(tensor.shape) - 1)] if len(tensor.shape) else []}
         for name, tensor in sorted(tensors.items())
     }
-    return {SHARDING: json.dumps(offsets, ensure_ascii=False, separators=(",", ":"))}
+    return {SHARDING_KEY: json.dumps(offsets, ensure_ascii=False, separators=(",", ":"))}
 
 
-def first_rows(header: bytes, entries: Iterable[Entry]) -> dict[str, int]:
+def parse_row_offsets(header: bytes, entries: Iterable[TensorEntry]) -> dict[str, int]:
     """Tensor → the row of the whole one that it begins with, as the header says; 0 if it says nothing."""
-    told = _sharding(header)
-    found = {}
+    sharding = _parse_sharding(header)
+    row_offsets = {}
     for entry in entries:
-        offsets = told.get(entry.name, {OFFSETS: [0] * len(entry.shape)})
-        offsets = offsets.get(OFFSETS) if isinstance(offsets, dict) else None
+        offsets = sharding.get(entry.name, {OFFSETS_KEY: [0] * len(entry.shape)})
+        offsets = offsets.get(OFFSETS_KEY) if isinstance(offsets, dict) else None
         if not _are_sizes(offsets) or len(offsets) != len(entry.shape) or any(offsets[1:]):
-            raise Malformed(f"{entry.name!r} begins at {offsets!r} of the whole tensor; known are parts made of rows")
-        found[entry.name] = offsets[0] if offsets else 0
-    return found
+            raise MalformedTensorFileError(
+                f"{entry.name!r} begins at {offsets!r} of the whole tensor; known are parts made of rows"
+            )
+        row_offsets[entry.name] = offsets[0] if offsets else 0
+    return row_offsets
 
 
 def read_tensors(
-    fd: int, nbytes: int, seen: Callable[[memoryview], object], place: Placing | None = None
+    fd: int, nbytes: int, on_bytes: Callable[[memoryview], object], allocate: AllocateTensor | None = None
 ) -> dict[str, Tensor]:
     """Every tensor of an open file of `nbytes`, on the CPU, in memory of its own or, in one piece, where `place` says.
     `seen` gets all bytes, in order."""
     header, entries = read_header(fd, nbytes)
-    seen(memoryview(header))
-    found = {}
+    on_bytes(memoryview(header))
+    tensors = {}
     for entry in entries:
-        tensor = empty(entry.shape, entry) if place is None else place(entry)
-        content = _bytes_of(tensor)
-        for begin in range(0, len(content), CHUNK):
-            chunk = content[begin : begin + CHUNK]
+        tensor = empty_tensor(entry.shape, entry) if allocate is None else allocate(entry)
+        content = _byte_view(tensor)
+        for begin in range(0, len(content), CHUNK_BYTES):
+            chunk = content[begin : begin + CHUNK_BYTES]
             _read_into(fd, chunk, len(header) + entry.begin + begin)
-            seen(chunk)
-        found[entry.name] = tensor
-    return found
+            on_bytes(chunk)
+        tensors[entry.name] = tensor
+    return tensors
 
 
-def read_rows(fd: int, header_bytes: int, entry: Entry, first: int, into: Tensor) -> None:
+def read_rows(fd: int, header_bytes: int, entry: TensorEntry, first_row: int, target: Tensor) -> None:
     """Some rows of a tensor, from `first` on and as many as `into` has."""
-    each = math.prod(entry.shape[1:]) * CODES[entry.code][1]
-    content = _bytes_of(into)
-    for begin in range(0, len(content), CHUNK):
-        _read_into(fd, content[begin : begin + CHUNK], header_bytes + entry.begin + first * each + begin)
+    row_bytes = math.prod(entry.shape[1:]) * DTYPE_BY_CODE[entry.dtype_code][1]
+    content = _byte_view(target)
+    for begin in range(0, len(content), CHUNK_BYTES):
+        _read_into(fd, content[begin : begin + CHUNK_BYTES], header_bytes + entry.begin + first_row * row_bytes + begin)
 
 
-def empty(shape: Sequence[int], entry: Entry) -> Tensor:
+def empty_tensor(shape: Sequence[int], entry: TensorEntry) -> Tensor:
     """Memory for a tensor of the entry's dtype."""
     import torch
 
     try:
-        return torch.empty(tuple(shape), dtype=getattr(torch, CODES[entry.code][0]))
+        return torch.empty(tuple(shape), dtype=getattr(torch, DTYPE_BY_CODE[entry.dtype_code][0]))
     except RuntimeError as error:  # torch's word for it
-        nbytes = math.prod(shape) * CODES[entry.code][1]
+        nbytes = math.prod(shape) * DTYPE_BY_CODE[entry.dtype_code][1]
         raise MemoryError(f"{nbytes} bytes for {entry.name}") from error
 
 
-def read_header(fd: int, nbytes: int) -> tuple[bytes, list[Entry]]:
+def read_header(fd: int, nbytes: int) -> tuple[bytes, list[TensorEntry]]:
     """(the header as it stands, its entries in the order of the file). Everything it says is checked."""
     if nbytes < 8:
-        raise Malformed(f"{nbytes} bytes are too few for a header")
+        raise MalformedTensorFileError(f"{nbytes} bytes are too few for a header")
     length = int.from_bytes(os.pread(fd, 8, 0), "little")
-    if length > min(nbytes - 8, HEADER_MOST):
-        raise Malformed(f"its header claims {length} bytes of a file of {nbytes}")
+    if length > min(nbytes - 8, MAX_HEADER_BYTES):
+        raise MalformedTensorFileError(f"its header claims {length} bytes of a file of {nbytes}")
     header = os.pread(fd, 8 + length, 0)
     if len(header) != 8 + length:
-        raise Malformed("it ends inside its header")
-    entries = sorted(_entries(header[8:]), key=lambda entry: (entry.begin, entry.end))
+        raise MalformedTensorFileError("it ends inside its header")
+    entries = sorted(_parse_entries(header[8:]), key=lambda entry: (entry.begin, entry.end))
     end = 0
     for entry in entries:
         if entry.begin != end:
-            raise Malformed(f"{entry.name!r} begins at {entry.begin}, the tensor before it ends at {end}")
+            raise MalformedTensorFileError(
+                f"{entry.name!r} begins at {entry.begin}, the tensor before it ends at {end}"
+            )
         end = entry.end
     if end != nbytes - len(header):
-        raise Malformed(f"its tensors take {end} bytes, the file has {nbytes - len(header)} for them")
+        raise MalformedTensorFileError(f"its tensors take {end} bytes, the file has {nbytes - len(header)} for them")
     return header, entries
 
 
-def _entries(text: bytes) -> Iterator[Entry]:
+def _parse_entries(text: bytes) -> Iterator[TensorEntry]:
     try:
         header = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise Malformed(f"its header is not JSON ({error})") from error
+        raise MalformedTensorFileError(f"its header is not JSON ({error})") from error
     if not isinstance(header, dict):
-        raise Malformed("its header is not an object")
+        raise MalformedTensorFileError("its header is not an object")
     for name, facts in header.items():
-        if name != METADATA:
-            yield _entry(name, facts)
+        if name != METADATA_KEY:
+            yield _parse_entry(name, facts)
 
 
-def _sharding(header: bytes) -> dict[str, object]:
+def _parse_sharding(header: bytes) -> dict[str, object]:
     """What a checked header says about parts of tensors."""
-    metadata = json.loads(header[8:]).get(METADATA)
-    text = metadata.get(SHARDING) if isinstance(metadata, dict) else None
+    metadata = json.loads(header[8:]).get(METADATA_KEY)
+    text = metadata.get(SHARDING_KEY) if isinstance(metadata, dict) else None
     if text is None:
         return {}
     try:
-        told = json.loads(text)
+        sharding = json.loads(text)
     except (TypeError, ValueError, RecursionError) as error:
-        raise Malformed(f"its {SHARDING} is not JSON ({error})") from error
-    if not isinstance(told, dict):
-        raise Malformed(f"its {SHARDING} is not an object")
-    return told
+        raise MalformedTensorFileError(f"its {SHARDING_KEY} is not JSON ({error})") from error
+    if not isinstance(sharding, dict):
+        raise MalformedTensorFileError(f"its {SHARDING_KEY} is not an object")
+    return sharding
 
 
-def _entry(name: str, facts: object) -> Entry:
+def _parse_entry(name: str, facts: object) -> TensorEntry:
     if not isinstance(facts, dict) or set(facts) != {"dtype", "shape", "data_offsets"}:
-        raise Malformed(f"{name!r} is not described by dtype, shape and data_offsets")
+        raise MalformedTensorFileError(f"{name!r} is not described by dtype, shape and data_offsets")
     code, shape, offsets = facts["dtype"], facts["shape"], facts["data_offsets"]
-    if not isinstance(code, str) or code not in CODES:
-        raise Malformed(f"{name!r} has dtype {code!r}; known are {', '.join(CODES)}")
+    if not isinstance(code, str) or code not in DTYPE_BY_CODE:
+        raise MalformedTensorFileError(f"{name!r} has dtype {code!r}; known are {', '.join(DTYPE_BY_CODE)}")
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
-        raise Malformed(f"{name!r} has shape {shape!r} and data_offsets {offsets!r}")
+        raise MalformedTensorFileError(f"{name!r} has shape {shape!r} and data_offsets {offsets!r}")
     if math.prod(max(1, size) for size in shape) >= 1 << 60:  # more than torch can count, even where one size is 0
-        raise Malformed(f"{name!r} has shape {shape}, which no tensor has")
-    if offsets[1] - offsets[0] != math.prod(shape) * CODES[code][1]:
-        raise Malformed(f"{name!r}: {code} of shape {shape} does not take bytes {offsets[0]} to {offsets[1]}")
-    return Entry(name, code, tuple(shape), offsets[0], offsets[1])
+        raise MalformedTensorFileError(f"{name!r} has shape {shape}, which no tensor has")
+    if offsets[1] - offsets[0] != math.prod(shape) * DTYPE_BY_CODE[code][1]:
+        raise MalformedTensorFileError(
+            f"{name!r}: {code} of shape {shape} does not take bytes {offsets[0]} to {offsets[1]}"
+        )
+    return TensorEntry(name, code, tuple(shape), offsets[0], offsets[1])
 
 
 def _are_sizes(value: object) -> TypeGuard[list[int]]:
     return isinstance(value, list) and len(value) <= 64 and all(type(n) is int and 0 <= n < 1 << 63 for n in value)
 
 
-def _code(name: str, tensor: Tensor) -> str:
-    code = next((code for code, (torch_name, _) in CODES.items() if str(tensor.dtype) == f"torch.{torch_name}"), None)
+def _dtype_code(name: str, tensor: Tensor) -> str:
+    code = next(
+        (code for code, (torch_name, _) in DTYPE_BY_CODE.items() if str(tensor.dtype) == f"torch.{torch_name}"), None
+    )
     assert code is not None, f"{name} is {tensor.dtype}, which no file of ours holds"
     kind = type(tensor).__name__
     assert kind in ("Tensor", "Parameter"), f"{name} is a {kind}: save the plain tensors that it is made of"
-    assert name != METADATA and not tensor.is_meta and not tensor.is_sparse, f"{name} has no bytes to save"
+    assert name != METADATA_KEY and not tensor.is_meta and not tensor.is_sparse, f"{name} has no bytes to save"
     return code
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
+def _byte_view(tensor: Tensor) -> memoryview:
     """Its memory; a copy only where it is elsewhere or not in one piece."""
     import torch
 
@@ -251,4 +261,4 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 def _read_into(fd: int, content: memoryview, offset: int) -> None:
     done = read_all(fd, content, offset)
     if done < len(content):
-        raise Malformed(f"it ends at byte {offset + done}")
+        raise MalformedTensorFileError(f"it ends at byte {offset + done}")

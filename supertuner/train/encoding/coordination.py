@@ -16,21 +16,21 @@ from functools import partial
 from supertuner.arena.home import Home
 from supertuner.arena.peers import POLL_S, Peers
 from supertuner.arena.reader import Reader
-from supertuner.cache.entries import Entries
-from supertuner.cache.fill import Wanted
-from supertuner.cache.repair import loaded
-from supertuner.cache.store import Store
-from supertuner.core.errors import ArenaMissing
+from supertuner.cache.entries import CacheEntries
+from supertuner.cache.fill import EntryRequest
+from supertuner.cache.repair import copying_request
+from supertuner.cache.store import CacheStore
+from supertuner.core.errors import ArenaMissingError
 from supertuner.core.events import Progress, Sink
-from supertuner.core.host import Host
+from supertuner.core.host import HostFacts
 from supertuner.data.corpus import Corpus
 from supertuner.train.encoding import plan_arena, tables
-from supertuner.train.encoding.cache_dirs import Places
-from supertuner.train.encoding.cache_plan import Needs, Plan, What
+from supertuner.train.encoding.cache_dirs import CachePlacement
+from supertuner.train.encoding.cache_plan import CacheKind, CachePlan, CacheRequirements
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Together:
+class EncodingCoordinator:
     peers: Peers
     home: Home
     """Where plans and tables lie."""
@@ -38,92 +38,99 @@ class Together:
     """What is made; no two makings of a run have the same."""
     progress: Progress
 
-    def plan(self, corpus: Corpus, work_out: Callable[[], Plan]) -> Reader:
+    def share_plan(self, corpus: Corpus, build_plan: Callable[[], CachePlan]) -> Reader:
         """An arena with the plan, worked out by the first process. Held until all have `arrived`."""
-        return self._made_once("plan", lambda name: plan_arena.shared(self.home, name, corpus, work_out()))
+        return self._build_once("plan", lambda name: plan_arena.write_plan_arena(self.home, name, corpus, build_plan()))
 
-    def tables(self, plan: Plan, media: Store | None, text: Store | None) -> Reader:
+    def share_tables(self, plan: CachePlan, media: CacheStore | None, text: CacheStore | None) -> Reader:
         """An arena with where entries are, which the first process finds; the others' stores show the same arenas."""
-        entries = [Entries() if store is None else store.entries for store in (media, text)]
-        return self._made_once("tables", lambda name: tables.shared(self.home, name, plan, *entries))
+        entries = [CacheEntries() if store is None else store.entries for store in (media, text)]
+        return self._build_once("tables", lambda name: tables.write_tables_arena(self.home, name, plan, *entries))
 
-    def tell_store(self, what: What, store: Store) -> None:
+    def announce_store(self, kind: CacheKind, store: CacheStore) -> None:
         """The first process has all entries of a kind."""
-        self.peers.tell(f"{self.title}: {what}", json.dumps(store.arenas).encode())
+        self.peers.tell(f"{self.title}: {kind}", json.dumps(store.arenas).encode())
 
-    def help_until_told(self, what: What, help_once: Callable[[], bool]) -> list[str]:
+    def help_until_ready(self, kind: CacheKind, help_once: Callable[[], bool]) -> list[str]:
         """Encode with the first process until it has all entries of a kind; the arenas that they are in."""
-        with self.progress.phase(f"following the process of this node that prepares {what}") as phase:
-            while (told := self.peers.told(f"{self.title}: {what}")) is None:
+        with self.progress.phase(f"following the process of this node that prepares {kind}") as phase:
+            while (content := self.peers.told(f"{self.title}: {kind}")) is None:
                 if not help_once():
                     self.peers.look()
                     phase.advance()
                     time.sleep(POLL_S)
-        names: list[str] = json.loads(told)
+        names: list[str] = json.loads(content)
         return names
 
-    def arrived(self, cut: int) -> int:
+    def wait_until_opened(self, truncated_captions: int) -> int:
         """Every process has the plan and all entries. How many captions were cut: by all, for the first process."""
         if not self.peers.first:
-            self.peers.tell(f"{self.title}: {self.peers.number} is there", str(cut).encode())
+            self.peers.tell(f"{self.title}: {self.peers.number} is there", str(truncated_captions).encode())
             return 0
         for number in range(1, self.peers.count):
-            who = f"process {number} of this node to open the caches"
-            cut += int(self.peers.heard(f"{self.title}: {number} is there", who, self.progress))
-        return cut
+            waiting_for = f"process {number} of this node to open the caches"
+            truncated_captions += int(self.peers.heard(f"{self.title}: {number} is there", waiting_for, self.progress))
+        return truncated_captions
 
-    def attached(self, attach: Callable[[], Store]) -> Store:
+    def attach_store(self, attach: Callable[[], CacheStore]) -> CacheStore:
         """What the first process holds open is there, unless that process is gone: that is told then."""
         try:
             return attach()
-        except ArenaMissing:
+        except ArenaMissingError:
             self.peers.look()
             raise
 
-    def _made_once(self, what: str, make: Callable[[str], Reader]) -> Reader:
-        word = f"{self.title}: {what}"
+    def _build_once(self, artifact: str, build: Callable[[str], Reader]) -> Reader:
+        message_name = f"{self.title}: {artifact}"
         if self.peers.first:
-            reader = make(f"{what}-{uuid.uuid4().hex}")
+            reader = build(f"{artifact}-{uuid.uuid4().hex}")
             try:
-                self.peers.tell(word, reader.name.encode())
+                self.peers.tell(message_name, reader.name.encode())
             except BaseException:
                 reader.close()
                 raise
             return reader
-        name = self.peers.heard(word, f"the {what} of caches", self.progress).decode()
+        name = self.peers.heard(message_name, f"the {artifact} of caches", self.progress).decode()
         try:
             return self.home.attach(name)
-        except ArenaMissing:
+        except ArenaMissingError:
             self.peers.look()
             raise
 
 
-def helped(
-    together: Together,
-    needs: Needs,
-    what: What,
-    where: Places,
-    wanted: Callable[[], Wanted],
+def open_store_as_helper(
+    coordinator: EncodingCoordinator,
+    requirements: CacheRequirements,
+    kind: CacheKind,
+    placement: CachePlacement,
+    create_request: Callable[[], EntryRequest],
     *,
-    host: Host,
+    host: HostFacts,
     sink: Sink,
     progress: Progress,
-) -> Store:
+) -> CacheStore:
     """The store of a further process, filled together with the first; `wanted` is called if something is to be done."""
-    space, peers = needs.space(what), together.peers
-    with ExitStack() as opened:
-        kept = opened.enter_context(Store(where.kept, space, sink, arenas=()))
+    space, peers = requirements.namespace(kind), coordinator.peers
+    with ExitStack() as stack:
+        primary = stack.enter_context(CacheStore(placement.primary, space, sink, arenas=()))
 
-        def copies() -> Wanted:
-            kept.refresh()  # what is copied was sealed since
-            return loaded(kept, wanted(), host=host, progress=progress, sink=sink)
+        def copy_request() -> EntryRequest:
+            primary.refresh()  # what is copied was sealed since
+            return copying_request(primary, create_request(), host=host, progress=progress, sink=sink)
 
-        stores = [(kept, wanted)]
-        if where.shared is not None:
-            stores.append((opened.enter_context(Store(where.shared, space, sink, arenas=())), copies))
+        stores = [(primary, create_request)]
+        if placement.working_copy is not None:
+            stores.append(
+                (stack.enter_context(CacheStore(placement.working_copy, space, sink, arenas=())), copy_request)
+            )
 
         def help_once() -> bool:
-            return any(store.help(made, host=host, progress=progress, peers=peers) for store, made in stores)
+            return any(
+                store.help_fill(make_request, host=host, progress=progress, peers=peers)
+                for store, make_request in stores
+            )
 
-        names = together.help_until_told(what, help_once)
-    return together.attached(partial(Store, where.shared or where.kept, space, sink, arenas=names))
+        names = coordinator.help_until_ready(kind, help_once)
+    return coordinator.attach_store(
+        partial(CacheStore, placement.working_copy or placement.primary, space, sink, arenas=names)
+    )

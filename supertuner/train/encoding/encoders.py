@@ -16,27 +16,27 @@ from typing import TypeVar
 
 import torch
 
-from supertuner.cache.entries import Tensors
-from supertuner.cache.fill import Make, Places
-from supertuner.core.errors import BrokenMedia, CacheError
-from supertuner.data.batching.batches import Batch, Decoders
-from supertuner.data.batching.prefetch import Prefetcher
+from supertuner.cache.entries import NamedTensors
+from supertuner.cache.fill import EntryIndices, EntryMaker
+from supertuner.core.errors import BrokenMediaError, CacheError
+from supertuner.data.batching.batches import DecodedBatch, DecoderPool
+from supertuner.data.batching.prefetch import BatchPrefetcher
 from supertuner.data.corpus import Corpus
-from supertuner.data.ordering.order import Draws
+from supertuner.data.ordering.order import SampleDraws
 from supertuner.data.ordering.windows import MicroBatch
-from supertuner.models.spec import Family, MediaEncoder, Model, PictureTextEncoder, TextEncoder
-from supertuner.step.precision import stored_dtype
-from supertuner.train.encoding.text_inputs import Told
-from supertuner.train.out_of_memory import fitting
+from supertuner.models.spec import Family, ImageTextEncoder, MediaEncoder, ModelDescription, TextEncoder
+from supertuner.step.precision import latent_storage_dtype
+from supertuner.train.encoding.text_inputs import TextInput
+from supertuner.train.out_of_memory import explain_out_of_memory
 
 T = TypeVar("T")
 
-AHEAD = 4
+SAMPLES_AHEAD = 4
 """Samples decoded ahead of the one that is being encoded, for each thread that decodes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Identities:
+class EncoderFingerprints:
     """Fingerprints of the files that decide what the encoders compute."""
 
     media: str
@@ -44,155 +44,162 @@ class Identities:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Encoding:
+class EncodingSpec:
     """By what, where and in which precision samples are encoded."""
 
     family: Family
-    model: Model
-    identities: Identities
+    model: ModelDescription
+    fingerprints: EncoderFingerprints
     device: torch.device
     dtype: torch.dtype
     """What the forward pass computes in. Captions are encoded in it; latents are kept in it, or in bf16 for fp16."""
-    remedy: Callable[[str], str] = str
+    out_of_memory_remedy: Callable[[str], str] = str
     """What to do where the device's memory is full, made of what needs less of it."""
 
 
-class Encoders:
+class LazyEncoders:
     """Usable from any thread. Close it, or drop what is not needed any more."""
 
-    def __init__(self, encoding: Encoding) -> None:
-        self._encoding = encoding
-        self._media: MediaEncoder | None = None
-        self._text: TextEncoder | None = None
-        self._cut = 0
+    def __init__(self, spec: EncodingSpec) -> None:
+        self._spec = spec
+        self._media_encoder: MediaEncoder | None = None
+        self._text_encoder: TextEncoder | None = None
+        self._truncated_captions = 0
         threads = torch.get_num_threads()
         self._pool = ThreadPoolExecutor(
             1, thread_name_prefix="encode", initializer=torch.set_num_threads, initargs=(threads,)
         )
 
-    def media(self, sample: torch.Tensor, original: torch.Tensor | None = None) -> Tensors:
+    def encode_media(self, sample: torch.Tensor, reference: torch.Tensor | None = None) -> NamedTensors:
         """The entry of one sample (no batch dimension), and of what it was made from."""
         shape = "×".join(map(str, sample.shape))
-        less = partial(self._encoding.remedy, "lower the dataset's resolution or frames")
-        with fitting(f"encoding a sample of {shape} does", less):
-            return self._alone(lambda: self._encode_media(sample, original))
+        remedy = partial(self._spec.out_of_memory_remedy, "lower the dataset's resolution or frames")
+        with explain_out_of_memory(f"encoding a sample of {shape} does", remedy):
+            return self._run_on_thread(lambda: self._run_media_encoder(sample, reference))
 
-    def text(self, told: Told) -> Tensors:
-        less = partial(self._encoding.remedy, "free the device: other processes may use it")
-        with fitting("the text encoder does", less):
-            return self._alone(lambda: self._encode_text(told))
+    def encode_text(self, text_input: TextInput) -> NamedTensors:
+        remedy = partial(self._spec.out_of_memory_remedy, "free the device: other processes may use it")
+        with explain_out_of_memory("the text encoder does", remedy):
+            return self._run_on_thread(lambda: self._run_text_encoder(text_input))
 
     @property
-    def cut(self) -> int:
+    def truncated_captions(self) -> int:
         """How many captions were longer than the model reads."""
-        return self._cut + (0 if self._text is None else self._text.cut)
+        return self._truncated_captions + (0 if self._text_encoder is None else self._text_encoder.truncated_captions)
 
-    def drop(self, what: str) -> None:
+    def release(self, kind: str) -> None:
         """Free the encoder of latents or text; it is made again if it is needed again."""
-        if what == "latents":
-            self._media = None
+        if kind == "latents":
+            self._media_encoder = None
         else:
-            self._cut, self._text = self.cut, None
-        _free(self._encoding.device)
+            self._truncated_captions, self._text_encoder = self.truncated_captions, None
+        _free_memory(self._spec.device)
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
-        self._media, self._text = None, None
-        _free(self._encoding.device)
+        self._media_encoder, self._text_encoder = None, None
+        _free_memory(self._spec.device)
 
-    def _alone(self, work: Callable[[], T]) -> T:
+    def _run_on_thread(self, work: Callable[[], T]) -> T:
         return self._pool.submit(work).result()
 
-    def _encode_media(self, sample: torch.Tensor, original: torch.Tensor | None) -> Tensors:
-        if self._media is None:
-            self._media = self._encoding.family.media_encoder(self._encoding.model, self._encoding.device)
-        dtype = stored_dtype(self._encoding.dtype)
+    def _run_media_encoder(self, sample: torch.Tensor, reference: torch.Tensor | None) -> NamedTensors:
+        if self._media_encoder is None:
+            self._media_encoder = self._spec.family.build_media_encoder(self._spec.model, self._spec.device)
+        dtype = latent_storage_dtype(self._spec.dtype)
         with torch.no_grad():
-            fields = self._media.encode(sample[None])
-            if original is not None:
-                fields["condition"] = self._media.encode(original[None])["latents"]
-        return {name: _kept(one[0].to(dtype) if one.is_floating_point() else one[0]) for name, one in fields.items()}
+            fields = self._media_encoder.encode(sample[None])
+            if reference is not None:
+                fields["condition"] = self._media_encoder.encode(reference[None])["latents"]
+        return {
+            name: _to_cpu(tensor[0].to(dtype) if tensor.is_floating_point() else tensor[0])
+            for name, tensor in fields.items()
+        }
 
-    def _encode_text(self, told: Told) -> Tensors:
-        of = self._encoding
-        if self._text is None:
-            self._text = of.family.text_encoder(of.model, of.device, of.dtype)
+    def _run_text_encoder(self, text_input: TextInput) -> NamedTensors:
+        spec = self._spec
+        if self._text_encoder is None:
+            self._text_encoder = spec.family.build_text_encoder(spec.model, spec.device, spec.dtype)
         with torch.no_grad():
-            if (picture := told.picture()) is None:
-                fields = self._text.encode([told.caption])[0]
+            if (reference := text_input.load_reference()) is None:
+                fields = self._text_encoder.encode([text_input.caption])[0]
             else:
-                assert isinstance(self._text, PictureTextEncoder), "only models that edit are given pictures"
-                fields = self._text.encode_of([told.caption], [picture])[0]
-        return {name: _kept(one) for name, one in fields.items()}
+                assert isinstance(self._text_encoder, ImageTextEncoder), "only models that edit are given pictures"
+                fields = self._text_encoder.encode_with_images([text_input.caption], [reference])[0]
+        return {name: _to_cpu(tensor) for name, tensor in fields.items()}
 
 
-class LazyDecoders:
+class LazyDecoderPool:
     """Threads that decode, started when first asked for."""
 
     def __init__(self, corpus: Corpus, threads: int) -> None:
         self._corpus, self._threads = corpus, threads
-        self._made: Decoders | None = None
+        self._pool: DecoderPool | None = None
 
-    def __call__(self) -> Decoders:
-        if self._made is None:
-            self._made = Decoders(self._corpus, self._threads)
-        return self._made
+    def __call__(self) -> DecoderPool:
+        if self._pool is None:
+            self._pool = DecoderPool(self._corpus, self._threads)
+        return self._pool
 
     def close(self) -> None:
         """End the threads; asking again starts new ones."""
-        if self._made is not None:
-            self._made.close()
-            self._made = None
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
 
 
-def media_maker(corpus: Corpus, jobs: Draws, decoders: LazyDecoders, encoders: Encoders) -> Make:
+def media_entry_maker(
+    corpus: Corpus, jobs: SampleDraws, decoders: LazyDecoderPool, encoders: LazyEncoders
+) -> EntryMaker:
     """Makes entries of `jobs`: threads decode ahead, the encoder encodes."""
 
-    def make(places: Places) -> Generator[tuple[int, Tensors], None, None]:
+    def make(places: EntryIndices) -> Generator[tuple[int, NamedTensors], None, None]:
         groups = corpus.order.groups
-        plan = (MicroBatch(groups[int(jobs.group[p])].bucket, jobs.take(slice(p, p + 1))) for p in places.tolist())
-        crew = decoders()
-        with Prefetcher(crew, plan, AHEAD * crew.threads) as batches:
-            for place in places.tolist():
-                with broken_at_caching():
+        micro_batches = (
+            MicroBatch(groups[int(jobs.group[p])].bucket, jobs.take(slice(p, p + 1))) for p in places.tolist()
+        )
+        decoder_pool = decoders()
+        with BatchPrefetcher(decoder_pool, micro_batches, SAMPLES_AHEAD * decoder_pool.threads) as batches:
+            for index in places.tolist():
+                with broken_media_as_cache_error():
                     batch = next(batches)
-                    original = original_of(corpus, batch, 0)
-                yield place, encoders.media(batch.media[0], original)
+                    reference = load_reference_for(corpus, batch, 0)
+                yield index, encoders.encode_media(batch.media[0], reference)
 
     return make
 
 
-def original_of(corpus: Corpus, batch: Batch, row: int) -> torch.Tensor | None:
+def load_reference_for(corpus: Corpus, batch: DecodedBatch, row: int) -> torch.Tensor | None:
     """The picture that a sample of a batch was made from, if it has one."""
-    originals = corpus.parts[batch.datasets[row]].originals
-    return None if originals is None else originals.picture(batch.samples[row])
+    references = corpus.datasets[batch.dataset_indices[row]].references
+    return None if references is None else references.load_image(batch.sample_indices[row])
 
 
-def text_maker(texts: Sequence[Told], encoders: Encoders) -> Make:
-    def make(places: Places) -> Generator[tuple[int, Tensors], None, None]:
-        for place in places.tolist():
-            with broken_at_caching():
-                made = encoders.text(texts[place])
-            yield place, made
+def text_entry_maker(texts: Sequence[TextInput], encoders: LazyEncoders) -> EntryMaker:
+    def make(places: EntryIndices) -> Generator[tuple[int, NamedTensors], None, None]:
+        for index in places.tolist():
+            with broken_media_as_cache_error():
+                entry = encoders.encode_text(texts[index])
+            yield index, entry
 
     return make
 
 
 @contextmanager
-def broken_at_caching() -> Generator[None, None, None]:
+def broken_media_as_cache_error() -> Generator[None, None, None]:
     """A file that passed staging and does not decode: the remedy is to let staging look deeper."""
     try:
         yield
-    except BrokenMedia as error:
+    except BrokenMediaError as error:
         remedy = 'set check: "decode" for that dataset, and staging sets such files aside; or remove the file'
         raise CacheError(f"{error}; {remedy}") from error
 
 
-def _kept(tensor: torch.Tensor) -> torch.Tensor:
+def _to_cpu(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu").contiguous()
 
 
-def _free(device: torch.device) -> None:
+def _free_memory(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

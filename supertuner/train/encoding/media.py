@@ -9,15 +9,15 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from supertuner.cache.entries import Refs
-from supertuner.cache.keys import Keys, Space, no_keys
-from supertuner.data.batching.augment import Change
-from supertuner.data.batching.render import change_of
-from supertuner.data.cache_policy import How, Treatment
-from supertuner.data.content import transform, why_media_vary
-from supertuner.data.corpus import Corpus, Part
+from supertuner.cache.entries import EntryRefs
+from supertuner.cache.keys import CacheNamespace, EntryKeys, empty_keys
+from supertuner.data.batching.augment import AugmentationParams
+from supertuner.data.batching.render import augmentation_for_sample
+from supertuner.data.cache_policy import DatasetCachePolicy, CacheMode
+from supertuner.data.content import transform_key_bytes, varying_media_settings
+from supertuner.data.corpus import Corpus, CorpusDataset
 from supertuner.data.ordering.buckets import Bucket
-from supertuner.data.ordering.order import Draws
+from supertuner.data.ordering.order import SampleDraws
 
 NO_KEY = b""
 
@@ -26,94 +26,104 @@ NO_KEY = b""
 class MediaPlan:
     """Everything that is cached once: for each group its samples in each turn that is kept."""
 
-    jobs: Draws
+    jobs: SampleDraws
     """What to make: group, sample and turn (`cycle`); the other columns have no meaning."""
-    keys: Keys
+    keys: EntryKeys
     """One for each job; NO_KEY for what is not needed."""
-    begins: tuple[int | None, ...]
+    job_offsets: tuple[int | None, ...]
     """For each group of the order, where its jobs begin; None if it is not cached."""
-    turns: tuple[int, ...]
+    variations: tuple[int, ...]
     """For each group, how many turns are kept."""
 
 
 class MediaTable:
     """From draws to entries: arrays, no hashing."""
 
-    def __init__(self, corpus: Corpus, begins: Sequence[int | None], turns: Sequence[int], refs: Refs) -> None:
+    def __init__(
+        self, corpus: Corpus, job_offsets: Sequence[int | None], variations: Sequence[int], refs: EntryRefs
+    ) -> None:
         """`begins` and `turns` are the plan's, and `refs` has one for each of its jobs."""
-        self._members = [group.members for group in corpus.order.groups]
-        self._turns = turns
+        self._sample_indices = [group.sample_indices for group in corpus.order.groups]
+        self._variations = variations
         self._refs = [
-            None if begin is None else refs[begin : begin + kept * len(members)].reshape(kept, len(members))
-            for begin, kept, members in zip(begins, turns, self._members, strict=True)
+            None
+            if begin is None
+            else refs[begin : begin + variation_count * len(members)].reshape(variation_count, len(members))
+            for begin, variation_count, members in zip(job_offsets, variations, self._sample_indices, strict=True)
         ]
 
-    def holds(self, group: int) -> bool:
+    def is_cached(self, group: int) -> bool:
         return self._refs[group] is not None
 
-    def find(self, group: int, samples: NDArray[np.int64], turns: NDArray[np.int64]) -> Refs:
+    def find(self, group: int, samples: NDArray[np.int64], cycles: NDArray[np.int64]) -> EntryRefs:
         """Where the entries of samples of one group are."""
         table = self._refs[group]
         assert table is not None, f"group {group} is not cached"
-        places = np.searchsorted(self._members[group], samples.astype(np.uint32))
-        found: Refs = table[turns % self._turns[group], places]
-        return found
+        columns = np.searchsorted(self._sample_indices[group], samples.astype(np.uint32))
+        refs: EntryRefs = table[cycles % self._variations[group], columns]
+        return refs
 
 
-def media_plan(corpus: Corpus, treatments: Sequence[Treatment], space: Space, until: int | None) -> MediaPlan:
+def build_media_plan(
+    corpus: Corpus, policies: Sequence[DatasetCachePolicy], namespace: CacheNamespace, until: int | None
+) -> MediaPlan:
     """Jobs and keys. With `until`, a position inside the first epoch, only samples drawn before it."""
-    drawn = drawn_before(corpus, until)
+    drawn = samples_drawn_before(corpus, until)
     groups = corpus.order.groups
-    treated = [treatments[group.dataset] for group in groups]
-    turns = tuple(one.media_turns for one in treated)
-    jobs, begins, count = [], [], 0
+    group_policies = [policies[group.dataset_index] for group in groups]
+    variations = tuple(policy.media_variations for policy in group_policies)
+    jobs, job_offsets, count = [], [], 0
     for number, group in enumerate(groups):
-        cached = treated[number].media is How.CACHED
-        begins.append(count if cached else None)
+        cached = group_policies[number].media_mode is CacheMode.CACHED
+        job_offsets.append(count if cached else None)
         if cached:
-            jobs.append(_jobs(number, group.members, turns[number]))
+            jobs.append(_group_jobs(number, group.sample_indices, variations[number]))
             count += len(jobs[-1])
-    every = _joined(jobs)
-    keys = draw_keys(corpus, every, space)
-    for number, begin in enumerate(begins):
+    all_jobs = _concatenate_jobs(jobs)
+    keys = media_keys(corpus, all_jobs, namespace)
+    for number, begin in enumerate(job_offsets):
         if drawn is not None and begin is not None:
-            rows = slice(begin, begin + turns[number] * len(groups[number].members))
-            keys[rows][~np.isin(every.sample[rows], drawn[number])] = NO_KEY
-    return MediaPlan(every, keys, tuple(begins), turns)
+            rows = slice(begin, begin + variations[number] * len(groups[number].sample_indices))
+            keys[rows][~np.isin(all_jobs.sample[rows], drawn[number])] = NO_KEY
+    return MediaPlan(all_jobs, keys, tuple(job_offsets), variations)
 
 
-def draw_keys(corpus: Corpus, draws: Draws, space: Space) -> Keys:
+def media_keys(corpus: Corpus, draws: SampleDraws, namespace: CacheNamespace) -> EntryKeys:
     """The key of each draw's media, from its bytes, its bucket and the change of its turn."""
-    keys = np.zeros(len(draws), no_keys().dtype)
+    keys = np.zeros(len(draws), empty_keys().dtype)
     contents: dict[int, NDArray[np.uint64]] = {}
     for number in np.unique(draws.group).tolist():
         rows = np.flatnonzero(draws.group == number)
         group = corpus.order.groups[number]
-        part = corpus.parts[group.dataset]
+        dataset = corpus.datasets[group.dataset]
         if group.dataset not in contents:
-            contents[group.dataset] = part.samples.contents()
+            contents[group.dataset] = dataset.samples.contents()
         content = [row.tobytes() for row in contents[group.dataset][draws.sample[rows]]]
-        if (originals := part.originals) is not None:
+        if (references := dataset.originals) is not None:
             samples = draws.sample[rows].tolist()
-            content = [row + originals.mark(sample) for row, sample in zip(content, samples, strict=True)]
-        keys[rows] = _group_keys(corpus.seed, part, group.bucket, content, draws.take(rows), space)
+            content = [row + references.mark(sample) for row, sample in zip(content, samples, strict=True)]
+        keys[rows] = _group_keys(corpus.seed, dataset, group.bucket, content, draws.take(rows), namespace)
     return keys
 
 
-def _group_keys(seed: int, part: Part, bucket: Bucket, rows: list[bytes], draws: Draws, space: Space) -> Keys:
+def _group_keys(
+    seed: int, dataset: CorpusDataset, bucket: Bucket, rows: list[bytes], draws: SampleDraws, namespace: CacheNamespace
+) -> EntryKeys:
     """Keys of draws of one group. Samples that never change share a transform, and a million take a second."""
-    if not why_media_vary(part.settings):
-        return space.keys(rows, transform(part.settings, bucket, Change()))
-    keys = np.zeros(len(draws), no_keys().dtype)
-    for at, (row, sample, turn) in enumerate(zip(rows, draws.sample.tolist(), draws.cycle.tolist(), strict=True)):
-        change = change_of(seed, part, sample, turn)
-        keys[at] = space.keys([row], transform(part.settings, bucket, change))[0]
+    if not varying_media_settings(dataset.settings):
+        return namespace.entry_keys(rows, transform_key_bytes(dataset.settings, bucket, AugmentationParams()))
+    keys = np.zeros(len(draws), empty_keys().dtype)
+    for at, (row, sample, cycle) in enumerate(zip(rows, draws.sample.tolist(), draws.cycle.tolist(), strict=True)):
+        augmentation = augmentation_for_sample(seed, dataset, sample, cycle)
+        keys[at] = namespace.entry_keys([row], transform_key_bytes(dataset.settings, bucket, augmentation))[0]
     return keys
 
 
-def job_sizes(corpus: Corpus, jobs: Draws) -> Callable[[NDArray[np.intp]], NDArray[np.float64]]:
+def relative_job_sizes(corpus: Corpus, jobs: SampleDraws) -> Callable[[NDArray[np.intp]], NDArray[np.float64]]:
     """For places of jobs, how large their latents are in relation to each other: like the media that they are of."""
-    volume = np.array([_volume(corpus.parts[group.dataset], group.bucket) for group in corpus.order.groups])
+    volume = np.array(
+        [_media_volume(corpus.datasets[group.dataset_index], group.bucket) for group in corpus.order.groups]
+    )
 
     def sizes(places: NDArray[np.intp]) -> NDArray[np.float64]:
         found: NDArray[np.float64] = volume[jobs.group[places]]
@@ -122,12 +132,12 @@ def job_sizes(corpus: Corpus, jobs: Draws) -> Callable[[NDArray[np.intp]], NDArr
     return sizes
 
 
-def _volume(part: Part, bucket: Bucket) -> float:
-    original = 0 if part.originals is None else 3 * prod(part.originals.size(bucket))
-    return float(prod(bucket.shape) + original)
+def _media_volume(dataset: CorpusDataset, bucket: Bucket) -> float:
+    reference_volume = 0 if dataset.references is None else 3 * prod(dataset.references.image_size(bucket))
+    return float(prod(bucket.shape) + reference_volume)
 
 
-def drawn_before(corpus: Corpus, until: int | None) -> list[NDArray[np.int64]] | None:
+def samples_drawn_before(corpus: Corpus, until: int | None) -> list[NDArray[np.int64]] | None:
     """For each group the samples drawn before a position; None if that is at least an epoch, and so all of them."""
     if until is None or until >= corpus.order.epoch_length(0):
         return None
@@ -135,15 +145,18 @@ def drawn_before(corpus: Corpus, until: int | None) -> list[NDArray[np.int64]] |
     return [np.unique(draws.sample[draws.group == number]) for number in range(len(corpus.order.groups))]
 
 
-def _jobs(group: int, members: NDArray[np.uint32], turns: int) -> Draws:
-    sample = np.tile(members.astype(np.int64), turns)
-    cycle = np.repeat(np.arange(turns, dtype=np.int64), len(members))
+def _group_jobs(group: int, sample_indices: NDArray[np.uint32], variations: int) -> SampleDraws:
+    sample = np.tile(sample_indices.astype(np.int64), variations)
+    cycle = np.repeat(np.arange(variations, dtype=np.int64), len(sample_indices))
     none = np.zeros(len(sample), np.int64)
-    return Draws(none, none, np.full(len(sample), group, np.int64), sample, cycle)
+    return SampleDraws(none, none, np.full(len(sample), group, np.int64), sample, cycle)
 
 
-def _joined(jobs: Sequence[Draws]) -> Draws:
+def _concatenate_jobs(jobs: Sequence[SampleDraws]) -> SampleDraws:
     if not jobs:
-        return _jobs(0, np.zeros(0, np.uint32), 1)
-    columns = ((one.position, one.epoch, one.group, one.sample, one.cycle) for one in jobs)
-    return Draws(*map(np.concatenate, zip(*columns, strict=True)))
+        return _group_jobs(0, np.zeros(0, np.uint32), 1)
+    columns = (
+        (group_jobs.position, group_jobs.epoch, group_jobs.group, group_jobs.sample, group_jobs.cycle)
+        for group_jobs in jobs
+    )
+    return SampleDraws(*map(np.concatenate, zip(*columns, strict=True)))

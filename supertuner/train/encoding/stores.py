@@ -13,115 +13,129 @@ from supertuner.arena.format import Life
 from supertuner.arena.home import Home, default_home
 from supertuner.arena.peers import ALONE, Peers
 from supertuner.arena.reader import Reader
-from supertuner.cache.capacity import Place
-from supertuner.cache.entries import Entries
-from supertuner.cache.epoch_rotation import Rotation
-from supertuner.cache.fill import Wanted
-from supertuner.cache.keys import Keys
-from supertuner.cache.repair import loaded, mend
-from supertuner.cache.store import Store
+from supertuner.cache.capacity import CacheLocation
+from supertuner.cache.entries import CacheEntries
+from supertuner.cache.epoch_rotation import EpochRotation
+from supertuner.cache.fill import EntryRequest
+from supertuner.cache.keys import EntryKeys
+from supertuner.cache.repair import copying_request, repair_entries
+from supertuner.cache.store import CacheStore
 from supertuner.config.settings.tree import RunConfig
-from supertuner.core.events import Decided, Measured, Progress, Sink, Warned
-from supertuner.core.host import Host
-from supertuner.data.cache_policy import How, doubts
+from supertuner.core.events import DecisionEvent, MeasurementEvent, Progress, Sink, WarningEvent
+from supertuner.core.host import HostFacts
+from supertuner.data.cache_policy import CacheMode, cache_policy_warnings
 from supertuner.data.corpus import Corpus
-from supertuner.train.encoding.cache_dirs import Places, places
-from supertuner.train.encoding.cache_plan import KINDS, Needs, Plan, What, needs_of, plan_of, require_buckets
-from supertuner.train.encoding.coordination import Together, helped
-from supertuner.train.encoding.encoders import Encoders, Encoding, LazyDecoders
-from supertuner.train.encoding.epochs import Epoch, EpochMaker, run_digest
-from supertuner.train.encoding.plan_arena import mapped as mapped_plan
-from supertuner.train.encoding.tables import Tables, mapped
+from supertuner.train.encoding.cache_dirs import CachePlacement, cache_placement
+from supertuner.train.encoding.cache_plan import (
+    CACHE_KINDS,
+    CacheKind,
+    CachePlan,
+    CacheRequirements,
+    build_cache_plan,
+    cache_requirements,
+    require_supported_buckets,
+)
+from supertuner.train.encoding.coordination import EncodingCoordinator, open_store_as_helper
+from supertuner.train.encoding.encoders import EncodingSpec, LazyDecoderPool, LazyEncoders
+from supertuner.train.encoding.epochs import EpochCacheBuilder, EpochCaches, run_digest
+from supertuner.train.encoding.plan_arena import map_plan as mapped_plan
+from supertuner.train.encoding.tables import EntryTables, map_tables
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Caching:
+class CorpusCaches:
     """Everything that makes and opens the caches of one corpus."""
 
     config: RunConfig
-    needs: Needs
-    plan: Plan | None
+    requirements: CacheRequirements
+    plan: CachePlan | None
     """None once all caches are open."""
-    encoders: Encoders
-    decoders: LazyDecoders
+    encoders: LazyEncoders
+    decoders: LazyDecoderPool
     run_folder: Path
     life: Life
-    host: Host
+    host: HostFacts
     sink: Sink
     progress: Progress
-    attached: Callable[[int, int], None] | None = None
-    together: Together | None = None
+    on_attach: Callable[[int, int], None] | None = None
+    coordinator: EncodingCoordinator | None = None
     """With the other processes of this node that open the same caches; None: there are none."""
-    plan_held: Reader | None = None
+    plan_reader: Reader | None = None
     """The arena that the plan lies in, if it is shared."""
 
-    def places(self, what: What) -> Places | None:
+    def placement(self, kind: CacheKind) -> CachePlacement | None:
         """Where entries of a kind live; None if they are not cached."""
         cache = self.config.cache_config
-        kind = cache.vae_cache_type if what == "latents" else cache.text_cache_type
-        return None if kind == "none" else places(kind, self.config, self.run_folder, self.life, self.attached)
+        storage = cache.vae_cache_type if kind == "latents" else cache.text_cache_type
+        return (
+            None
+            if storage == "none"
+            else cache_placement(storage, self.config, self.run_folder, self.life, self.on_attach)
+        )
 
-    def keys(self, what: What) -> Keys:
+    def keys(self, kind: CacheKind) -> EntryKeys:
         """Keys of all entries of a kind that are cached once."""
-        return self._planned.keys(what)
+        return self._required_plan.keys(kind)
 
-    def open(self, what: What, *, check: bool = False, load: bool = True) -> Store | None:
+    def open(self, kind: CacheKind, *, check: bool = False, load: bool = True) -> CacheStore | None:
         """The store of all entries of a kind that are cached once, everything in it; None if the kind is not cached.
 
         The encoder is dropped afterwards, unless it is needed on the way. With `check`, entries that are there are
         checked too; without `load` they are left where they are kept.
         """
-        where = self.places(what)
-        store = None if where is None else self._open(what, where, check, load)
-        if what == "text" and self.together is None:
-            self._tell_cut(self.encoders.cut)
-        if not self.needs.any_is(what, How.EACH_EPOCH) and not self.needs.any_is(what, How.AT_USE):
-            self.encoders.drop(what)
-            if what == "latents":
+        placement = self.placement(kind)
+        store = None if placement is None else self._open_store(kind, placement, check, load)
+        if kind == "text" and self.coordinator is None:
+            self._warn_truncated(self.encoders.truncated_captions)
+        if not self.requirements.uses_mode(kind, CacheMode.EACH_EPOCH) and not self.requirements.uses_mode(
+            kind, CacheMode.ON_THE_FLY
+        ):
+            self.encoders.release(kind)
+            if kind == "latents":
                 self.decoders.close()
         return store
 
-    def tables(self, media: Store | None, text: Store | None) -> tuple[Tables, Reader | None]:
+    def build_tables(self, media: CacheStore | None, text: CacheStore | None) -> tuple[EntryTables, Reader | None]:
         """Where batches find what these stores hold, and the arena that it lies in, if it is shared."""
-        corpus = self.needs.corpus
-        if self.together is None:
-            entries = [Entries() if store is None else store.entries for store in (media, text)]
-            return Tables.of(corpus, self._planned, *entries), None
-        held = self.together.tables(self._planned, media, text)
-        with _closed_on_error(held):
-            self._tell_cut(self.together.arrived(self.encoders.cut))
-        assert self.plan_held is not None
-        self.plan_held.close()  # nobody is still to come for it
-        return mapped(corpus, held), held
+        corpus = self.requirements.corpus
+        if self.coordinator is None:
+            entries = [CacheEntries() if store is None else store.entries for store in (media, text)]
+            return EntryTables.build(corpus, self._required_plan, *entries), None
+        tables_reader = self.coordinator.share_tables(self._required_plan, media, text)
+        with closing_on_error(tables_reader):
+            self._warn_truncated(self.coordinator.wait_until_opened(self.encoders.truncated_captions))
+        assert self.plan_reader is not None
+        self.plan_reader.close()  # nobody is still to come for it
+        return map_tables(corpus, tables_reader), tables_reader
 
-    def without_plan(self) -> Caching:
+    def without_plan(self) -> CorpusCaches:
         """The same once all caches are open: the plan's memory is free then."""
         return replace(self, plan=None)
 
     @property
-    def _planned(self) -> Plan:
+    def _required_plan(self) -> CachePlan:
         assert self.plan is not None, "the plan is gone"
         return self.plan
 
-    def _tell_cut(self, count: int) -> None:
+    def _warn_truncated(self, count: int) -> None:
         if count:
             message = f"{count} captions are longer than the model reads; their ends are left out"
-            self.sink.emit(Warned("captions", message))
+            self.sink.emit(WarningEvent("captions", message))
 
-    def _wanted(self, what: What) -> Wanted:
-        if what == "latents":
-            return self._planned.media_wanted(self.needs.corpus, self.decoders, self.encoders)
-        return self._planned.text_wanted(self.encoders)
+    def _request(self, kind: CacheKind) -> EntryRequest:
+        if kind == "latents":
+            return self._required_plan.media_request(self.requirements.corpus, self.decoders, self.encoders)
+        return self._required_plan.text_request(self.encoders)
 
-    def epochs(self, begin: int, until: int | None) -> Rotation[Epoch] | None:
+    def open_epoch_rotation(self, begin: int, until: int | None) -> EpochRotation[EpochCaches] | None:
         """The entries of `refresh_each_epoch`, those of the first epoch made; None if no dataset asks for it."""
-        if not any(self.needs.any_is(what, How.EACH_EPOCH) for what in KINDS):
+        if not any(self.requirements.uses_mode(kind, CacheMode.EACH_EPOCH) for kind in CACHE_KINDS):
             return None
-        order = self.needs.corpus.order
-        maker = EpochMaker(
-            needs=self.needs,
-            media_place=_for_epochs(self.places("latents")),
-            text_place=_for_epochs(self.places("text")),
+        order = self.requirements.corpus.order
+        builder = EpochCacheBuilder(
+            requirements=self.requirements,
+            media_location=_epoch_location(self.placement("latents")),
+            text_location=_epoch_location(self.placement("text")),
             decoders=self.decoders,
             encoders=self.encoders,
             begin=begin,
@@ -132,11 +146,11 @@ class Caching:
             peers=self._peers,
         )
         first = order.epoch_at(begin)
-        maker.remove_leftovers((first, first + 1))
+        builder.remove_leftovers((first, first + 1))
         epochs = None if until is None else order.epoch_at(max(0, until - 1)) + 1
-        rotation = Rotation(maker.make, epochs=epochs, sink=self.sink)
+        rotation = EpochRotation(builder.build, epochs=epochs, sink=self.sink)
         try:
-            rotation.at(first)
+            rotation.get_epoch(first)
         except BaseException:
             rotation.close()
             raise
@@ -144,86 +158,90 @@ class Caching:
 
     @property
     def _peers(self) -> Peers:
-        return ALONE if self.together is None else self.together.peers
+        return ALONE if self.coordinator is None else self.coordinator.peers
 
-    def _open(self, what: What, where: Places, check: bool, load: bool) -> Store:
-        if self.together is not None and not self._peers.first:
+    def _open_store(self, kind: CacheKind, placement: CachePlacement, check: bool, load: bool) -> CacheStore:
+        if self.coordinator is not None and not self._peers.first:
             assert load and not check, "caches are checked and built by one process"
-            return helped(
-                self.together,
-                self.needs,
-                what,
-                where,
-                partial(self._wanted, what),
+            return open_store_as_helper(
+                self.coordinator,
+                self.requirements,
+                kind,
+                placement,
+                partial(self._request, kind),
                 host=self.host,
                 sink=self.sink,
                 progress=self.progress,
             )
-        began, space, wanted = time.monotonic(), self.needs.space(what), self._wanted(what)
-        self.sink.emit(Decided(f"cache.{space.what}", str(where.kept.home.path), where.why))
-        kept = Store(where.kept, space, self.sink)
-        with _closed_on_error(kept):
+        began, namespace, request = time.monotonic(), self.requirements.namespace(kind), self._request(kind)
+        self.sink.emit(DecisionEvent(f"cache.{namespace.kind}", str(placement.primary.home.path), placement.reason))
+        primary = CacheStore(placement.primary, namespace, self.sink)
+        with closing_on_error(primary):
             if check:
-                mend(kept, wanted, host=self.host, progress=self.progress, sink=self.sink)
-            kept.fill(wanted, host=self.host, progress=self.progress, peers=self._peers)
-            store = self._loaded(kept, where, wanted) if load else kept
-        with _closed_on_error(store):
-            figures = {"entries": len(wanted.keys), "made": kept.made, "seconds": round(time.monotonic() - began, 3)}
-            self.sink.emit(Measured(f"cache.{space.what}", figures))
-            if self.together is not None:
-                self.together.tell_store(what, store)
+                repair_entries(primary, request, host=self.host, progress=self.progress, sink=self.sink)
+            primary.fill(request, host=self.host, progress=self.progress, peers=self._peers)
+            store = self._load_working_copy(primary, placement, request) if load else primary
+        with closing_on_error(store):
+            figures = {
+                "entries": len(request.keys),
+                "made": primary.entries_made,
+                "seconds": round(time.monotonic() - began, 3),
+            }
+            self.sink.emit(MeasurementEvent(f"cache.{namespace.kind}", figures))
+            if self.coordinator is not None:
+                self.coordinator.announce_store(kind, store)
         return store
 
-    def _loaded(self, kept: Store, where: Places, wanted: Wanted) -> Store:
-        if where.shared is None:
-            return kept
-        shared = Store(where.shared, kept.space, self.sink)
-        with _closed_on_error(shared):
-            copies = loaded(kept, wanted, host=self.host, progress=self.progress, sink=self.sink)
-            shared.fill(copies, host=self.host, progress=self.progress, peers=self._peers)
-        kept.close()
-        return shared
+    def _load_working_copy(self, primary: CacheStore, placement: CachePlacement, request: EntryRequest) -> CacheStore:
+        if placement.working_copy is None:
+            return primary
+        working_copy = CacheStore(placement.working_copy, primary.namespace, self.sink)
+        with closing_on_error(working_copy):
+            copies = copying_request(primary, request, host=self.host, progress=self.progress, sink=self.sink)
+            working_copy.fill(copies, host=self.host, progress=self.progress, peers=self._peers)
+        primary.close()
+        return working_copy
 
 
 @contextmanager
-def open_caching(
+def open_corpus_caches(
     config: RunConfig,
     corpus: Corpus,
-    encoding: Encoding,
+    encoding: EncodingSpec,
     *,
     run_folder: Path,
-    host: Host,
+    host: HostFacts,
     sink: Sink,
     progress: Progress,
     until: int | None = None,
     life: Life = "run",
-    attached: Callable[[int, int], None] | None = None,
+    on_attach: Callable[[int, int], None] | None = None,
     peers: Peers = ALONE,
-) -> Iterator[Caching]:
+) -> Iterator[CorpusCaches]:
     """What makes and opens a corpus's caches; leaving it ends its threads and frees the encoders.
 
     `life` is how long entries stay that are not persistent. `attached` is told the address and the bytes of entries in
     unified memory as they come into use.
     """
-    require_buckets(corpus, encoding.family, encoding.model)
-    for doubt in doubts([part.settings for part in corpus.parts], config.cache_config):
-        sink.emit(doubt)
-    needs = needs_of(config, corpus, encoding.identities, encoding.dtype)
-    with ExitStack() as opened:
-        together, held = None, None
+    require_supported_buckets(corpus, encoding.family, encoding.model)
+    for warning in cache_policy_warnings([dataset.settings for dataset in corpus.datasets], config.cache_config):
+        sink.emit(warning)
+    requirements = cache_requirements(config, corpus, encoding.fingerprints, encoding.dtype)
+    with ExitStack() as stack:
+        coordinator, plan_reader = None, None
         if peers.count > 1:
             home, title = Home(config.arena.home or default_home()), f"{run_digest(corpus)} until {until}"
-            together = Together(peers, home, title, progress)
-            held = together.plan(corpus, lambda: plan_of(needs, until))
-            opened.callback(held.close)
-        encoders = Encoders(encoding)
-        opened.callback(encoders.close)
-        decoders = LazyDecoders(corpus, config.loader.num_workers or max(1, host.cpus() // peers.count))
-        opened.callback(decoders.close)
-        yield Caching(  # nobody here holds on to the plan, which is large
+            coordinator = EncodingCoordinator(peers, home, title, progress)
+            plan_reader = coordinator.share_plan(corpus, lambda: build_cache_plan(requirements, until))
+            stack.callback(plan_reader.close)
+        encoders = LazyEncoders(encoding)
+        stack.callback(encoders.close)
+        decoders = LazyDecoderPool(corpus, config.loader.num_workers or max(1, host.cpus() // peers.count))
+        stack.callback(decoders.close)
+        yield CorpusCaches(  # nobody here holds on to the plan, which is large
             config=config,
-            needs=needs,
-            plan=plan_of(needs, until) if held is None else mapped_plan(corpus, held),
+            requirements=requirements,
+            plan=build_cache_plan(requirements, until) if plan_reader is None else mapped_plan(corpus, plan_reader),
             encoders=encoders,
             decoders=decoders,
             run_folder=run_folder,
@@ -231,19 +249,19 @@ def open_caching(
             host=host,
             sink=sink,
             progress=progress,
-            attached=attached,
-            together=together,
-            plan_held=held,
+            on_attach=on_attach,
+            coordinator=coordinator,
+            plan_reader=plan_reader,
         )
 
 
-def _for_epochs(where: Places | None) -> Place | None:
+def _epoch_location(placement: CachePlacement | None) -> CacheLocation | None:
     """Entries of one epoch are nothing to keep."""
-    return None if where is None else replace(where.shared or where.kept, life="run")
+    return None if placement is None else replace(placement.working_copy or placement.primary, life="run")
 
 
 @contextmanager
-def _closed_on_error(store: Store | Reader) -> Iterator[None]:
+def closing_on_error(store: CacheStore | Reader) -> Iterator[None]:
     try:
         yield
     except BaseException:

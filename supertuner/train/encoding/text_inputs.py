@@ -5,39 +5,44 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from supertuner.data.batching.render import caption_of
+from supertuner.data.batching.render import caption_for_sample
 from supertuner.data.corpus import Corpus
-from supertuner.data.ordering.order import Draws
-from supertuner.data.originals import Originals
+from supertuner.data.ordering.order import SampleDraws
+from supertuner.data.originals import ReferenceImages
 
 if TYPE_CHECKING:
     import torch
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class TextInput:
     """Equal ones are encoded once, whoever has them."""
 
     caption: str
-    originals: Originals | None = None
-    sample: int = 0
+    references: ReferenceImages | None = None
+    sample_index: int = 0
     """Whose picture; without originals always 0."""
 
     @classmethod
-    def of(cls, caption: str, originals: Originals | None, sample: int) -> Told:
-        return cls(caption) if originals is None else cls(caption, originals, sample)
+    def for_sample(cls, caption: str, references: ReferenceImages | None, sample: int) -> TextInput:
+        return cls(caption) if references is None else cls(caption, references, sample)
 
-    def content(self) -> bytes:
+    def cache_key_bytes(self) -> bytes:
         """What decides the encoding, but for the encoder."""
         caption = self.caption.encode()
-        return caption if self.originals is None else caption + b"\0" + self.originals.mark(self.sample)
+        return (
+            caption if self.references is None else caption + b"\0" + self.references.cache_key_bytes(self.sample_index)
+        )
 
-    def picture(self) -> torch.Tensor | None:
-        return None if self.originals is None else self.originals.picture(self.sample)
+    def load_reference(self) -> torch.Tensor | None:
+        return None if self.references is None else self.references.load_image(self.sample_index)
 
 
-def told_of(corpus: Corpus, draws: Draws) -> list[Told]:
+def text_inputs_for(corpus: Corpus, draws: SampleDraws) -> list[TextInput]:
     """Of each draw, in its turn."""
-    parts = [corpus.parts[corpus.order.groups[group].dataset] for group in draws.group.tolist()]
-    rows = zip(parts, draws.sample.tolist(), draws.cycle.tolist(), strict=True)
-    return [Told.of(caption_of(corpus.seed, part, sample, turn), part.originals, sample) for part, sample, turn in rows]
+    datasets = [corpus.datasets[corpus.order.groups[group].dataset] for group in draws.group.tolist()]
+    rows = zip(datasets, draws.sample.tolist(), draws.cycle.tolist(), strict=True)
+    return [
+        TextInput.for_sample(caption_for_sample(corpus.seed, dataset, sample, cycle), dataset.originals, sample)
+        for dataset, sample, cycle in rows
+    ]

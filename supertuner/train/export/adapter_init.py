@@ -14,73 +14,92 @@ import xxhash
 from supertuner.config.settings.model import AdapterSettings
 from supertuner.config.settings.tree import RunConfig
 from supertuner.core.errors import ModelError
-from supertuner.models.adapters.attach import for_expert, targets_of
-from supertuner.models.adapters.initial_weights import Given, try_freeze, try_start
-from supertuner.models.adapters.keys import split_tensor
-from supertuner.models.adapters.keys_modules import family_of_layers
-from supertuner.models.adapters.keys_schemes import Scheme, spelled
-from supertuner.models.loading import skeleton
-from supertuner.models.spec import Expert, Family, Model, Tensors
-from supertuner.train.export.adapter_files import AdapterFile, load_as, of_expert, open_adapter, require_scaled
+from supertuner.models.adapters.attach import resolve_targets, settings_for_expert
+from supertuner.models.adapters.initial_weights import ExistingAdapter, check_initial_values, check_merge_frozen
+from supertuner.models.adapters.keys import split_tensor_name
+from supertuner.models.adapters.keys_modules import layer_table_family
+from supertuner.models.adapters.keys_schemes import KeyScheme, spell_tensor
+from supertuner.models.loading import build_meta_module
+from supertuner.models.spec import Expert, Family, ModelDescription, Tensors
+from supertuner.train.export.adapter_files import (
+    AdapterFile,
+    load_adapter_tensors,
+    open_adapter,
+    refuse_checkpoint_part,
+    select_expert,
+)
 
-PLAIN: Final = Scheme("bare", "diffusers", "kohya")
+INITIAL_WEIGHTS_SCHEME: Final = KeyScheme("bare", "diffusers", "kohya")
 """diffusers' layers, the tensors as LyCORIS calls them, alpha said."""
 
 
-def tried(config: RunConfig, family: Family, model: Model, expert: Expert) -> dict[str, str]:
+def check_initial_adapters(
+    config: RunConfig, family: Family, model: ModelDescription, expert: Expert
+) -> dict[str, str]:
     """Try an expert's files on its layers, without their weights: what does not fit is refused now, not after hours of
     encoding. Setting → what the file's tensors are known by."""
-    settings = for_expert(config.adapter, expert.name)
-    files = given(config.adapter, family.name, expert.name, alone=len(model.experts) == 1)
+    settings = settings_for_expert(config.adapter, expert.name)
+    files = load_initial_adapters(config.adapter, family.name, expert.name, only_expert=len(model.experts) == 1)
     for setting, file in files.items():
-        module = skeleton(model, expert.part)
+        module = build_meta_module(model, expert.component)
         try:
             if setting == "frozen":
-                try_freeze(module, file)
+                check_merge_frozen(module, file)
             else:
-                try_start(module, settings, targets_of(settings, family.targets), expert.name, file)
+                check_initial_values(
+                    module, settings, resolve_targets(settings, family.target_presets), expert.name, file
+                )
         except ModelError as error:
-            raise ModelError(f"{place(config.adapter, expert.name, setting)}: {error}") from error
-    return {place(config.adapter, expert.name, setting): file.digest for setting, file in files.items()}
+            raise ModelError(f"{setting_path(config.adapter, expert.name, setting)}: {error}") from error
+    return {setting_path(config.adapter, expert.name, setting): file.digest for setting, file in files.items()}
 
 
-def given(settings: AdapterSettings, family: str, expert: str, *, alone: bool) -> dict[str, Given]:
+def load_initial_adapters(
+    settings: AdapterSettings, family: str, expert: str, *, only_expert: bool
+) -> dict[str, ExistingAdapter]:
     """The files that the settings name for this expert, by setting."""
-    own = for_expert(settings, expert)
-    named = {"frozen": own.frozen, "start_from": None if own.type == "full" else own.start_from}
-    found = {}
-    for setting, path in named.items():
+    expert_settings = settings_for_expert(settings, expert)
+    path_by_setting = {
+        "frozen": expert_settings.frozen,
+        "start_from": None if expert_settings.type == "full" else expert_settings.start_from,
+    }
+    initial_adapters = {}
+    for setting, path in path_by_setting.items():
         if path is not None:
             try:
-                layers = tensors_of(path, family, expert, alone=alone)
+                layers = load_layer_tensors(path, family, expert, only_expert=only_expert)
             except ModelError as error:
-                raise ModelError(f"{place(settings, expert, setting)}: {error}") from error
-            found[setting] = Given(path, layers, _digest(layers))
-    return found
+                raise ModelError(f"{setting_path(settings, expert, setting)}: {error}") from error
+            initial_adapters[setting] = ExistingAdapter(path, layers, _layers_digest(layers))
+    return initial_adapters
 
 
-def place(settings: AdapterSettings, expert: str, setting: str) -> str:
+def setting_path(settings: AdapterSettings, expert: str, setting: str) -> str:
     """The setting that names an expert's file, as it is written."""
-    own = {"high_noise": settings.high_noise, "low_noise": settings.low_noise}.get(expert)
-    return f"adapter.{setting}" if own is None or getattr(own, setting) is None else f"adapter.{expert}.{setting}"
+    expert_settings = {"high_noise": settings.high_noise, "low_noise": settings.low_noise}.get(expert)
+    return (
+        f"adapter.{setting}"
+        if expert_settings is None or getattr(expert_settings, setting) is None
+        else f"adapter.{expert}.{setting}"
+    )
 
 
-def tensors_of(path: Path, family: str, expert: str, *, alone: bool) -> dict[str, Tensors]:
+def load_layer_tensors(path: Path, family: str, expert: str, *, only_expert: bool) -> dict[str, Tensors]:
     """Layer → its tensors in fp32. `alone`: the model has no other expert."""
-    file = _part(_opened(path, family), expert, alone)
-    found: dict[str, Tensors] = {}
-    for key, tensor in load_as(file, PLAIN, family).items():
-        split = split_tensor(key)
+    file = _select_part(_open_understood_adapter(path, family), expert, only_expert)
+    tensors_by_layer: dict[str, Tensors] = {}
+    for key, tensor in load_adapter_tensors(file, INITIAL_WEIGHTS_SCHEME, family).items():
+        split = split_tensor_name(key)
         assert split is not None, key
         exact = tensor.float()
         if not exact.isfinite().all():
             raise ModelError(f"{path}: {key} has values that are no numbers; the file cannot be used")
-        found.setdefault(split[0], {})[spelled(split[1], PLAIN.spelling)] = exact
-    return found
+        tensors_by_layer.setdefault(split[0], {})[spell_tensor(split[1], INITIAL_WEIGHTS_SCHEME.spelling)] = exact
+    return tensors_by_layer
 
 
-def _opened(path: Path, family: str) -> AdapterFile:
-    require_scaled(path)
+def _open_understood_adapter(path: Path, family: str) -> AdapterFile:
+    refuse_checkpoint_part(path)
     try:
         file = open_adapter(path, family)
     except ModelError:
@@ -89,21 +108,21 @@ def _opened(path: Path, family: str) -> AdapterFile:
     if file.reading.unknown:
         _refuse_other_family(path, family)
         remedy = "`supertuner adapter convert FILE --to bare --partial` writes a file without them"
-        raise ModelError(f"{path}: {file.reading.report()}; {remedy}")
+        raise ModelError(f"{path}: {file.reading.summary()}; {remedy}")
     return file
 
 
 def _refuse_other_family(path: Path, family: str) -> None:
     """Say so where all keys are those of other models."""
-    found = open_adapter(path).reading
-    if not found.unknown and family_of_layers(family) not in found.families:
+    reading = open_adapter(path).reading
+    if not reading.unknown and layer_table_family(family) not in reading.families:
         raise ModelError(
-            f"{path} is an adapter of {' or '.join(found.families)}, and model.family is {family!r}; name a file of "
+            f"{path} is an adapter of {' or '.join(reading.families)}, and model.family is {family!r}; name a file of "
             "this family"
         )
 
 
-def _digest(layers: dict[str, Tensors]) -> str:
+def _layers_digest(layers: dict[str, Tensors]) -> str:
     digest = xxhash.xxh3_128()
     for layer, tensors in sorted(layers.items()):
         for name, tensor in sorted(tensors.items()):
@@ -112,20 +131,22 @@ def _digest(layers: dict[str, Tensors]) -> str:
     return digest.hexdigest()
 
 
-def _part(file: AdapterFile, expert: str, alone: bool) -> AdapterFile:
+def _select_part(file: AdapterFile, expert: str, only_expert: bool) -> AdapterFile:
     """What of the file is for this expert."""
-    marked = [one for one in file.reading.experts if one is not None]
-    if alone:
-        if len(marked) > 1:
-            raise ModelError(f"{file.path} has {' and '.join(marked)}, and the model has one expert")
+    key_experts = [one for one in file.reading.experts if one is not None]
+    if only_expert:
+        if len(key_experts) > 1:
+            raise ModelError(f"{file.path} has {' and '.join(key_experts)}, and the model has one expert")
         return file
-    if marked and expert not in marked:
-        raise ModelError(f"{file.path}: its keys are of {' and '.join(marked)}, not of {expert}; {_remedy(expert)}")
-    if not marked and file.expert not in (None, expert):
+    if key_experts and expert not in key_experts:
+        raise ModelError(
+            f"{file.path}: its keys are of {' and '.join(key_experts)}, not of {expert}; {_remedy(expert)}"
+        )
+    if not key_experts and file.expert not in (None, expert):
         raise ModelError(
             f"{file.path} is of {file.expert} by its metadata or its name, not of {expert}; {_remedy(expert)}"
         )
-    return of_expert(file, expert) if marked else file
+    return select_expert(file, expert) if key_experts else file
 
 
 def _remedy(expert: str) -> str:

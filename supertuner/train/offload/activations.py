@@ -21,16 +21,16 @@ from typing import Any, TypeAlias
 
 import torch
 
-from supertuner.train.offload.host_memory import HostMemory, bytes_of
+from supertuner.train.offload.host_memory import HostMemoryPool, storage_bytes
 from supertuner.train.offload.param_storage import is_plain
-from supertuner.train.offload.transfer import Carrier, Mark
+from supertuner.train.offload.transfer import DeviceTransfer, TransferEvent
 
-Storages: TypeAlias = set[int]
+StorageAddresses: TypeAlias = set[int]
 """Addresses of storages."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class View:
+class TensorView:
     """A tensor's form within its storage."""
 
     dtype: torch.dtype
@@ -40,164 +40,172 @@ class View:
     conjugated: bool
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> View:
+    def from_tensor(cls, tensor: torch.Tensor) -> TensorView:
         return cls(tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride(), tensor.is_conj())
 
-    def within(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        made = torch.empty(0, dtype=self.dtype, device=storage.device)
-        made.set_(storage, self.begin, self.shape, self.stride)
-        return made.conj() if self.conjugated else made
+    def in_storage(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
+        tensor.set_(storage, self.begin, self.shape, self.stride)
+        return tensor.conj() if self.conjugated else tensor
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Borrowed:
+class StreamedWeightRef:
     block: int
-    view: View
+    view: TensorView
 
 
-class Sent:
+class OffloadedStorage:
     """One storage in host memory."""
 
-    __slots__ = ("__weakref__", "awaited", "device", "fetched", "home", "mark", "uses")
+    __slots__ = ("__weakref__", "awaited", "device_bytes", "event", "fetched", "host_bytes", "pending_uses")
 
-    def __init__(self, device: torch.Tensor, home: torch.Tensor) -> None:
-        self.device: torch.Tensor | None = device
+    def __init__(self, device_bytes: torch.Tensor, host_bytes: torch.Tensor) -> None:
+        self.device_bytes: torch.Tensor | None = device_bytes
         """Its bytes on the device, as long as they are there."""
         self.fetched = False
         """Whether they came back; else they have been there all the time."""
-        self.home = home
-        self.mark: Mark = None
+        self.host_bytes = host_bytes
+        self.event: TransferEvent = None
         """When the last copy of it, there or back, is done."""
         self.awaited = False
         """Whether the computation has waited for that."""
-        self.uses = 0
+        self.pending_uses = 0
         """Tensors of it that are still to be asked for."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Part:
-    sent: Sent
-    view: View
+class OffloadedView:
+    storage: OffloadedStorage
+    view: TensorView
 
 
-class Sender:
+class ActivationOffloader:
     """Sends a block's activations home while it computes, and brings them back."""
 
-    def __init__(self, carrier: Carrier, host: HostMemory, *, least_bytes: int, at_once: int) -> None:
-        self._carrier, self._host, self._least = carrier, host, least_bytes
-        self.at_once = at_once
+    def __init__(
+        self, transfer: DeviceTransfer, host_memory: HostMemoryPool, *, min_bytes: int, max_blocks_in_flight: int
+    ) -> None:
+        self._transfer, self._host_memory, self._min_bytes = transfer, host_memory, min_bytes
+        self.max_blocks_in_flight = max_blocks_in_flight
         """Blocks whose activations may be on their way home together."""
-        self._parcels: dict[int, list[Sent]] = {}
-        self._under_way: deque[int] = deque()
-        self._alive = 0
+        self._storages_by_block: dict[int, list[OffloadedStorage]] = {}
+        self._blocks_in_flight: deque[int] = deque()
+        self._live_storages = 0
 
-    def begin(self, block: int) -> dict[int, Sent]:
+    def begin_block(self, block: int) -> dict[int, OffloadedStorage]:
         """A forward pass of the block begins: what is sent of it, by the storage's address."""
-        self.done(block)
-        self._parcels[block] = []
+        self.release_block(block)
+        self._storages_by_block[block] = []
         return {}
 
-    def pack(self, block: int, tensor: torch.Tensor, own: dict[int, Sent], staying: Storages) -> Part | torch.Tensor:
+    def pack(
+        self, block: int, tensor: torch.Tensor, storages: dict[int, OffloadedStorage], keep_addresses: StorageAddresses
+    ) -> OffloadedView | torch.Tensor:
         """The answer to autograd. `own` keeps every storage of this pass alive: an address means one storage only."""
-        if not is_plain(tensor) or tensor.device != self._carrier.device or tensor.is_sparse:
+        if not is_plain(tensor) or tensor.device != self._transfer.device or tensor.is_sparse:
             return tensor
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
-        if storage.nbytes() < self._least or address in staying:
+        if storage.nbytes() < self._min_bytes or address in keep_addresses:
             return tensor
-        if address not in own:
-            own[address] = self._begun(bytes_of(tensor))
-            self._parcels[block].append(own[address])
-        own[address].uses += 1
-        return Part(own[address], View.of(tensor))
+        if address not in storages:
+            storages[address] = self._start_offload(storage_bytes(tensor))
+            self._storages_by_block[block].append(storages[address])
+        storages[address].pending_uses += 1
+        return OffloadedView(storages[address], TensorView.from_tensor(tensor))
 
-    def end(self, block: int) -> None:
+    def end_block(self, block: int) -> None:
         """The block's forward pass is over. Its storages leave the device when the computation has waited for them."""
-        self._under_way.append(block)
-        while len(self._under_way) > self.at_once:
-            for sent in self._parcels.get(self._under_way.popleft(), ()):
-                self._leave(sent)
+        self._blocks_in_flight.append(block)
+        while len(self._blocks_in_flight) > self.max_blocks_in_flight:
+            for storage in self._storages_by_block.get(self._blocks_in_flight.popleft(), ()):
+                self._free_device_bytes(storage)
 
-    def bring(self, block: int) -> None:
+    def prefetch_block(self, block: int) -> None:
         """Begin to fetch what the block's backward pass will ask for."""
-        for sent in self._parcels.get(block, ()):
-            if sent.device is None and sent.uses:
-                self._fetch(sent)
+        for storage in self._storages_by_block.get(block, ()):
+            if storage.device_bytes is None and storage.pending_uses:
+                self._fetch(storage)
 
-    def unpack(self, part: Part) -> torch.Tensor:
-        sent = part.sent
-        if sent.device is None:
-            self._fetch(sent)
-        assert sent.device is not None
-        found = part.view.within(sent.device.untyped_storage())
-        sent.uses -= 1
-        if sent.fetched:
-            self._await(sent)
-            if sent.uses <= 0:  # as autograd drops what it has used; whoever asks again gets it from home again
-                sent.device = None
-        return found
+    def unpack(self, view: OffloadedView) -> torch.Tensor:
+        storage = view.storage
+        if storage.device_bytes is None:
+            self._fetch(storage)
+        assert storage.device_bytes is not None
+        tensor = view.view.in_storage(storage.device_bytes.untyped_storage())
+        storage.pending_uses -= 1
+        if storage.fetched:
+            self._await(storage)
+            if (
+                storage.pending_uses <= 0
+            ):  # as autograd drops what it has used; whoever asks again gets it from home again
+                storage.device_bytes = None
+        return tensor
 
-    def done(self, block: int) -> None:
+    def release_block(self, block: int) -> None:
         """The block's backward pass is over: what nobody asked for leaves too."""
-        for sent in self._parcels.pop(block, ()):
-            self._leave(sent)
+        for storage in self._storages_by_block.pop(block, ()):
+            self._free_device_bytes(storage)
 
-    def done_all(self) -> None:
+    def release_all_blocks(self) -> None:
         """A new pass begins."""
-        for block in list(self._parcels):
-            self.done(block)
-        self._under_way.clear()
-        if self._alive == 0:
-            self._host.take_back_all()
+        for block in list(self._storages_by_block):
+            self.release_block(block)
+        self._blocks_in_flight.clear()
+        if self._live_storages == 0:
+            self._host_memory.reset()
 
-    def _begun(self, device: torch.Tensor) -> Sent:
-        sent = Sent(device, self._host.take(device.nbytes))
-        sent.mark = self._carrier.send([(sent.home, device)])
-        self._alive += 1
-        weakref.finalize(sent, self._freed).atexit = False
-        return sent
+    def _start_offload(self, device_bytes: torch.Tensor) -> OffloadedStorage:
+        storage = OffloadedStorage(device_bytes, self._host_memory.allocate(device_bytes.nbytes))
+        storage.event = self._transfer.copy_to_host([(storage.host_bytes, device_bytes)])
+        self._live_storages += 1
+        weakref.finalize(storage, self._on_storage_freed).atexit = False
+        return storage
 
-    def _fetch(self, sent: Sent) -> None:
-        sent.device = torch.empty_like(sent.home, device=self._carrier.device)
-        sent.mark = self._carrier.fetch([(sent.device, sent.home)], after=(sent.mark,))
-        sent.awaited, sent.fetched = False, True
+    def _fetch(self, storage: OffloadedStorage) -> None:
+        storage.device_bytes = torch.empty_like(storage.host_bytes, device=self._transfer.device)
+        storage.event = self._transfer.copy_to_device(
+            [(storage.device_bytes, storage.host_bytes)], after=(storage.event,)
+        )
+        storage.awaited, storage.fetched = False, True
 
-    def _leave(self, sent: Sent) -> None:
+    def _free_device_bytes(self, storage: OffloadedStorage) -> None:
         """From here on the allocator may give its device memory to others: no copy uses it any more."""
-        if sent.device is not None:
-            self._await(sent)
-            sent.device = None
+        if storage.device_bytes is not None:
+            self._await(storage)
+            storage.device_bytes = None
 
-    def _await(self, sent: Sent) -> None:
-        if not sent.awaited:
-            self._carrier.await_(sent.mark)
-            sent.awaited = True
+    def _await(self, storage: OffloadedStorage) -> None:
+        if not storage.awaited:
+            self._transfer.wait_on_device(storage.event)
+            storage.awaited = True
 
-    def _freed(self) -> None:
+    def _on_storage_freed(self) -> None:
         """Home memory is given back when no graph holds any of it: after every backward pass, as a rule."""
-        self._alive -= 1
+        self._live_storages -= 1
 
 
-class Inputs:
+class BlockInputs:
     """Which tensors several blocks are given: to send them would free nothing."""
 
     def __init__(self) -> None:
-        self._before: list[weakref.ref[torch.Tensor]] = []
+        self._previous_inputs: list[weakref.ref[torch.Tensor]] = []
 
-    def shared(self, tensors: Iterable[torch.Tensor]) -> Storages:
+    def shared_addresses(self, tensors: Iterable[torch.Tensor]) -> StorageAddresses:
         """Addresses of those that the block before was given too."""
-        given = list(tensors)
-        before = {id(tensor) for reference in self._before if (tensor := reference()) is not None}
-        self._before = [weakref.ref(tensor) for tensor in given]
-        return {tensor.untyped_storage().data_ptr() for tensor in given if id(tensor) in before}
+        inputs = list(tensors)
+        previous_ids = {id(tensor) for reference in self._previous_inputs if (tensor := reference()) is not None}
+        self._previous_inputs = [weakref.ref(tensor) for tensor in inputs]
+        return {tensor.untyped_storage().data_ptr() for tensor in inputs if id(tensor) in previous_ids}
 
 
-def tensors_in(value: Any) -> Iterable[torch.Tensor]:
+def iter_tensors(value: Any) -> Iterable[torch.Tensor]:
     """The tensors in what a block is given or returns."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, tuple | list):
-        for one in value:
-            yield from tensors_in(one)
+        for item in value:
+            yield from iter_tensors(item)
     elif isinstance(value, dict):
-        yield from tensors_in(list(value.values()))
+        yield from iter_tensors(list(value.values()))

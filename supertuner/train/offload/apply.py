@@ -13,202 +13,219 @@ import torch
 from torch import nn
 
 from supertuner.core.errors import TrainError
-from supertuner.plan.placement.memory_needs import PIECE_BYTES
-from supertuner.plan.placement.plan import BlockPlan, Fate, Plan, Residence, Stepping
-from supertuner.step.window import Trainee
-from supertuner.train.offload.activations import Sender
-from supertuner.train.offload.blocks import Blocks
-from supertuner.train.offload.host_buffers import Homes
-from supertuner.train.offload.host_memory import HostMemory
-from supertuner.train.offload.optimizer_state import HOST, TrainedState
-from supertuner.train.offload.optimizer_step import TrainedKeeper
-from supertuner.train.offload.param_storage import leaves
-from supertuner.train.offload.transfer import Carrier
-from supertuner.train.offload.weight_ring import Ring, StreamedBlock
+from supertuner.plan.placement.memory_needs import UPDATE_PIECE_BYTES
+from supertuner.plan.placement.plan import ActivationPolicy, BlockPlan, MemoryPlan, OptimizerPlacement, WeightPlacement
+from supertuner.step.window import ExpertState
+from supertuner.train.offload.activations import ActivationOffloader
+from supertuner.train.offload.blocks import OffloadedBlocks
+from supertuner.train.offload.host_buffers import HostBuffers
+from supertuner.train.offload.host_memory import HostMemoryPool
+from supertuner.train.offload.optimizer_state import HOST, ParameterState
+from supertuner.train.offload.optimizer_step import PlannedOptimizerOffload
+from supertuner.train.offload.param_storage import stored_tensors
+from supertuner.train.offload.transfer import DeviceTransfer
+from supertuner.train.offload.weight_ring import StreamedBlock, WeightRing
 
-LEAST_SENT_BYTES = 1 << 20
+MIN_OFFLOAD_BYTES = 1 << 20
 """Smaller tensors stay: to begin a copy of them takes longer than the copy."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Acting:
+class OffloadedExpert:
     """One expert under its plan."""
 
-    trainee: Trainee
-    plan: Plan
-    carrier: Carrier
-    homes: Homes
+    expert_state: ExpertState
+    plan: MemoryPlan
+    transfer: DeviceTransfer
+    host_buffers: HostBuffers
     """Of weights and state: they last. Activations have memory of their own."""
-    state: TrainedState
-    ring: Ring
-    sender: Sender
-    blocks: Blocks | None
-    keeper: TrainedKeeper | None
-    refused: tuple[str, ...]
+    parameter_state: ParameterState
+    ring: WeightRing
+    activation_offloader: ActivationOffloader
+    blocks: OffloadedBlocks | None
+    optimizer_offload: PlannedOptimizerOffload | None
+    unfollowed: tuple[str, ...]
     """What of the plan is not followed, and why. Results are the same."""
 
     @property
-    def sends(self) -> bool:
+    def offloads_activations(self) -> bool:
         """Whether activations of any block go to host memory."""
-        return any(row.activations is Fate.SEND for row in self.plan.blocks)
+        return any(row.activations is ActivationPolicy.SEND for row in self.plan.blocks)
 
-    def staying(self) -> list[nn.Parameter]:
+    def resident_parameters(self) -> list[nn.Parameter]:
         """Parameters that the plan has on the device."""
-        visitors = {id(parameter) for block in self.ring.streamed.values() for parameter in block.named.values()}
-        return [parameter for parameter in self.trainee.module.parameters() if id(parameter) not in visitors]
+        streamed_ids = {
+            id(parameter) for block in self.ring.streamed.values() for parameter in block.parameters.values()
+        }
+        return [parameter for parameter in self.expert_state.module.parameters() if id(parameter) not in streamed_ids]
 
-    def fetch_ahead(self, blocks: int) -> None:
+    def set_prefetch_depth(self, blocks: int) -> None:
         """Fetch so many blocks ahead from now on. Only between two windows."""
-        self.ring.release()
-        self.ring.ahead = blocks
-        self.sender.at_once = max(1, blocks)
+        self.ring.release_slots()
+        self.ring.prefetch_depth = blocks
+        self.activation_offloader.max_blocks_in_flight = max(1, blocks)
         if self.blocks is not None:
-            self.blocks.ahead = blocks
+            self.blocks.prefetch_depth = blocks
 
-    def take_off(self) -> None:
+    def detach(self) -> None:
         """Follow the plan no more; everything stays where it is. Only between two windows."""
         if self.blocks is not None:
             self.blocks.remove()
-        if self.keeper is not None:
-            self.keeper.remove()
-        self.trainee.keeper = None
+        if self.optimizer_offload is not None:
+            self.optimizer_offload.remove()
+        self.expert_state.optimizer_offload = None
 
-    def remove(self) -> None:
+    def restore_to_device(self) -> None:
         """Everything is on the device again, as without a plan. Only between two windows."""
-        self.take_off()
-        to_device(self.trainee.module.parameters(), self.carrier.device)
-        self.state.move(self.carrier.device)
+        self.detach()
+        move_to_device(self.expert_state.module.parameters(), self.transfer.device)
+        self.parameter_state.move_to(self.transfer.device)
 
 
-def act(
-    trainee: Trainee,
-    plan: Plan,
-    carrier: Carrier,
+def apply_plan(
+    expert_state: ExpertState,
+    plan: MemoryPlan,
+    transfer: DeviceTransfer,
     *,
-    here: bool = True,
-    homes: Homes | None = None,
-    least_sent_bytes: int = LEAST_SENT_BYTES,
-) -> Acting:
+    on_device: bool = True,
+    host_buffers: HostBuffers | None = None,
+    min_offload_bytes: int = MIN_OFFLOAD_BYTES,
+) -> OffloadedExpert:
     """Put the plan to work. The module may be on the device or on the host; afterwards each part is where it is to be.
 
     Whether activations are recomputed is the plan's business from now on, block by block. An expert that is not
     `here` yet stays where it is until it is brought. `homes` are those of a plan that was taken off, and stay in use.
     """
-    module = trainee.module
-    rows, refused = _rows(module, plan)
-    _own_checkpointing_off(module)
-    homes = homes or Homes(carrier, HostMemory(carrier.device))
-    state = TrainedState(trainee.optimizer, trainee.ema)
+    module = expert_state.module
+    rows, unfollowed = _match_blocks(module, plan)
+    _disable_gradient_checkpointing(module)
+    host_buffers = host_buffers or HostBuffers(transfer, HostMemoryPool(transfer.device))
+    parameter_state = ParameterState(expert_state.optimizer, expert_state.ema)
     modules = [module.get_submodule(row.name) for row in rows]
-    ring = Ring(dict(_streamed(module, modules, rows)), len(rows), plan.ahead, carrier)
-    sender = Sender(carrier, HostMemory(carrier.device), least_bytes=least_sent_bytes, at_once=max(1, plan.ahead))
+    ring = WeightRing(dict(_build_streamed_blocks(module, modules, rows)), len(rows), plan.ahead, transfer)
+    activation_offloader = ActivationOffloader(
+        transfer, HostMemoryPool(transfer.device), min_bytes=min_offload_bytes, max_blocks_in_flight=max(1, plan.ahead)
+    )
     blocks = None
-    if ring.streamed or any(row.activations is not Fate.KEEP for row in rows):
-        blocks = Blocks(modules, [row.activations for row in rows], ring, sender, plan.ahead)
+    if ring.streamed or any(row.activations is not ActivationPolicy.KEEP for row in rows):
+        blocks = OffloadedBlocks(modules, [row.activations for row in rows], ring, activation_offloader, plan.ahead)
         blocks.install()
     for block in ring.streamed.values():
-        block.go_home(homes)
-    away = {id(parameter) for block in ring.streamed.values() for parameter in block.named.values()}
-    names = [name for name, parameter in trainee.parameters.items() if id(parameter) in away]
-    keeper = None
-    if names or plan.stepping is not Stepping.GPU:
-        pieces = _pieces(trainee, modules)
-        keeper = TrainedKeeper(
-            trainee.parameters, trainee.optimizer, state, plan.stepping, pieces, names, carrier, homes, ring.forget,
-            blocks.rest if blocks is not None else _nothing,
+        block.move_to_host(host_buffers)
+    streamed_ids = {id(parameter) for block in ring.streamed.values() for parameter in block.parameters.values()}
+    names = [name for name, parameter in expert_state.parameters.items() if id(parameter) in streamed_ids]
+    optimizer_offload = None
+    if names or plan.stepping is not OptimizerPlacement.GPU:
+        pieces = _split_into_pieces(expert_state, modules)
+        optimizer_offload = PlannedOptimizerOffload(
+            expert_state.parameters, expert_state.optimizer, parameter_state, plan.stepping, pieces, names, transfer, host_buffers, ring.invalidate,
+            blocks.return_weights if blocks is not None else _do_nothing,
         )  # fmt: skip
-        keeper.install()
-    trainee.keeper = keeper
-    acting = Acting(trainee, plan, carrier, homes, state, ring, sender, blocks, keeper, refused)
-    to_device(module.buffers(), carrier.device)
-    if here:
-        to_device(acting.staying(), carrier.device)
-    if plan.stepping is not Stepping.GPU:
-        state.move(HOST)
-    elif here:
-        state.move(carrier.device)
-    return acting
+        optimizer_offload.install()
+    expert_state.optimizer_offload = optimizer_offload
+    offloaded = OffloadedExpert(
+        expert_state,
+        plan,
+        transfer,
+        host_buffers,
+        parameter_state,
+        ring,
+        activation_offloader,
+        blocks,
+        optimizer_offload,
+        unfollowed,
+    )
+    move_to_device(module.buffers(), transfer.device)
+    if on_device:
+        move_to_device(offloaded.resident_parameters(), transfer.device)
+    if plan.stepping is not OptimizerPlacement.GPU:
+        parameter_state.move_to(HOST)
+    elif on_device:
+        parameter_state.move_to(transfer.device)
+    return offloaded
 
 
-def to_device(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
+def move_to_device(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
     for tensor in tensors:
-        for leaf in leaves(tensor):
-            leaf.put(leaf.get().to(device))
+        for stored in stored_tensors(tensor):
+            stored.put(stored.get().to(device))
 
 
-def _rows(module: nn.Module, plan: Plan) -> tuple[list[BlockPlan], tuple[str, ...]]:
+def _match_blocks(module: nn.Module, plan: MemoryPlan) -> tuple[list[BlockPlan], tuple[str, ...]]:
     """The plan's rows that are blocks of the module; and what is asked of others, which cannot be done."""
-    there = dict(module.named_modules())
-    rows = [row for row in plan.blocks if row.name in there and row.name]
-    strange = [row.name for row in plan.blocks if row.name not in there and not row.name.startswith("(")]
-    if strange:
+    modules_by_name = dict(module.named_modules())
+    rows = [row for row in plan.blocks if row.name in modules_by_name and row.name]
+    unknown_blocks = [
+        row.name for row in plan.blocks if row.name not in modules_by_name and not row.name.startswith("(")
+    ]
+    if unknown_blocks:
         raise TrainError(
-            f"the plan is of another model: {type(module).__name__} has no block {strange[0]} "
-            f"({len(strange)} such); make it anew for this configuration"
+            f"the plan is of another model: {type(module).__name__} has no block {unknown_blocks[0]} "
+            f"({len(unknown_blocks)} such); make it anew for this configuration"
         )
-    if len({id(there[row.name]) for row in rows}) < len(rows):
+    if len({id(modules_by_name[row.name]) for row in rows}) < len(rows):
         raise TrainError(f"the plan names a block of {type(module).__name__} twice; make it anew")
-    refused = [
+    unfollowed = [
         f"{row.name}: {what} is for blocks; what stands around them stays, and its activations are kept"
         for row in plan.blocks
-        if row.name not in there
+        if row.name not in modules_by_name
         for what, asked in (
-            (row.weights, row.weights is not Residence.GPU),
-            (row.activations, row.activations is not Fate.KEEP),
+            (row.weights, row.weights is not WeightPlacement.GPU),
+            (row.activations, row.activations is not ActivationPolicy.KEEP),
         )
         if asked
     ]
-    return rows, tuple(refused)
+    return rows, tuple(unfollowed)
 
 
-def _streamed(
-    whole: nn.Module, modules: Sequence[nn.Module], rows: Sequence[BlockPlan]
+def _build_streamed_blocks(
+    root: nn.Module, modules: Sequence[nn.Module], rows: Sequence[BlockPlan]
 ) -> Iterator[tuple[int, StreamedBlock]]:
-    names = {id(parameter): name for name, parameter in whole.named_parameters()}
+    names = {id(parameter): name for name, parameter in root.named_parameters()}
     holders = Counter(id(parameter) for module in modules for parameter in module.parameters())
     for number, (module, row) in enumerate(zip(modules, rows, strict=True)):
-        if row.weights is Residence.STREAMED:
-            own = [p for p in module.parameters() if holders[id(p)] == 1]  # what two blocks share stays
-            chosen = {names[id(parameter)]: parameter for parameter in _along(own)}
+        if row.weights is WeightPlacement.STREAMED:
+            unshared = [p for p in module.parameters() if holders[id(p)] == 1]  # what two blocks share stays
+            chosen = {names[id(parameter)]: parameter for parameter in _parameters_to_stream(unshared)}
             if chosen:
-                yield number, StreamedBlock.of(chosen)
+                yield number, StreamedBlock.from_parameters(chosen)
 
 
-def _along(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+def _parameters_to_stream(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
     """Which of a streamed block's parameters are streamed: the frozen ones, and what is trained of it if that is more.
 
     An adapter beside frozen weights is small and is stepped in every window: it stays.
     """
     frozen = [parameter for parameter in parameters if not parameter.requires_grad]
     trained = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
-    stored = sum(leaf.get().nbytes for parameter in frozen for leaf in leaves(parameter))
+    stored = sum(leaf.get().nbytes for parameter in frozen for leaf in stored_tensors(parameter))
     return list(parameters) if trained > stored else frozen
 
 
-def _pieces(trainee: Trainee, modules: Sequence[nn.Module]) -> list[list[str]]:
+def _split_into_pieces(expert_state: ExpertState, modules: Sequence[nn.Module]) -> list[list[str]]:
     """Names of trained parameters, block by block; those of no block come first. A large block is several pieces, so
     that an update takes no more room than plans count for it."""
     block_of = {id(parameter): number for number, module in enumerate(modules, 1) for parameter in module.parameters()}
     blocks: list[list[str]] = [[] for _ in range(len(modules) + 1)]
-    for name, parameter in trainee.parameters.items():
+    for name, parameter in expert_state.parameters.items():
         blocks[block_of.get(id(parameter), 0)].append(name)
     pieces: list[list[str]] = []
     for names in blocks:
-        room = 0
+        room_bytes = 0
         for name in names:
-            nbytes = trainee.parameters[name].nbytes
-            if nbytes > room or not pieces:
+            nbytes = expert_state.parameters[name].nbytes
+            if nbytes > room_bytes or not pieces:
                 pieces.append([])
-                room = PIECE_BYTES
+                room_bytes = UPDATE_PIECE_BYTES
             pieces[-1].append(name)
-            room -= nbytes
+            room_bytes -= nbytes
     return pieces
 
 
-def _nothing() -> None: ...
+def _do_nothing() -> None: ...
 
 
-def _own_checkpointing_off(module: nn.Module) -> None:
+def _disable_gradient_checkpointing(module: nn.Module) -> None:
     switch = getattr(module, "disable_gradient_checkpointing", None)
     if switch is not None and getattr(module, "is_gradient_checkpointing", False):
         switch()

@@ -15,126 +15,130 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from supertuner.plan.placement.plan import Stepping
-from supertuner.train.offload.apply import Acting
+from supertuner.plan.placement.plan import OptimizerPlacement
+from supertuner.train.offload.apply import OffloadedExpert
 from supertuner.train.offload.optimizer_state import HOST
-from supertuner.train.offload.param_storage import Leaf, leaves
+from supertuner.train.offload.param_storage import StoredTensor, stored_tensors
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class _Visit:
+class _DeviceVisit:
     """A trained parameter on the device: where it came from, and as what."""
 
     source: torch.Tensor
-    there: torch.Tensor
+    device_tensor: torch.Tensor
     version: int
 
 
 @dataclass(eq=False, slots=True)
-class Guest:
+class SwappableExpert:
     """An expert that is on the device only while it is needed."""
 
-    acting: Acting
-    here: bool = True
-    learnt: bool = False
+    offloaded: OffloadedExpert
+    on_device: bool = True
+    trained_since_arrival: bool = False
     """Whether it was trained since it came. (Fused steps do not count as versions of a tensor.)"""
-    _frozen: list[tuple[Leaf, torch.Tensor]] = field(default_factory=list)
+    _frozen: list[tuple[StoredTensor, torch.Tensor]] = field(default_factory=list)
     """With its copy at home."""
     _trained: dict[str, nn.Parameter] = field(default_factory=dict)
-    _visits: dict[str, _Visit] = field(default_factory=dict)
+    _visits: dict[str, _DeviceVisit] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Make its home, and send it there."""
-        acting = self.acting
-        trained = {id(parameter) for parameter in acting.trainee.parameters.values()}
-        staying = {id(parameter) for parameter in acting.staying()}
-        for name, parameter in acting.trainee.module.named_parameters():
-            for leaf in leaves(parameter) if id(parameter) in staying - trained else ():
-                self._frozen.append((leaf, acting.homes.settle(name, leaf)))
-        self._trained = {name: p for name, p in acting.trainee.parameters.items() if id(p) in staying}
-        self.leave()
+        offloaded = self.offloaded
+        trained_ids = {id(parameter) for parameter in offloaded.expert_state.parameters.values()}
+        resident_ids = {id(parameter) for parameter in offloaded.resident_parameters()}
+        for name, parameter in offloaded.expert_state.module.named_parameters():
+            for stored in stored_tensors(parameter) if id(parameter) in resident_ids - trained_ids else ():
+                self._frozen.append((stored, offloaded.host_buffers.move_to_host(name, stored)))
+        self._trained = {name: p for name, p in offloaded.expert_state.parameters.items() if id(p) in resident_ids}
+        self.move_to_host()
 
-    def come(self) -> None:
+    def move_to_device(self) -> None:
         """Bring it to the device; the computation waits for it."""
-        device, carrier = self.acting.carrier.device, self.acting.carrier
-        places = [leaf for leaf, _ in self._frozen]
-        homes = [home for _, home in self._frozen]
+        device, transfer = self.offloaded.transfer.device, self.offloaded.transfer
+        targets = [leaf for leaf, _ in self._frozen]
+        host_tensors = [home for _, home in self._frozen]
         for parameter in self._trained.values():
-            places.append(Leaf(parameter, None))
-            homes.append(parameter.data)
-        there = [torch.empty_like(home, device=device) for home in homes]
-        carrier.await_(carrier.fetch(list(zip(there, homes, strict=True))))
-        for place, tensor in zip(places, there, strict=True):
-            place.put(tensor)
-        arrived = zip(self._trained.items(), homes[len(self._frozen) :], there[len(self._frozen) :], strict=True)
-        self._visits = {name: _Visit(home, tensor, parameter._version) for (name, parameter), home, tensor in arrived}
-        if self.acting.plan.stepping is Stepping.GPU:
-            self.acting.state.move(device)
-        self.here = True
+            targets.append(StoredTensor(parameter, None))
+            host_tensors.append(parameter.data)
+        device_tensors = [torch.empty_like(home, device=device) for home in host_tensors]
+        transfer.wait_on_device(transfer.copy_to_device(list(zip(device_tensors, host_tensors, strict=True))))
+        for target, tensor in zip(targets, device_tensors, strict=True):
+            target.put(tensor)
+        arrived = zip(
+            self._trained.items(), host_tensors[len(self._frozen) :], device_tensors[len(self._frozen) :], strict=True
+        )
+        self._visits = {
+            name: _DeviceVisit(home, tensor, parameter._version) for (name, parameter), home, tensor in arrived
+        }
+        if self.offloaded.plan.stepping is OptimizerPlacement.GPU:
+            self.offloaded.parameter_state.move_to(device)
+        self.on_device = True
 
-    def stay(self) -> None:
+    def sync_to_device(self) -> None:
         """It is needed, and here; whatever was put into it meanwhile, an average or its own weights, comes too."""
-        device = self.acting.carrier.device
+        device = self.offloaded.transfer.device
         for parameter in self._trained.values():
             if parameter.device != device:
                 parameter.data = parameter.data.to(device)
 
-    def wait(self) -> None:
+    def sync_to_host(self) -> None:
         """It is at home, and another is needed; what somebody put back into it meanwhile goes home too."""
         for parameter in self._trained.values():
             if parameter.device != HOST:
                 parameter.data = parameter.data.to(HOST)
 
-    def leave(self) -> None:
+    def move_to_host(self) -> None:
         """Go home. Only copies of what has changed are made."""
         pairs = []
-        for leaf, home in self._frozen:
-            leaf.put(home)
+        for stored, host_tensor in self._frozen:
+            stored.put(host_tensor)
         for name, parameter in self._trained.items():
-            visit, now = self._visits.get(name), parameter.data
-            if visit is not None and now.data_ptr() != visit.there.data_ptr():
-                parameter.data = now.to(HOST)  # lent by somebody who will put the weights back: not into their home
-            elif visit is not None and not self.learnt and visit.version == parameter._version:
+            visit, current = self._visits.get(name), parameter.data
+            if visit is not None and current.data_ptr() != visit.device_tensor.data_ptr():
+                parameter.data = current.to(HOST)  # lent by somebody who will put the weights back: not into their home
+            elif visit is not None and not self.trained_since_arrival and visit.version == parameter._version:
                 parameter.data = visit.source
             else:
-                home = self.acting.homes.of((name, "weight"), now)
-                pairs.append((home, now))
-                parameter.data = home
-        self.acting.homes.send(pairs)
-        if self.acting.plan.stepping is Stepping.GPU:
-            self.acting.state.move(HOST)
-        self.acting.homes.arrived()
-        self.acting.ring.release()
+                host_tensor = self.offloaded.host_buffers.buffer_for((name, "weight"), current)
+                pairs.append((host_tensor, current))
+                parameter.data = host_tensor
+        self.offloaded.host_buffers.copy_to_host(pairs)
+        if self.offloaded.plan.stepping is OptimizerPlacement.GPU:
+            self.offloaded.parameter_state.move_to(HOST)
+        self.offloaded.host_buffers.synchronize()
+        self.offloaded.ring.release_slots()
         self._visits.clear()
-        self.here = self.learnt = False
+        self.on_device = self.trained_since_arrival = False
 
 
-class Turns:
+class ExpertSwap:
     """The guests of one device. At most one of them is there."""
 
     def __init__(self) -> None:
-        self._guests: dict[str, tuple[Guest, RemovableHandle]] = {}
-        self.changes = 0
+        self._experts: dict[str, tuple[SwappableExpert, RemovableHandle]] = {}
+        self.swap_count = 0
 
-    def add(self, name: str, guest: Guest) -> None:
-        hook = guest.acting.trainee.module.register_forward_pre_hook(partial(self._called, guest))
-        self._guests[name] = guest, hook
+    def add(self, name: str, expert: SwappableExpert) -> None:
+        hook = expert.offloaded.expert_state.module.register_forward_pre_hook(partial(self._on_forward, expert))
+        self._experts[name] = expert, hook
 
-    def drop(self, name: str) -> None:
+    def remove(self, name: str) -> None:
         """It is a guest no more, and stays where it is."""
-        if name in self._guests:
-            self._guests.pop(name)[1].remove()
+        if name in self._experts:
+            self._experts.pop(name)[1].remove()
 
-    def turn(self, guest: Guest) -> None:
-        for other, _ in self._guests.values():
-            if other is not guest:
-                other.leave() if other.here else other.wait()
-        if guest.here:
-            guest.stay()
+    def activate(self, expert: SwappableExpert) -> None:
+        for other, _ in self._experts.values():
+            if other is not expert:
+                other.move_to_host() if other.on_device else other.sync_to_host()
+        if expert.on_device:
+            expert.sync_to_device()
             return
-        guest.come()
-        self.changes += 1
+        expert.move_to_device()
+        self.swap_count += 1
 
-    def _called(self, guest: Guest, _module: nn.Module, _inputs: Any) -> None:
-        self.turn(guest)
-        guest.learnt |= torch.is_grad_enabled()
+    def _on_forward(self, expert: SwappableExpert, _module: nn.Module, _inputs: Any) -> None:
+        self.activate(expert)
+        expert.trained_since_arrival |= torch.is_grad_enabled()

@@ -11,62 +11,64 @@ from typing import TypeAlias
 
 import torch
 
-from supertuner.train.offload.host_memory import HostMemory, placed
-from supertuner.train.offload.param_storage import Leaf
-from supertuner.train.offload.transfer import Carrier, Mark, Pair
+from supertuner.train.offload.host_memory import HostMemoryPool, tensor_in_bytes
+from supertuner.train.offload.param_storage import StoredTensor
+from supertuner.train.offload.transfer import CopyPair, DeviceTransfer, TransferEvent
 
-Key: TypeAlias = tuple[str, str]
+BufferKey: TypeAlias = tuple[str, str]
 """The parameter's name, and what of it: `weight`, `gradient`, `average`, `state.exp_avg`."""
-AT_ONCE = 8
+MAX_COPIES_IN_FLIGHT = 8
 """Copies home that may be under way together: each holds device memory as long as it lasts."""
 
 
-class Homes:
-    def __init__(self, carrier: Carrier, host: HostMemory) -> None:
-        self._carrier, self.host = carrier, host
-        self._homes: dict[Key, torch.Tensor] = {}
-        self._under_way: deque[tuple[Mark, list[torch.Tensor]]] = deque()
-        self._last: Mark = None
+class HostBuffers:
+    def __init__(self, transfer: DeviceTransfer, memory: HostMemoryPool) -> None:
+        self._transfer, self.memory = transfer, memory
+        self._buffers: dict[BufferKey, torch.Tensor] = {}
+        self._in_flight: deque[tuple[TransferEvent, list[torch.Tensor]]] = deque()
+        self._last_event: TransferEvent = None
 
-    def of(self, key: Key, like: torch.Tensor) -> torch.Tensor:
+    def buffer_for(self, key: BufferKey, like: torch.Tensor) -> torch.Tensor:
         """The home of a tensor; it is made where there is none."""
-        home = self._homes.get(key)
-        if home is None or (home.shape, home.dtype) != (like.shape, like.dtype):
-            home = self._homes[key] = placed(self.host.take(like.nbytes), like)
-        return home
+        buffer = self._buffers.get(key)
+        if buffer is None or (buffer.shape, buffer.dtype) != (like.shape, like.dtype):
+            buffer = self._buffers[key] = tensor_in_bytes(self.memory.allocate(like.nbytes), like)
+        return buffer
 
-    def settle(self, name: str, leaf: Leaf) -> torch.Tensor:
+    def move_to_host(self, name: str, stored: StoredTensor) -> torch.Tensor:
         """Put a copy at home in the place of a parameter's tensor, unless it is there; what is there now is freed."""
-        there, key = leaf.get(), (name, leaf.what)
-        if not self.is_home(key, there):
-            home = self.of(key, there)
-            home.copy_(there)
-            leaf.put(home)
-        return leaf.get()
+        current, key = stored.get(), (name, stored.role)
+        if not self.is_buffer(key, current):
+            buffer = self.buffer_for(key, current)
+            buffer.copy_(current)
+            stored.put(buffer)
+        return stored.get()
 
-    def is_home(self, key: Key, tensor: torch.Tensor) -> bool:
-        return key in self._homes and self._homes[key].data_ptr() == tensor.data_ptr()
+    def is_buffer(self, key: BufferKey, tensor: torch.Tensor) -> bool:
+        return key in self._buffers and self._buffers[key].data_ptr() == tensor.data_ptr()
 
-    def send(self, pairs: list[Pair]) -> None:
+    def copy_to_host(self, pairs: list[CopyPair]) -> None:
         """Begin to copy (home, tensor on the device)."""
         if not pairs:
             return
-        self._last = self._carrier.send(pairs)
-        self._under_way.append((self._last, [source for _, source in pairs]))
-        while len(self._under_way) > AT_ONCE:
-            self._carrier.await_(self._under_way.popleft()[0])
+        self._last_event = self._transfer.copy_to_host(pairs)
+        self._in_flight.append((self._last_event, [source for _, source in pairs]))
+        while len(self._in_flight) > MAX_COPIES_IN_FLIGHT:
+            self._transfer.wait_on_device(self._in_flight.popleft()[0])
 
-    def fetch(self, homes: list[torch.Tensor]) -> tuple[list[torch.Tensor], Mark]:
+    def copy_to_device(self, buffers: list[torch.Tensor]) -> tuple[list[torch.Tensor], TransferEvent]:
         """Begin to copy these to the device: after what was sent before, which may be the same."""
-        there = [torch.empty_like(home, device=self._carrier.device) for home in homes]
-        after = [] if self._last is None else [self._last]
-        return there, self._carrier.fetch(list(zip(there, homes, strict=True)), after=after)
+        device_tensors = [torch.empty_like(home, device=self._transfer.device) for home in buffers]
+        after = [] if self._last_event is None else [self._last_event]
+        return device_tensors, self._transfer.copy_to_device(
+            list(zip(device_tensors, buffers, strict=True)), after=after
+        )
 
-    def arrived(self) -> None:
+    def synchronize(self) -> None:
         """Wait until the host may read all that was sent."""
-        for mark, _ in self._under_way:
-            self._carrier.await_(mark)
-        self._under_way.clear()
-        if self._last is not None:
-            self._carrier.arrived(self._last)
-            self._last = None
+        for event, _ in self._in_flight:
+            self._transfer.wait_on_device(event)
+        self._in_flight.clear()
+        if self._last_event is not None:
+            self._transfer.synchronize(self._last_event)
+            self._last_event = None

@@ -9,46 +9,46 @@ from typing import Any
 import torch
 
 from supertuner.optim.automagic.optimizer import Automagic
-from supertuner.optim.ema import Ema
-from supertuner.optim.table import Optimizer
-from supertuner.train.offload.host_buffers import Key
+from supertuner.optim.ema import EmaWeights
+from supertuner.optim.table import ExpertOptimizer
+from supertuner.train.offload.host_buffers import BufferKey
 
 HOST = torch.device("cpu")
-AVERAGE = "average"
+EMA_KEY = "average"
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class TrainedState:
-    optimizer: Optimizer
-    ema: Ema | None
+class ParameterState:
+    optimizer: ExpertOptimizer
+    ema: EmaWeights | None
 
-    def entries(self, name: str) -> Iterator[tuple[Key, torch.Tensor]]:
+    def tensor_entries(self, name: str) -> Iterator[tuple[BufferKey, torch.Tensor]]:
         """All tensors of a parameter, but for counts of steps that optimizers keep on the host anyway."""
-        on_host = () if self.optimizer.inner.param_groups[0].get("fused") else ("step",)
-        for key, value in self._memory(name).items():
+        on_host = () if self.optimizer.torch_optimizer.param_groups[0].get("fused") else ("step",)
+        for key, value in self._optimizer_entries(name).items():
             if isinstance(value, torch.Tensor) and key not in on_host:
                 yield (name, f"state.{key}"), value
         if self.ema is not None:
-            yield (name, AVERAGE), self.ema.averages[name]
+            yield (name, EMA_KEY), self.ema.averages[name]
 
-    def change(self, name: str, change: Callable[[Key, torch.Tensor], torch.Tensor]) -> None:
+    def replace_tensors(self, name: str, replacement: Callable[[BufferKey, torch.Tensor], torch.Tensor]) -> None:
         """Put other tensors in their places: the same values in another memory."""
-        changed = {key: change(key, tensor) for key, tensor in self.entries(name)}
+        changed = {key: replacement(key, tensor) for key, tensor in self.tensor_entries(name)}
         if self.ema is not None:
-            self.ema.averages[name] = changed.pop((name, AVERAGE))
-        old = self._memory(name)
+            self.ema.averages[name] = changed.pop((name, EMA_KEY))
+        old = self._optimizer_entries(name)
         new = {key: changed.get((name, f"state.{key}"), value) for key, value in old.items()}
         if all(new[key] is value for key, value in old.items()):
             return
-        self.optimizer.inner.state[self.optimizer.parameters[name]] = new
-        if isinstance(self.optimizer.inner, Automagic):
-            self.optimizer.inner.states_replaced()
+        self.optimizer.torch_optimizer.state[self.optimizer.parameters[name]] = new
+        if isinstance(self.optimizer.torch_optimizer, Automagic):
+            self.optimizer.torch_optimizer.states_replaced()
 
-    def move(self, device: torch.device) -> None:
+    def move_to(self, device: torch.device) -> None:
         """Have all of it on a device, for good."""
         for name in self.optimizer.parameters:
-            self.change(name, lambda _, tensor: tensor.to(device))
+            self.replace_tensors(name, lambda _, tensor: tensor.to(device))
 
-    def _memory(self, name: str) -> dict[str, Any]:
-        found: dict[str, Any] = self.optimizer.inner.state.get(self.optimizer.parameters[name], {})
-        return found
+    def _optimizer_entries(self, name: str) -> dict[str, Any]:
+        entries: dict[str, Any] = self.optimizer.torch_optimizer.state.get(self.optimizer.parameters[name], {})
+        return entries

@@ -22,59 +22,59 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from supertuner.optim.table import Optimizer
-from supertuner.plan.placement.plan import Stepping
-from supertuner.train.offload.host_buffers import Homes, Key
-from supertuner.train.offload.optimizer_state import HOST, TrainedState
+from supertuner.optim.table import ExpertOptimizer
+from supertuner.plan.placement.plan import OptimizerPlacement
+from supertuner.train.offload.host_buffers import BufferKey, HostBuffers
+from supertuner.train.offload.optimizer_state import HOST, ParameterState
 from supertuner.train.offload.param_storage import is_plain
-from supertuner.train.offload.transfer import Carrier, Mark
+from supertuner.train.offload.transfer import DeviceTransfer, TransferEvent
 
-PIECEWISE = ("adamw", "adamw8bit", "adafactor")
+PER_PARAMETER_OPTIMIZERS = ("adamw", "adamw8bit", "adafactor")
 """Optimizers that step each parameter for itself. The others count their steps or estimate something for all together:
 for them there is one piece."""
 
 
 @dataclass(eq=False, slots=True)
-class _Piece:
+class _PieceOnDevice:
     """What of some parameters is on its way to the device."""
 
-    keys: list[Key] = field(default_factory=list)
-    homes: list[torch.Tensor] = field(default_factory=list)
-    there: list[torch.Tensor] = field(default_factory=list)
-    mark: Mark = None
+    keys: list[BufferKey] = field(default_factory=list)
+    host_tensors: list[torch.Tensor] = field(default_factory=list)
+    device_tensors: list[torch.Tensor] = field(default_factory=list)
+    event: TransferEvent = None
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
-class TrainedKeeper:
+class PlannedOptimizerOffload:
     """Keeps what is trained of one expert; see `step.window.Keeper`."""
 
     parameters: Mapping[str, nn.Parameter]
-    optimizer: Optimizer
-    state: TrainedState
-    stepping: Stepping
-    blocks: Sequence[Collection[str]]
+    optimizer: ExpertOptimizer
+    parameter_state: ParameterState
+    placement: OptimizerPlacement
+    parameters_by_piece: Sequence[Collection[str]]
     """Names of parameters, block by block: what is a piece."""
-    away: Collection[str]
+    host_weights: Collection[str]
     """Parameters whose weights are at home in host memory."""
-    carrier: Carrier
-    homes: Homes
-    forget: Callable[[], None]
+    transfer: DeviceTransfer
+    host_buffers: HostBuffers
+    invalidate_device_copies: Callable[[], None]
     """Weights at home have changed: copies of them elsewhere are worthless."""
-    rest: Callable[[], None]
+    return_streamed_weights: Callable[[], None]
     """The last block is done: its weights go home."""
-    _gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    _host_gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     """Of this window, at home."""
-    _stepped_at_home: dict[str, torch.Tensor] = field(default_factory=dict)
+    _device_weights: dict[str, torch.Tensor] = field(default_factory=dict)
     """Weights on the device while the host steps their copies."""
-    _same: dict[str, int] = field(default_factory=dict)
+    _synced_versions: dict[str, int] = field(default_factory=dict)
     """The version of a parameter when its copy at home was last the same."""
     _hooks: list[RemovableHandle] = field(default_factory=list)
 
     def install(self) -> None:
         """Gradients of weights that are at home, or stepped there, go there as soon as they are made."""
         for name, parameter in self.parameters.items():
-            if name in self.away or self.stepping is Stepping.HOST:
-                hook = partial(_gradient_made, weakref.ref(self), name)
+            if name in self.host_weights or self.placement is OptimizerPlacement.HOST:
+                hook = partial(_gradient_hook, weakref.ref(self), name)
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
     def remove(self) -> None:
@@ -84,156 +84,160 @@ class TrainedKeeper:
 
     # ── the keeper's verbs ───────────────────────────────────────────────────────────────────────────────────────
 
-    def settle(self) -> None:
-        self.rest()
+    def gradients_ready(self) -> None:
+        self.return_streamed_weights()
         changed = []
-        at_home = self.parameters if self.stepping is Stepping.HOST else self._gradients
-        for name in at_home:  # on the host also what has no gradient: its average is there
+        host_stepped = self.parameters if self.placement is OptimizerPlacement.HOST else self._host_gradients
+        for name in host_stepped:  # on the host also what has no gradient: its average is there
             parameter = self.parameters[name]
-            if name not in self.away:
-                there = self._stepped_at_home[name] = parameter.data
-                home = self.homes.of((name, "weight"), there)
-                if self._same.get(name) != parameter._version:
-                    changed.append((home, there))
-                parameter.data = home
-            parameter.grad = self._gradients.get(name)
-        self._gradients.clear()
-        self.homes.send(changed)
-        self.homes.arrived()
+            if name not in self.host_weights:
+                device_tensor = self._device_weights[name] = parameter.data
+                host_tensor = self.host_buffers.buffer_for((name, "weight"), device_tensor)
+                if self._synced_versions.get(name) != parameter._version:
+                    changed.append((host_tensor, device_tensor))
+                parameter.data = host_tensor
+            parameter.grad = self._host_gradients.get(name)
+        self._host_gradients.clear()
+        self.host_buffers.copy_to_host(changed)
+        self.host_buffers.synchronize()
 
-    def pieces(self) -> Iterator[Collection[str]]:
-        if self.stepping is Stepping.HOST:
-            self.state.move(HOST)  # all of it is there already, unless it was made before there was a plan
+    def resident_chunks(self) -> Iterator[Collection[str]]:
+        if self.placement is OptimizerPlacement.HOST:
+            self.parameter_state.move_to(HOST)  # all of it is there already, unless it was made before there was a plan
             yield self.parameters
-        elif self.stepping is Stepping.STREAMED or self.away:
-            pieces = [names for names in self.blocks if names]
-            yield from self._one_by_one(pieces if self.optimizer.name in PIECEWISE else [tuple(self.parameters)])
+        elif self.placement is OptimizerPlacement.STREAMED or self.host_weights:
+            pieces = [names for names in self.parameters_by_piece if names]
+            yield from self._step_piece_by_piece(
+                pieces if self.optimizer.name in PER_PARAMETER_OPTIMIZERS else [tuple(self.parameters)]
+            )
         else:
             yield self.parameters
-        if self.away:
-            self.forget()
+        if self.host_weights:
+            self.invalidate_device_copies()
 
-    def finish(self) -> None:
+    def end_window(self) -> None:
         pairs = []
-        for name, there in self._stepped_at_home.items():
+        for name, device_tensor in self._device_weights.items():
             parameter = self.parameters[name]
-            pairs.append((there, parameter.data))
-            self._same[name] = parameter._version
-            parameter.data = there
+            pairs.append((device_tensor, parameter.data))
+            self._synced_versions[name] = parameter._version
+            parameter.data = device_tensor
         if pairs:
-            self.carrier.await_(self.carrier.fetch(pairs))
-        self._stepped_at_home.clear()
-        self.homes.arrived()  # whoever saves or looks reads what is at home
+            self.transfer.wait_on_device(self.transfer.copy_to_device(pairs))
+        self._device_weights.clear()
+        self.host_buffers.synchronize()  # whoever saves or looks reads what is at home
 
     # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def gradient_made(self, name: str, parameter: torch.Tensor) -> None:
+    def offload_gradient(self, name: str, parameter: torch.Tensor) -> None:
         """Send a micro-batch's gradient home, with those before it added as autograd would have added them."""
-        made = parameter.grad
-        assert made is not None
-        if name in self._gradients:
-            (before,), mark = self.homes.fetch([self._gradients[name]])
-            self.carrier.await_(mark)
-            made = before.add_(made)
-        home = self._gradients[name] = self.homes.of((name, "gradient"), made)
-        self.homes.send([(home, made)])
+        gradient = parameter.grad
+        assert gradient is not None
+        if name in self._host_gradients:
+            (accumulated,), event = self.host_buffers.copy_to_device([self._host_gradients[name]])
+            self.transfer.wait_on_device(event)
+            gradient = accumulated.add_(gradient)
+        host_tensor = self._host_gradients[name] = self.host_buffers.buffer_for((name, "gradient"), gradient)
+        self.host_buffers.copy_to_host([(host_tensor, gradient)])
         parameter.grad = None
 
-    def _one_by_one(self, pieces: Sequence[Collection[str]]) -> Iterator[Collection[str]]:
+    def _step_piece_by_piece(self, pieces: Sequence[Collection[str]]) -> Iterator[Collection[str]]:
         """Each piece comes to the device while the one before is stepped, and goes home while the next is."""
-        coming = self._bring(pieces[0])
+        next_piece = self._start_fetch(pieces[0])
         for number, names in enumerate(pieces):
-            here = coming
-            coming = self._bring(pieces[number + 1]) if number + 1 < len(pieces) else _Piece()
-            if here.keys:
-                self.carrier.await_(here.mark)
-            self._put(names, here)
-            with self._stepping_only(names):
+            piece = next_piece
+            next_piece = self._start_fetch(pieces[number + 1]) if number + 1 < len(pieces) else _PieceOnDevice()
+            if piece.keys:
+                self.transfer.wait_on_device(piece.event)
+            self._use_device_copies(names, piece)
+            with self._limit_optimizer_to(names):
                 yield names
-            self._send_home(names, here)
+            self._send_to_host(names, piece)
 
     @contextmanager
-    def _stepping_only(self, names: Collection[str]) -> Iterator[None]:
-        own = {id(self.parameters[name]) for name in names}
-        groups = self.optimizer.inner.param_groups
-        whole = [group["params"] for group in groups]
+    def _limit_optimizer_to(self, names: Collection[str]) -> Iterator[None]:
+        parameter_ids = {id(self.parameters[name]) for name in names}
+        groups = self.optimizer.torch_optimizer.param_groups
+        all_parameters = [group["params"] for group in groups]
         try:
-            for group, parameters in zip(groups, whole, strict=True):
-                group["params"] = [parameter for parameter in parameters if id(parameter) in own]
+            for group, parameters in zip(groups, all_parameters, strict=True):
+                group["params"] = [parameter for parameter in parameters if id(parameter) in parameter_ids]
             yield
         finally:
-            for group, parameters in zip(groups, whole, strict=True):
+            for group, parameters in zip(groups, all_parameters, strict=True):
                 group["params"] = parameters
 
-    def _bring(self, names: Collection[str]) -> _Piece:
+    def _start_fetch(self, names: Collection[str]) -> _PieceOnDevice:
         """Begin to fetch what of these parameters is at home."""
-        piece = _Piece()
+        piece = _PieceOnDevice()
         for name in names:
-            for key, tensor in self._at_home(name):
+            for key, tensor in self._host_tensors(name):
                 piece.keys.append(key)
-                piece.homes.append(tensor)
+                piece.host_tensors.append(tensor)
         if piece.keys:
-            piece.there, piece.mark = self.homes.fetch(piece.homes)
+            piece.device_tensors, piece.event = self.host_buffers.copy_to_device(piece.host_tensors)
         return piece
 
-    def _at_home(self, name: str) -> Iterator[tuple[Key, torch.Tensor]]:
+    def _host_tensors(self, name: str) -> Iterator[tuple[BufferKey, torch.Tensor]]:
         parameter = self.parameters[name]
-        if name in self.away:
+        if name in self.host_weights:
             yield (name, "weight"), parameter.data
             if parameter.grad is not None:
                 yield (name, "gradient"), parameter.grad
-        for key, tensor in self.state.entries(name):
-            if self.homes.is_home(key, tensor):
+        for key, tensor in self.parameter_state.tensor_entries(name):
+            if self.host_buffers.is_buffer(key, tensor):
                 yield key, tensor
 
-    def _put(self, names: Collection[str], piece: _Piece) -> None:
+    def _use_device_copies(self, names: Collection[str], piece: _PieceOnDevice) -> None:
         """Put what has come in the places of what is at home."""
-        found = dict(zip(piece.keys, piece.there, strict=True))
+        device_tensor_by_key = dict(zip(piece.keys, piece.device_tensors, strict=True))
 
-        def here(key: Key, tensor: torch.Tensor) -> torch.Tensor:
-            return found[key] if key in found else tensor.to(self.carrier.device)
+        def device_tensor(key: BufferKey, tensor: torch.Tensor) -> torch.Tensor:
+            return device_tensor_by_key[key] if key in device_tensor_by_key else tensor.to(self.transfer.device)
 
         for name in names:
-            if (name, "weight") in found:
+            if (name, "weight") in device_tensor_by_key:
                 parameter = self.parameters[name]
                 parameter.grad = None  # one on another device would not be let beside it
-                parameter.data = found[name, "weight"]
-                parameter.grad = found.get((name, "gradient"))
-            self.state.change(name, here)
+                parameter.data = device_tensor_by_key[name, "weight"]
+                parameter.grad = device_tensor_by_key.get((name, "gradient"))
+            self.parameter_state.replace_tensors(name, device_tensor)
 
-    def _send_home(self, names: Collection[str], piece: _Piece) -> None:
+    def _send_to_host(self, names: Collection[str], piece: _PieceOnDevice) -> None:
         """What changed goes home; gradients are used up."""
         weights = []
-        for (name, what), home, there in zip(piece.keys, piece.homes, piece.there, strict=True):
-            if what == "weight":
-                weights.append((home, there))
+        for (name, role), host_tensor, device_tensor in zip(
+            piece.keys, piece.host_tensors, piece.device_tensors, strict=True
+        ):
+            if role == "weight":
+                weights.append((host_tensor, device_tensor))
                 self.parameters[name].grad = None
-                self.parameters[name].data = home
-        self.homes.send(weights)
-        if self.stepping is Stepping.STREAMED:
-            self._state_home(names)
+                self.parameters[name].data = host_tensor
+        self.host_buffers.copy_to_host(weights)
+        if self.placement is OptimizerPlacement.STREAMED:
+            self._send_state_to_host(names)
 
-    def _state_home(self, names: Collection[str]) -> None:
+    def _send_state_to_host(self, names: Collection[str]) -> None:
         """Send home what the optimizer remembers of these parameters, and their averages."""
         pairs = []
 
-        def sent(key: Key, tensor: torch.Tensor) -> torch.Tensor:
+        def host_copy(key: BufferKey, tensor: torch.Tensor) -> torch.Tensor:
             if not is_plain(tensor):
                 return tensor.to(HOST)
-            if self.homes.is_home(key, tensor):
+            if self.host_buffers.is_buffer(key, tensor):
                 return tensor
-            home = self.homes.of(key, tensor)
+            home = self.host_buffers.buffer_for(key, tensor)
             pairs.append((home, tensor))
             return home
 
         for name in names:
-            self.state.change(name, sent)
-        self.homes.send(pairs)
+            self.parameter_state.replace_tensors(name, host_copy)
+        self.host_buffers.copy_to_host(pairs)
 
 
-def _gradient_made(keeper: weakref.ref[TrainedKeeper], name: str, parameter: torch.Tensor) -> None:
+def _gradient_hook(offload_ref: weakref.ref[PlannedOptimizerOffload], name: str, parameter: torch.Tensor) -> None:
     """A parameter's hook. Weak: torch keeps such hooks where Python finds no circles, and parameter and keeper would
     hold each other for ever."""
-    found = keeper()
-    assert found is not None, "the keeper lives as long as its expert is trained"
-    found.gradient_made(name, parameter)
+    offload = offload_ref()
+    assert offload is not None, "the keeper lives as long as its expert is trained"
+    offload.offload_gradient(name, parameter)

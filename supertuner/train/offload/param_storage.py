@@ -14,42 +14,42 @@ from torch import nn
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Leaf:
+class StoredTensor:
     """One plain tensor of a parameter."""
 
     owner: Any
-    name: str | None
+    attribute: str | None
     """The owner's attribute; None: the owner is the parameter itself."""
-    what: str = "weight"
+    role: str = "weight"
     """What of the parameter it is: `weight`, or `weight.qdata`."""
 
     def get(self) -> torch.Tensor:
-        found: torch.Tensor = self.owner.data if self.name is None else getattr(self.owner, self.name)
-        return found
+        tensor: torch.Tensor = self.owner.data if self.attribute is None else getattr(self.owner, self.attribute)
+        return tensor
 
     def put(self, tensor: torch.Tensor) -> None:
         """Its shape and values must be those that are there, for others must not notice."""
-        if self.name is None:
+        if self.attribute is None:
             self.owner.data = tensor
         else:
-            setattr(self.owner, self.name, tensor)
+            setattr(self.owner, self.attribute, tensor)
 
 
-def leaves(parameter: torch.Tensor) -> list[Leaf]:
+def stored_tensors(parameter: torch.Tensor) -> list[StoredTensor]:
     if is_plain(parameter):
-        return [Leaf(parameter, None)]
-    return _inner(parameter, "weight")
+        return [StoredTensor(parameter, None)]
+    return _inner_tensors(parameter, "weight")
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer)
 
 
-def _inner(tensor: torch.Tensor, what: str) -> list[Leaf]:
+def _inner_tensors(tensor: torch.Tensor, role: str) -> list[StoredTensor]:
     names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-    found = []
+    stored = []
     for name in names:
         part = getattr(tensor, name)
-        own = f"{what}.{name}"
-        found += [Leaf(tensor, name, own)] if is_plain(part) else _inner(part, own)
-    return found
+        inner_role = f"{role}.{name}"
+        stored += [StoredTensor(tensor, name, inner_role)] if is_plain(part) else _inner_tensors(part, inner_role)
+    return stored

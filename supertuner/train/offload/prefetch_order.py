@@ -12,7 +12,7 @@ from itertools import islice
 from typing import NamedTuple
 
 
-class Pass(Enum):
+class BlockPass(Enum):
     FORWARD = "forward"
     """A backward pass follows."""
     BACKWARD = "backward"
@@ -20,44 +20,46 @@ class Pass(Enum):
     """Another forward pass follows."""
 
 
-class Use(NamedTuple):
+class BlockUse(NamedTuple):
     block: int
     backward: bool
 
 
-def upcoming(block: int, blocks: int, now: Pass) -> Iterator[Use]:
+def upcoming_uses(block: int, blocks: int, current_pass: BlockPass) -> Iterator[BlockUse]:
     """The uses after that of `block` in this pass, to the end of the pass that follows: every block is among them."""
-    later = (Use(one, False) for one in range(block + 1, blocks))
-    again = (Use(one, False) for one in range(blocks))
-    match now:
-        case Pass.FORWARD:
-            yield from later
-            yield from (Use(one, True) for one in reversed(range(blocks)))
-        case Pass.BACKWARD:
-            yield from (Use(one, True) for one in reversed(range(block)))
-            yield from again
-        case Pass.SAMPLING:
-            yield from later
-            yield from again
+    later_blocks = (BlockUse(one, False) for one in range(block + 1, blocks))
+    next_forward = (BlockUse(one, False) for one in range(blocks))
+    match current_pass:
+        case BlockPass.FORWARD:
+            yield from later_blocks
+            yield from (BlockUse(one, True) for one in reversed(range(blocks)))
+        case BlockPass.BACKWARD:
+            yield from (BlockUse(one, True) for one in reversed(range(block)))
+            yield from next_forward
+        case BlockPass.SAMPLING:
+            yield from later_blocks
+            yield from next_forward
 
 
-def soon(block: int, blocks: int, now: Pass, ahead: int) -> list[Use]:
+def next_uses(block: int, blocks: int, current_pass: BlockPass, depth: int) -> list[BlockUse]:
     """The next `ahead` uses: what is fetched while `block` computes."""
-    return list(islice(upcoming(block, blocks, now), ahead))
+    return list(islice(upcoming_uses(block, blocks, current_pass), depth))
 
 
-def distance(block: int, other: int, blocks: int, now: Pass) -> int:
+def uses_until(block: int, other: int, blocks: int, current_pass: BlockPass) -> int:
     """How many uses lie between that of `block` in this pass and the next one of `other`."""
-    match now:
-        case Pass.FORWARD:
+    match current_pass:
+        case BlockPass.FORWARD:
             return other - block - 1 if other > block else 2 * (blocks - 1) - block - other
-        case Pass.BACKWARD:
+        case BlockPass.BACKWARD:
             return block - other - 1 if other < block else block + other
-        case Pass.SAMPLING:
+        case BlockPass.SAMPLING:
             return other - block - 1 if other > block else blocks - 1 - block + other
 
 
-def farthest(held: Collection[int], block: int, blocks: int, now: Pass, *, spared: Callable[[int], bool]) -> int | None:
+def block_to_evict(
+    loaded: Collection[int], block: int, blocks: int, current_pass: BlockPass, *, is_protected: Callable[[int], bool]
+) -> int | None:
     """Of the blocks that are held, the one to give up: the last to be used again; None: all are spared."""
-    found = [one for one in held if one != block and not spared(one)]
-    return max(found, key=lambda one: (distance(block, one, blocks, now), one), default=None)
+    candidates = [one for one in loaded if one != block and not is_protected(one)]
+    return max(candidates, key=lambda one: (uses_until(block, one, blocks, current_pass), one), default=None)

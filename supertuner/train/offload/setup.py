@@ -11,93 +11,99 @@ import torch
 from supertuner.config.settings.tree import RunConfig
 from supertuner.core.events import Sink
 from supertuner.models import loading
-from supertuner.models.blocks import blocks_of
-from supertuner.models.spec import Expert, Model
-from supertuner.plan.placement.overrides import wished
-from supertuner.plan.placement.plan import Residence, Stepping
-from supertuner.plan.placement.planner import Planned, Planning
-from supertuner.plan.placement.replan import Basis, Observed
-from supertuner.step.precision import Precision
-from supertuner.step.window import Trainee
+from supertuner.models.blocks import named_blocks
+from supertuner.models.spec import Expert, ModelDescription
+from supertuner.plan.placement.overrides import apply_plan_settings
+from supertuner.plan.placement.plan import OptimizerPlacement, WeightPlacement
+from supertuner.plan.placement.planner import ExpertPlan, RunPlanner
+from supertuner.plan.placement.replan import PlanAssumptions, PlanObservation
+from supertuner.step.precision import ComputePrecision
+from supertuner.step.window import ExpertState
 from supertuner.train.memory import MemoryEngine
-from supertuner.train.offload.manager import Acts
+from supertuner.train.offload.manager import OffloadManager
 from supertuner.train.offload.optimizer_state import HOST
-from supertuner.train.offload.transfer import carrier_for
-from supertuner.train.out_of_memory import fitting
+from supertuner.train.offload.transfer import create_transfer
+from supertuner.train.out_of_memory import explain_out_of_memory
 
 
-def plans_of(
-    config: RunConfig, model: Model, experts: Sequence[Expert], planning: Planning | None
-) -> dict[str, Planned]:
+def plan_experts(
+    config: RunConfig, model: ModelDescription, experts: Sequence[Expert], planning: RunPlanner | None
+) -> dict[str, ExpertPlan]:
     """Expert → the plan that it is run by. Experts without one are left as they are."""
-    found = {}
+    planned_by_expert = {}
     for expert in experts:
-        blocks = list(blocks_of(loading.skeleton(model, expert.part)))
-        made = None if planning is None else planning.planned(expert.name)
-        own = _asked(config, made, expert.name, blocks)
-        if own is not None:
-            found[expert.name] = own
-    return found
+        blocks = list(named_blocks(loading.build_meta_module(model, expert.component)))
+        forecast_plan = None if planning is None else planning.initial_plan(expert.name)
+        planned = _apply_overrides(config, forecast_plan, expert.name, blocks)
+        if planned is not None:
+            planned_by_expert[expert.name] = planned
+    return planned_by_expert
 
 
-def waits_at_home(config: RunConfig, planned: Planned | None, device: torch.device) -> torch.device:
+def loading_device(config: RunConfig, planned: ExpertPlan | None, device: torch.device) -> torch.device:
     """Where an expert is loaded to: what only visits the device is never on it as a whole. Averages of all weights are
     made beside them, and may be too much together."""
     if planned is None:
         return device
-    streamed = any(row.weights is Residence.STREAMED for row in planned.plan.blocks)
+    streamed = any(row.weights is WeightPlacement.STREAMED for row in planned.plan.blocks)
     averaged = config.adapter.type == "full" and config.train.ema_decay is not None
-    apart = averaged and planned.plan.stepping is not Stepping.GPU
-    return HOST if streamed or planned.plan.idle_at_home or apart else device
+    averages_on_host = averaged and planned.plan.stepping is not OptimizerPlacement.GPU
+    return HOST if streamed or planned.plan.idle_at_home or averages_on_host else device
 
 
-def acts_of(
+def create_offload_manager(
     config: RunConfig,
-    trainees: Sequence[Trainee],
-    planned: Mapping[str, Planned],
-    planning: Planning | None,
-    precision: Precision,
+    expert_states: Sequence[ExpertState],
+    planned: Mapping[str, ExpertPlan],
+    planning: RunPlanner | None,
+    precision: ComputePrecision,
     memory: MemoryEngine,
     sink: Sink,
-) -> Acts | None:
+) -> OffloadManager | None:
     """The experts under their plans; None: nothing is planned."""
     if not planned:
         return None
-    with fitting("what the plan keeps on the device does", partial(memory.remedy, 'set plan.weights: "streamed"')):
-        return Acts(
-            trainees,
+    with explain_out_of_memory(
+        "what the plan keeps on the device does", partial(memory.out_of_memory_remedy, 'set plan.weights: "streamed"')
+    ):
+        return OffloadManager(
+            expert_states,
             planned,
-            carrier_for(precision.device),
+            create_transfer(precision.device),
             sink,
-            every=config.plan.check_every_windows,
-            replan=None if planning is None else partial(_anew, config, planning, list(blocks_of(trainees[0].module))),
+            check_every=config.plan.check_every_windows,
+            replan=None
+            if planning is None
+            else partial(_replan, config, planning, list(named_blocks(expert_states[0].module))),
         )
 
 
-def _anew(
+def _replan(
     config: RunConfig,
-    planning: Planning,
+    planning: RunPlanner,
     blocks: Sequence[str],
     expert: str,
-    basis: Basis,
-    seen: Observed,
-) -> Planned | None:
-    made = planning.anew(expert, basis, seen)
-    return None if made is None else _asked(config, made, expert, blocks)
+    basis: PlanAssumptions,
+    observed: PlanObservation,
+) -> ExpertPlan | None:
+    planned = planning.replan(expert, basis, observed)
+    return None if planned is None else _apply_overrides(config, planned, expert, blocks)
 
 
-def _asked(config: RunConfig, made: Planned | None, expert: str, blocks: Sequence[str]) -> Planned | None:
+def _apply_overrides(
+    config: RunConfig, planned: ExpertPlan | None, expert: str, blocks: Sequence[str]
+) -> ExpertPlan | None:
     """The plan with what the settings ask for."""
-    plan = wished(
+    plan = apply_plan_settings(
         config.plan,
-        None if made is None else made.plan,
+        None if planned is None else planned.plan,
         blocks,
         phase=f"train {expert}",
-        recomputing=config.train.gradient_checkpointing,
+        recompute=config.train.gradient_checkpointing,
     )
     if plan is None:
         return None
-    if made is None:
-        return Planned(plan, Basis(), len(plan.blocks) if config.plan.ahead is None else plan.ahead)
-    most = made.most_ahead if config.plan.ahead is None else plan.ahead
-    return replace(made, plan=plan, most_ahead=most)
+    if planned is None:
+        return ExpertPlan(plan, PlanAssumptions(), len(plan.blocks) if config.plan.ahead is None else plan.ahead)
+    max_ahead = planned.max_ahead if config.plan.ahead is None else plan.ahead
+    return replace(planned, plan=plan, max_ahead=max_ahead)

@@ -12,14 +12,14 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-Mark: TypeAlias = Any
+TransferEvent: TypeAlias = Any
 """A point in the work of a stream; what it is depends on the carrier."""
-Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+CopyPair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """Target and source of a copy: contiguous, of the same bytes."""
 
 
 @dataclass(slots=True)
-class Counters:
+class TransferCounters:
     """What was moved since they were taken, and what it cost. Seconds are the carrier's own: a clock's or a model's."""
 
     fetched_bytes: int = 0
@@ -35,77 +35,77 @@ class Counters:
     """Of these, those that were not asked for before they were needed."""
 
 
-class Carrier(Protocol):
+class DeviceTransfer(Protocol):
     device: torch.device
-    counters: Counters
+    counters: TransferCounters
 
-    def fetch(self, pairs: Sequence[Pair], after: Iterable[Mark] = ()) -> Mark:
+    def copy_to_device(self, pairs: Sequence[CopyPair], after: Iterable[TransferEvent] = ()) -> TransferEvent:
         """Begin to copy from host memory to the device."""
 
-    def send(self, pairs: Sequence[Pair]) -> Mark:
+    def copy_to_host(self, pairs: Sequence[CopyPair]) -> TransferEvent:
         """Begin to copy from the device to host memory."""
 
-    def await_(self, mark: Mark) -> None:
+    def wait_on_device(self, event: TransferEvent) -> None:
         """What the computation is asked for from here on comes after the mark."""
 
-    def arrived(self, mark: Mark) -> None:
+    def synchronize(self, event: TransferEvent) -> None:
         """Wait until the host may read what was sent."""
 
-    def take(self) -> Counters:
+    def take_counters(self) -> TransferCounters:
         """What was counted since the last time. Between windows: it may wait for the device."""
 
 
-class InPlace:
+class SynchronousTransfer:
     """A carrier for a device that is the host itself: copies are made at once. Results do not depend on the carrier, so
     what holds with this one holds on a GPU."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.counters = device, Counters()
+        self.device, self.counters = device, TransferCounters()
 
-    def fetch(self, pairs: Sequence[Pair], after: Iterable[Mark] = ()) -> Mark:
+    def copy_to_device(self, pairs: Sequence[CopyPair], after: Iterable[TransferEvent] = ()) -> TransferEvent:
         self.counters.fetched_bytes += _copy(pairs)
 
-    def send(self, pairs: Sequence[Pair]) -> Mark:
+    def copy_to_host(self, pairs: Sequence[CopyPair]) -> TransferEvent:
         self.counters.sent_bytes += _copy(pairs)
 
-    def await_(self, mark: Mark) -> None: ...
+    def wait_on_device(self, event: TransferEvent) -> None: ...
 
-    def arrived(self, mark: Mark) -> None: ...
+    def synchronize(self, event: TransferEvent) -> None: ...
 
-    def take(self) -> Counters:
-        taken, self.counters = self.counters, Counters()
+    def take_counters(self) -> TransferCounters:
+        taken, self.counters = self.counters, TransferCounters()
         return taken
 
 
-class SideStreams:
+class CudaStreamTransfer:
     """A GPU's copy engines beside its computation: one stream each way."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.counters = device, Counters()
-        self._up, self._down = _stream(device), _stream(device)
+        self.device, self.counters = device, TransferCounters()
+        self._to_device_stream, self._to_host_stream = _create_stream(device), _create_stream(device)
         self._timed: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {}
 
-    def fetch(self, pairs: Sequence[Pair], after: Iterable[Mark] = ()) -> Mark:
-        for mark in after:
-            self._up.wait_event(mark)
+    def copy_to_device(self, pairs: Sequence[CopyPair], after: Iterable[TransferEvent] = ()) -> TransferEvent:
+        for event in after:
+            self._to_device_stream.wait_event(event)
         self.counters.fetched_bytes += sum(target.nbytes for target, _ in pairs)
-        return self._copy(self._up, pairs, "fetch_s")
+        return self._copy(self._to_device_stream, pairs, "fetch_s")
 
-    def send(self, pairs: Sequence[Pair]) -> Mark:
+    def copy_to_host(self, pairs: Sequence[CopyPair]) -> TransferEvent:
         self.counters.sent_bytes += sum(target.nbytes for target, _ in pairs)
-        return self._copy(self._down, pairs, "send_s")
+        return self._copy(self._to_host_stream, pairs, "send_s")
 
-    def await_(self, mark: Mark) -> None:
+    def wait_on_device(self, event: TransferEvent) -> None:
         computing = torch.cuda.current_stream(self.device)
-        begin = _now(computing)
-        computing.wait_event(mark)
-        self._timed.setdefault("waited_s", []).append((begin, _now(computing)))
+        begin = _record_event(computing)
+        computing.wait_event(event)
+        self._timed.setdefault("waited_s", []).append((begin, _record_event(computing)))
 
-    def arrived(self, mark: Mark) -> None:
-        mark.synchronize()
+    def synchronize(self, event: TransferEvent) -> None:
+        event.synchronize()
 
-    def take(self) -> Counters:
-        taken, self.counters = self.counters, Counters()
+    def take_counters(self) -> TransferCounters:
+        taken, self.counters = self.counters, TransferCounters()
         for name, spans in self._timed.items():
             for _, end in spans[-1:]:
                 end.synchronize()  # of one stream: the others are before it
@@ -113,34 +113,34 @@ class SideStreams:
         self._timed.clear()
         return taken
 
-    def _copy(self, stream: torch.cuda.Stream, pairs: Sequence[Pair], name: str) -> torch.cuda.Event:
+    def _copy(self, stream: torch.cuda.Stream, pairs: Sequence[CopyPair], name: str) -> torch.cuda.Event:
         stream.wait_stream(torch.cuda.current_stream(self.device))
-        begin = _now(stream)
+        begin = _record_event(stream)
         with torch.cuda.stream(stream), torch.no_grad():
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
-        end = _now(stream)
+        end = _record_event(stream)
         self._timed.setdefault(name, []).append((begin, end))
         return end
 
 
-def carrier_for(device: torch.device) -> Carrier:
-    return SideStreams(device) if device.type == "cuda" else InPlace(device)
+def create_transfer(device: torch.device) -> DeviceTransfer:
+    return CudaStreamTransfer(device) if device.type == "cuda" else SynchronousTransfer(device)
 
 
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    made: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    return made
+def _create_stream(device: torch.device) -> torch.cuda.Stream:
+    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return stream
 
 
-def _now(stream: torch.cuda.Stream) -> torch.cuda.Event:
+def _record_event(stream: torch.cuda.Stream) -> torch.cuda.Event:
     event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record(stream)
     return event
 
 
 @torch.no_grad()
-def _copy(pairs: Sequence[Pair]) -> int:
+def _copy(pairs: Sequence[CopyPair]) -> int:
     for target, source in pairs:
         target.copy_(source)
     return sum(target.nbytes for target, _ in pairs)

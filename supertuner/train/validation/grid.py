@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from supertuner.sinks.drawing import INK, QUIET, drawable, font, sheet_of, shortened, text_width, wrapped
+from supertuner.sinks.drawing import (
+    INK,
+    MUTED,
+    drawable_text,
+    load_font,
+    new_sheet,
+    shorten_line,
+    text_width,
+    wrap_text,
+)
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -22,29 +31,29 @@ if TYPE_CHECKING:
 Frame: TypeAlias = NDArray[np.uint8]
 """HWC."""
 
-MARGIN, GAP, BETWEEN_FRAMES = 24, 8, 2
-LABEL, LINE = 240, 18
-TITLE, HEADS = 64, 26
-WANTED_SIDE, WANTED_IN_STRIP = 256, 144
-SMALLEST_SIDE = 8
-LABEL_LINES = 3
+MARGIN, GAP, FRAME_GAP = 24, 8, 2
+LABEL_WIDTH, LINE_HEIGHT = 240, 18
+TITLE_HEIGHT, COLUMN_HEAD_HEIGHT = 64, 26
+PREFERRED_SIDE, PREFERRED_SIDE_IN_STRIP = 256, 144
+MIN_SIDE = 8
+MIN_LABEL_LINES = 3
 """Room for so many lines of a prompt, however small the samples."""
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class SheetBounds:
     """The largest sheet that is drawn, if samples can be made small enough for it."""
 
     width: int
     height: int
 
 
-PICTURE = Bounds(2400, 12_000)
-FILM = Bounds(1920, 1200)
+IMAGE_BOUNDS = SheetBounds(2400, 12_000)
+VIDEO_BOUNDS = SheetBounds(1920, 1200)
 
 
 @dataclass(frozen=True, slots=True)
-class Labels:
+class GridLabels:
     title: str
     note: str
     prompts: Sequence[str]
@@ -52,7 +61,7 @@ class Labels:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class GridLayout:
     """Where everything on the sheet is."""
 
     prompts: int
@@ -62,100 +71,102 @@ class Layout:
 
     @property
     def size(self) -> tuple[int, int]:
-        width = MARGIN + LABEL + self.seeds * (self.cell_width + GAP) - GAP + MARGIN
-        height = TITLE + HEADS + self.prompts * (self.row_height + GAP) - GAP + MARGIN
+        width = MARGIN + LABEL_WIDTH + self.seeds * (self.cell_width + GAP) - GAP + MARGIN
+        height = TITLE_HEIGHT + COLUMN_HEAD_HEIGHT + self.prompts * (self.row_height + GAP) - GAP + MARGIN
         return width + width % 2, height + height % 2  # even, as films want it
 
     @property
     def row_height(self) -> int:
-        return max(self.cell_height, LINE * LABEL_LINES)
+        return max(self.cell_height, LINE_HEIGHT * MIN_LABEL_LINES)
 
     def corner(self, prompt: int, seed: int) -> tuple[int, int]:
-        left = MARGIN + LABEL + seed * (self.cell_width + GAP)
-        return left, TITLE + HEADS + prompt * (self.row_height + GAP)
+        left = MARGIN + LABEL_WIDTH + seed * (self.cell_width + GAP)
+        return left, TITLE_HEIGHT + COLUMN_HEAD_HEIGHT + prompt * (self.row_height + GAP)
 
 
-def lay_out(prompts: int, seeds: int, width: int, height: int, frames: int, bounds: Bounds) -> Layout:
+def plan_grid(prompts: int, seeds: int, width: int, height: int, frames: int, bounds: SheetBounds) -> GridLayout:
     """A layout for cells of `frames` frames of this size side by side. Whole factors when they are enlarged."""
-    strip = frames * (width + BETWEEN_FRAMES) - BETWEEN_FRAMES
-    across = (bounds.width - 2 * MARGIN - LABEL + GAP) / seeds - GAP
-    down = (bounds.height - TITLE - HEADS - MARGIN + GAP) / prompts - GAP
-    wanted = (WANTED_SIDE if frames == 1 else WANTED_IN_STRIP) / max(width, height)
-    factor = min(across / strip, down / height, max(1.0, wanted))
+    strip_width = frames * (width + FRAME_GAP) - FRAME_GAP
+    across = (bounds.width - 2 * MARGIN - LABEL_WIDTH + GAP) / seeds - GAP
+    down = (bounds.height - TITLE_HEIGHT - COLUMN_HEAD_HEIGHT - MARGIN + GAP) / prompts - GAP
+    preferred_factor = (PREFERRED_SIDE if frames == 1 else PREFERRED_SIDE_IN_STRIP) / max(width, height)
+    factor = min(across / strip_width, down / height, max(1.0, preferred_factor))
     if factor >= 1:
         factor = float(floor(factor))
-    return Layout(prompts, seeds, *(max(SMALLEST_SIDE, floor(side * factor)) for side in (strip, height)))
+    return GridLayout(prompts, seeds, *(max(MIN_SIDE, floor(side * factor)) for side in (strip_width, height)))
 
 
-class Grid:
+class ImageGrid:
     """The picture. A sample stands in its cell as one frame, or as a few side by side."""
 
-    def __init__(self, labels: Labels, width: int, height: int, frames: int) -> None:
-        self._layout = lay_out(len(labels.prompts), len(labels.seeds), width, height, frames, PICTURE)
-        self._sheet = _empty(self._layout, labels)
+    def __init__(self, labels: GridLabels, width: int, height: int, frames: int) -> None:
+        self._layout = plan_grid(len(labels.prompts), len(labels.seeds), width, height, frames, IMAGE_BOUNDS)
+        self._sheet = _draw_sheet(self._layout, labels)
 
-    def put(self, prompt: int, seed: int, frames: Sequence[Frame]) -> None:
-        picture = _fitted(strip(frames), self._layout)
-        self._sheet.paste(picture, self._layout.corner(prompt, seed))
+    def paste(self, prompt: int, seed: int, frames: Sequence[Frame]) -> None:
+        image = _fit_to_cell(join_frames(frames), self._layout)
+        self._sheet.paste(image, self._layout.corner(prompt, seed))
 
-    def picture(self) -> Image:
+    def image(self) -> Image:
         return self._sheet
 
 
-class FilmGrid:
+class VideoGrid:
     """The film: the same sheet, in which all clips run together. A clip that ends earlier stands still."""
 
-    def __init__(self, labels: Labels, width: int, height: int) -> None:
-        self._layout = lay_out(len(labels.prompts), len(labels.seeds), width, height, 1, FILM)
-        self._sheet = _empty(self._layout, labels)
+    def __init__(self, labels: GridLabels, width: int, height: int) -> None:
+        self._layout = plan_grid(len(labels.prompts), len(labels.seeds), width, height, 1, VIDEO_BOUNDS)
+        self._sheet = _draw_sheet(self._layout, labels)
         self._clips: dict[tuple[int, int], list[Image]] = {}
 
-    def put(self, prompt: int, seed: int, clip: Sequence[Frame]) -> None:
-        self._clips[prompt, seed] = [_fitted(frame, self._layout) for frame in clip]
+    def add_clip(self, prompt: int, seed: int, clip: Sequence[Frame]) -> None:
+        self._clips[prompt, seed] = [_fit_to_cell(frame, self._layout) for frame in clip]
 
     def frames(self) -> Iterator[Frame]:
         for number in range(max(map(len, self._clips.values()))):
-            for place, clip in self._clips.items():
-                self._sheet.paste(clip[min(number, len(clip) - 1)], self._layout.corner(*place))
+            for cell, clip in self._clips.items():
+                self._sheet.paste(clip[min(number, len(clip) - 1)], self._layout.corner(*cell))
             yield np.array(self._sheet)
 
 
-def strip(frames: Sequence[Frame]) -> Frame:
+def join_frames(frames: Sequence[Frame]) -> Frame:
     """Frames side by side, every pixel as it is."""
-    between = np.full((frames[0].shape[0], BETWEEN_FRAMES, 3), 255, np.uint8)
-    parts = [part for frame in frames for part in (frame, between)][:-1]
+    gap = np.full((frames[0].shape[0], FRAME_GAP, 3), 255, np.uint8)
+    parts = [part for frame in frames for part in (frame, gap)][:-1]
     return np.concatenate(parts, axis=1)
 
 
-def _empty(layout: Layout, labels: Labels) -> Image:
+def _draw_sheet(layout: GridLayout, labels: GridLabels) -> Image:
     """The sheet with everything on it but the samples."""
-    sheet, pen = sheet_of(*layout.size)
+    sheet, pen = new_sheet(*layout.size)
     room = layout.size[0] - 2 * MARGIN
-    pen.text((MARGIN, 14), shortened(drawable(labels.title), room, 20), INK, font(20))
-    pen.text((MARGIN, 42), shortened(drawable(labels.note), room, 13), QUIET, font(13))
+    pen.text((MARGIN, 14), shorten_line(drawable_text(labels.title), room, 20), INK, load_font(20))
+    pen.text((MARGIN, 42), shorten_line(drawable_text(labels.note), room, 13), MUTED, load_font(13))
     for column, seed in enumerate(labels.seeds):
         left, _ = layout.corner(0, column)
-        pen.text((left, TITLE + 4), _head(seed, layout.cell_width), QUIET, font(13))
+        pen.text((left, TITLE_HEIGHT + 4), _seed_label(seed, layout.cell_width), MUTED, load_font(13))
     for row, prompt in enumerate(labels.prompts):
         _, top = layout.corner(row, 0)
-        said = bool(prompt.strip())
-        words = wrapped(prompt, LABEL - 16, layout.row_height // LINE) if said else ["(empty prompt)"]
-        for number, line in enumerate(words):
-            pen.text((MARGIN, top + number * LINE), line, INK if said else QUIET, font(13))
+        has_text = bool(prompt.strip())
+        lines = (
+            wrap_text(prompt, LABEL_WIDTH - 16, layout.row_height // LINE_HEIGHT) if has_text else ["(empty prompt)"]
+        )
+        for number, line in enumerate(lines):
+            pen.text((MARGIN, top + number * LINE_HEIGHT), line, INK if has_text else MUTED, load_font(13))
     return sheet
 
 
-def _head(seed: int, width: int) -> str:
+def _seed_label(seed: int, width: int) -> str:
     """`seed 42`, or as much of it as fits over the column."""
     long = f"seed {seed}"
-    return long if text_width(long, 13) <= width else shortened(str(seed), width, 13)
+    return long if text_width(long, 13) <= width else shorten_line(str(seed), width, 13)
 
 
-def _fitted(frame: Frame, layout: Layout) -> Image:
+def _fit_to_cell(frame: Frame, layout: GridLayout) -> Image:
     """The frame as large as its cell allows."""
     from PIL import Image
 
-    picture = Image.fromarray(np.ascontiguousarray(frame))
-    factor = min(layout.cell_width / picture.width, layout.cell_height / picture.height)
-    size = max(1, round(picture.width * factor)), max(1, round(picture.height * factor))
-    return picture.resize(size, Image.Resampling.NEAREST if factor >= 1 else Image.Resampling.LANCZOS)
+    image = Image.fromarray(np.ascontiguousarray(frame))
+    factor = min(layout.cell_width / image.width, layout.cell_height / image.height)
+    size = max(1, round(image.width * factor)), max(1, round(image.height * factor))
+    return image.resize(size, Image.Resampling.NEAREST if factor >= 1 else Image.Resampling.LANCZOS)

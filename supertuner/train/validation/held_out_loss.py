@@ -15,18 +15,18 @@ from math import fsum
 import torch
 import xxhash
 
-from supertuner.core.events import Decided, Sink
+from supertuner.core.events import DecisionEvent, Sink
 from supertuner.data.ordering.windows import micro_batches
 from supertuner.models.objective.diffusion import sample_noise
 from supertuner.models.spec import Expert
-from supertuner.sinks.training import HeldOut, finite
+from supertuner.sinks.training import HeldOutLoss, finite_or_none
 from supertuner.step.batch import StepBatch
-from supertuner.step.window import Rules, Trainee, held_out_loss
-from supertuner.train.dataloader import Maker
+from supertuner.step.window import ExpertState, StepOptions, held_out_losses
+from supertuner.train.dataloader import BatchCollator
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Probe:
+class HeldOutBatch:
     """Some held-out samples of one shape."""
 
     batch: StepBatch
@@ -34,73 +34,84 @@ class Probe:
     """Which sample each row is: what its noise depends on."""
 
 
-def plan_levels(experts: Iterable[Expert], levels: Sequence[float], sink: Sink) -> dict[str, tuple[float, ...]]:
+def plan_sigmas(experts: Iterable[Expert], sigmas: Sequence[float], sink: Sink) -> dict[str, tuple[float, ...]]:
     """Expert → the levels it is measured at: those in its range, or else the middle of its range."""
-    found = {}
+    sigmas_by_expert = {}
     for expert in experts:
-        inside = tuple(level for level in levels if expert.low <= level < expert.high)
-        found[expert.name] = inside or ((expert.low + expert.high) / 2,)
+        inside = tuple(level for level in sigmas if expert.sigma_min <= level < expert.sigma_max)
+        sigmas_by_expert[expert.name] = inside or ((expert.sigma_min + expert.sigma_max) / 2,)
         if not inside:
-            reason = f"validation.held_out_levels has none from {expert.low:g} to {expert.high:g}: the middle"
-            sink.emit(Decided(f"validation.held_out_levels[{expert.name}]", list(found[expert.name]), reason))
-    return found
+            reason = (
+                f"validation.held_out_levels has none from {expert.sigma_min:g} to {expert.sigma_max:g}: the middle"
+            )
+            sink.emit(
+                DecisionEvent(f"validation.held_out_levels[{expert.name}]", list(sigmas_by_expert[expert.name]), reason)
+            )
+    return sigmas_by_expert
 
 
-def probes(maker: Maker, expert: Expert, *, samples: int, batch_size: int) -> Iterator[Probe]:
+def held_out_batches(
+    collator: BatchCollator, expert: Expert, *, samples: int, batch_size: int
+) -> Iterator[HeldOutBatch]:
     """The first samples of the held-out data's order, each once at most, in batches."""
-    order = maker.corpus.order
-    for micro in micro_batches(order, range(min(samples, order.epoch_length(0))), batch_size):
-        yield Probe(maker.make(micro, expert), tuple(micro.draws.position.tolist()))
+    order = collator.corpus.order
+    for micro_batch in micro_batches(order, range(min(samples, order.epoch_length(0))), batch_size):
+        yield HeldOutBatch(collator.collate(micro_batch, expert), tuple(micro_batch.draws.position.tolist()))
 
 
-def measure(
-    trainee: Trainee, given: Iterable[Probe], levels: Sequence[float], *, seed: int, rules: Rules
-) -> list[HeldOut]:
+def measure_held_out(
+    expert_state: ExpertState,
+    held_out: Iterable[HeldOutBatch],
+    sigmas: Sequence[float],
+    *,
+    seed: int,
+    step_options: StepOptions,
+) -> list[HeldOutLoss]:
     """The mean loss of one expert at each level, with the weights that its module holds now."""
-    losses: dict[float, list[float]] = {level: [] for level in levels}
-    for probe in given:
-        for level, found in losses.items():
-            batch = at_level(probe, level, seed).to(rules.precision.device)
-            found += held_out_loss(trainee, (batch,), rules).tolist()
-    return [HeldOut(trainee.expert.name, level, mean(found)) for level, found in losses.items() if found]
+    losses: dict[float, list[float]] = {sigma: [] for sigma in sigmas}
+    for held_out_batch in held_out:
+        for level, sample_losses in losses.items():
+            batch = with_sigma(held_out_batch, level, seed).to(step_options.precision.device)
+            sample_losses += held_out_losses(expert_state, (batch,), step_options).tolist()
+    return [HeldOutLoss(expert_state.expert.name, level, exact_mean(found)) for level, found in losses.items() if found]
 
 
-def at_level(probe: Probe, level: float, seed: int) -> StepBatch:
+def with_sigma(held_out_batch: HeldOutBatch, sigma: float, seed: int) -> StepBatch:
     """The batch with the noise that belongs to each of its samples at this level."""
-    batch = probe.batch
+    batch = held_out_batch.batch
     shape = tuple(batch.latents.shape[1:])
-    chance = level_seed(seed, level)
-    noise = torch.stack([sample_noise(chance, index, shape) for index in probe.indices])
-    return replace(batch, noise=noise, levels=torch.full((len(probe.indices),), level, dtype=torch.float32))
+    noise_seed = sigma_noise_seed(seed, sigma)
+    noise = torch.stack([sample_noise(noise_seed, index, shape) for index in held_out_batch.indices])
+    return replace(batch, noise=noise, sigmas=torch.full((len(held_out_batch.indices),), sigma, dtype=torch.float32))
 
 
-def level_seed(seed: int, level: float) -> int:
+def sigma_noise_seed(seed: int, sigma: float) -> int:
     """Seed of the noise of one level: other than that of training, and of other levels."""
-    return xxhash.xxh3_64_intdigest(struct.pack("<8sqd", b"held-out", seed, level)) >> 1
+    return xxhash.xxh3_64_intdigest(struct.pack("<8sqd", b"held-out", seed, sigma)) >> 1
 
 
-def with_means(rows: Sequence[HeldOut]) -> list[HeldOut]:
+def append_means(rows: Sequence[HeldOutLoss]) -> list[HeldOutLoss]:
     """Each expert's levels followed by their mean; last the mean of everything, each level counting the same."""
-    experts: dict[str | None, list[HeldOut]] = {}
+    experts: dict[str | None, list[HeldOutLoss]] = {}
     for row in rows:
         experts.setdefault(row.expert, []).append(row)
-    found = []
-    for expert, own in experts.items():
-        found += [*own, HeldOut(expert, None, mean([row.loss for row in own]))]
-    return [*found, HeldOut(None, None, mean([row.loss for row in rows]))] if rows else []
+    with_expert_means = []
+    for expert, expert_rows in experts.items():
+        with_expert_means += [*expert_rows, HeldOutLoss(expert, None, exact_mean([row.loss for row in expert_rows]))]
+    return [*with_expert_means, HeldOutLoss(None, None, exact_mean([row.loss for row in rows]))] if rows else []
 
 
-def mean(losses: Sequence[float]) -> float:
+def exact_mean(losses: Sequence[float]) -> float:
     """Exact whatever the order: batches may be cut differently."""
     return fsum(losses) / len(losses)
 
 
-def line_of(step: int, row: HeldOut) -> bytes:
+def encode_row(step: int, row: HeldOutLoss) -> bytes:
     """A line of validation.jsonl. Numbers as Python's repr, which reads back to the same bits."""
     fields: Mapping[str, object] = {
         "step": step,
         "expert": row.expert,
-        "level": row.level,
-        "loss": finite(row.loss),
+        "level": row.sigma,
+        "loss": finite_or_none(row.loss),
     }
     return (json.dumps(fields, ensure_ascii=False, allow_nan=False) + "\n").encode()

@@ -26,24 +26,24 @@ from PIL import Image
 from torch import nn
 
 from supertuner.core.durable import write_bytes
-from supertuner.core.events import Measured, Progress
+from supertuner.core.events import MeasurementEvent, Progress
 from supertuner.core.types import JSON
-from supertuner.models.adapters.attach import Trained, applied
-from supertuner.models.spec import Sampler, SampleRequest
-from supertuner.plan.sample_requests import SamplePlan
+from supertuner.models.adapters.attach import TrainableExpert, temporary_weights
+from supertuner.models.spec import ModelSampler, SampleRequest
+from supertuner.plan.sample_requests import ValidationSamplePlan
 from supertuner.sinks.drawing import png_bytes
-from supertuner.sinks.training import sampled
-from supertuner.step.window import Trainee, evaluation_weights
-from supertuner.train.checkpoint.atomic_dir import new_folder, writing
-from supertuner.train.validation.grid import FilmGrid, Grid, Labels, strip
+from supertuner.sinks.training import train_samples_event
+from supertuner.step.window import ExpertState, evaluation_weights
+from supertuner.train.checkpoint.atomic_dir import atomic_folder, explain_write_errors
+from supertuner.train.validation.grid import GridLabels, ImageGrid, VideoGrid, join_frames
 from supertuner.train.validation.video import first_middle_last, mp4_bytes
 
-FORMAT = 1
-FACTS, GRID, FILM = "samples.json", "grid.png", "grid.mp4"
+FORMAT_VERSION = 1
+FACTS_FILE, GRID_FILE, VIDEO_FILE = "samples.json", "grid.png", "grid.mp4"
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
+class EvaluationWeights:
     """The weights that samples are made with."""
 
     label: str = "weights in training"
@@ -52,42 +52,50 @@ class Weights:
     """While it is open the modules hold them; afterwards their own, to the bit."""
 
 
-def evaluated(trainees: Sequence[Trainee], trained: Mapping[str, Trained]) -> Weights:
+def select_evaluation_weights(
+    expert_states: Sequence[ExpertState], trainable_experts: Mapping[str, TrainableExpert]
+) -> EvaluationWeights:
     """The weights that a run is judged by: averages where there are any, else those in training."""
-    pairs = [(trained[one.expert.name], values) for one in trainees if (values := evaluation_weights(one)) is not None]
+    pairs = [
+        (trainable_experts[one.expert.name], values)
+        for one in expert_states
+        if (values := evaluation_weights(one)) is not None
+    ]
     if not pairs:
-        return Weights()
+        return EvaluationWeights()
 
     @contextmanager
-    def lent() -> Iterator[None]:
+    def apply_all() -> Iterator[None]:
         with ExitStack() as stack:
             for own, values in pairs:
-                stack.enter_context(applied(own, values))
+                stack.enter_context(temporary_weights(own, values))
             yield
 
-    return Weights("moving average" if any(one.ema is not None for one in trainees) else "schedule-free average", lent)
+    return EvaluationWeights(
+        "moving average" if any(one.ema is not None for one in expert_states) else "schedule-free average", apply_all
+    )
 
 
-def folder_name(step: int) -> str:
+def samples_folder_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
 def make_samples(
-    plan: SamplePlan,
-    sampler: Sampler,
+    plan: ValidationSamplePlan,
+    sampler: ModelSampler,
     *,
     run: str,
     step: int,
     modules: Iterable[nn.Module],
     folder: Path,
     progress: Progress,
-    weights: Weights | None = None,
-) -> Measured:
+    weights: EvaluationWeights | None = None,
+) -> MeasurementEvent:
     """Write the samples of `step` below `folder`; `modules` are those in training. Returns `train/samples`."""
-    weights = weights or Weights()
+    weights = weights or EvaluationWeights()
     with (
-        new_folder(folder, folder_name(step), _same) as new,
-        undisturbed(modules),
+        atomic_folder(folder, samples_folder_name(step), _is_identical) as new,
+        preserve_training_state(modules),
         weights.applied(),
         progress.phase(f"samples of step {step}", items=len(plan), noun="samples") as phase,
     ):
@@ -95,29 +103,41 @@ def make_samples(
         for row, column, request in plan.requests():
             sheet.add(row, column, request, sampler.sample(request))
             phase.advance(1)
-        film = sheet.close()
-    made = folder / folder_name(step)
-    return sampled(step=step, folder=made, grid=made / GRID, film=made / FILM if film else None, weights=weights.label)
+        has_video = sheet.close()
+    target = folder / samples_folder_name(step)
+    return train_samples_event(
+        step=step,
+        folder=target,
+        grid=target / GRID_FILE,
+        video=target / VIDEO_FILE if has_video else None,
+        weights=weights.label,
+    )
 
 
-def made_ahead(
-    plan: SamplePlan, sampler: Sampler, *, step: int, modules: Iterable[nn.Module], progress: Progress, weights: Weights
-) -> Sampler:
+def precompute_samples(
+    plan: ValidationSamplePlan,
+    sampler: ModelSampler,
+    *,
+    step: int,
+    modules: Iterable[nn.Module],
+    progress: Progress,
+    weights: EvaluationWeights,
+) -> ModelSampler:
     """All samples of the plan, made now and held; who writes them out can fail without leaving the model halfway."""
     with (
-        undisturbed(modules),
+        preserve_training_state(modules),
         weights.applied(),
         progress.phase(f"computing samples of step {step}", items=len(plan), noun="samples") as phase,
     ):
-        held = []
+        samples = []
         for _, _, request in plan.requests():
-            held.append(sampler.sample(request))
+            samples.append(sampler.sample(request))
             phase.advance(1)
-    return _Held(iter(held))
+    return _PrecomputedSampler(iter(samples))
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _PrecomputedSampler:
     """Samples that are there already, in the order of their plan."""
 
     frames: Iterator[NDArray[np.uint8]]
@@ -127,7 +147,7 @@ class _Held:
 
 
 @contextmanager
-def undisturbed(modules: Iterable[nn.Module]) -> Iterator[None]:
+def preserve_training_state(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Look, and leave no trace: random states, train and eval modes are afterwards what they were; no gradients."""
     modes = [(part, part.training) for module in modules for part in module.modules()]
     states = random.getstate(), np.random.get_state()
@@ -145,74 +165,74 @@ def undisturbed(modules: Iterable[nn.Module]) -> Iterator[None]:
 class SampleSheet:
     """The files of one validation, written as samples come."""
 
-    def __init__(self, folder: Path, plan: SamplePlan, run: str, step: int, weights: str) -> None:
+    def __init__(self, folder: Path, plan: ValidationSamplePlan, run: str, step: int, weights: str) -> None:
         self._folder = folder
         self._plan = plan
-        self._facts: dict[str, JSON] = {"format": FORMAT, "run": run, "step": step, "weights": weights}
+        self._facts: dict[str, JSON] = {"format": FORMAT_VERSION, "run": run, "step": step, "weights": weights}
         self._labels = _labels(plan, run, step, weights)
-        self._grid: Grid | None = None
-        self._film: FilmGrid | None = None
+        self._grid: ImageGrid | None = None
+        self._video_grid: VideoGrid | None = None
         self._samples: list[dict[str, JSON]] = []
         self._hashes: dict[str, str] = {}
 
     def add(self, row: int, column: int, request: SampleRequest, frames: NDArray[np.uint8]) -> None:
         assert frames.ndim == 4 and frames.shape[3] == 3 and frames.dtype == np.uint8, (frames.shape, frames.dtype)
         shown = first_middle_last(frames)
-        self._begin(frames, len(shown))
+        self._open_grids(frames, len(shown))
         assert self._grid is not None
-        self._grid.put(row, column, shown)
-        if self._film is not None:
-            self._film.put(row, column, list(frames))
+        self._grid.paste(row, column, shown)
+        if self._video_grid is not None:
+            self._video_grid.add_clip(row, column, list(frames))
         name = f"prompt-{row:02d}-seed-{request.seed}"
-        self._samples.append({**_request_facts(request, frames, self._plan), "files": self._write(name, frames)})
+        self._samples.append({**_request_facts(request, frames, self._plan), "files": self._write_sample(name, frames)})
 
     def close(self) -> bool:
         """Write the grids and `samples.json`; whether there is a film."""
         assert self._grid is not None, "a plan has a prompt and a seed"
-        self._keep(GRID, png_bytes(self._grid.picture()))
-        if self._film is not None:
-            self._keep(FILM, mp4_bytes(self._film.frames(), self._plan.fps))
+        self._write_file(GRID_FILE, png_bytes(self._grid.image()))
+        if self._video_grid is not None:
+            self._write_file(VIDEO_FILE, mp4_bytes(self._video_grid.frames(), self._plan.fps))
         facts = {**self._facts, "samples": self._samples, "sha256": self._hashes}
         text = json.dumps(facts, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-        with writing(self._folder):
-            write_bytes(self._folder / FACTS, text.encode(errors="backslashreplace"))
-        return self._film is not None
+        with explain_write_errors(self._folder):
+            write_bytes(self._folder / FACTS_FILE, text.encode(errors="backslashreplace"))
+        return self._video_grid is not None
 
-    def _begin(self, frames: NDArray[np.uint8], shown: int) -> None:
+    def _open_grids(self, frames: NDArray[np.uint8], frames_per_cell: int) -> None:
         """The sheets are as large as the first sample makes them."""
         if self._grid is None:
             _, height, width, _ = frames.shape
-            self._grid = Grid(self._labels, width, height, shown)
+            self._grid = ImageGrid(self._labels, width, height, frames_per_cell)
             if len(frames) > 1:
-                self._film = FilmGrid(self._labels, width, height)
+                self._video_grid = VideoGrid(self._labels, width, height)
 
-    def _write(self, name: str, frames: NDArray[np.uint8]) -> list[str]:
+    def _write_sample(self, name: str, frames: NDArray[np.uint8]) -> list[str]:
         if len(frames) == 1:
-            return [self._keep(f"{name}.png", png_bytes(Image.fromarray(frames[0])))]
-        strips = png_bytes(Image.fromarray(strip(first_middle_last(frames))))
+            return [self._write_file(f"{name}.png", png_bytes(Image.fromarray(frames[0])))]
+        strips = png_bytes(Image.fromarray(join_frames(first_middle_last(frames))))
         return [
-            self._keep(f"{name}.mp4", mp4_bytes(iter(frames), self._plan.fps)),
-            self._keep(f"{name}.frames.png", strips),
+            self._write_file(f"{name}.mp4", mp4_bytes(iter(frames), self._plan.fps)),
+            self._write_file(f"{name}.frames.png", strips),
         ]
 
-    def _keep(self, name: str, content: bytes) -> str:
-        with writing(self._folder):
+    def _write_file(self, name: str, content: bytes) -> str:
+        with explain_write_errors(self._folder):
             write_bytes(self._folder / name, content)
         self._hashes[name] = hashlib.sha256(content).hexdigest()
         return name
 
 
-def _labels(plan: SamplePlan, run: str, step: int, weights: str) -> Labels:
+def _labels(plan: ValidationSamplePlan, run: str, step: int, weights: str) -> GridLabels:
     size = plan.size
     frames = f", {size.frames} frames" if size.frames > 1 else ""
     note = f"{weights}; {size.width}×{size.height}{frames}; {plan.inference_steps} inference steps, "
     note += f"guidance {plan.guidance_scale:g}"
     if plan.negative_prompt:
         note += f", not: {plan.negative_prompt}"
-    return Labels(f"{run}, step {step}", note, plan.prompts, plan.seeds)
+    return GridLabels(f"{run}, step {step}", note, plan.prompts, plan.seeds)
 
 
-def _request_facts(request: SampleRequest, frames: NDArray[np.uint8], plan: SamplePlan) -> dict[str, JSON]:
+def _request_facts(request: SampleRequest, frames: NDArray[np.uint8], plan: ValidationSamplePlan) -> dict[str, JSON]:
     return {
         "prompt": request.prompt,
         "negative_prompt": request.negative_prompt,
@@ -226,10 +246,10 @@ def _request_facts(request: SampleRequest, frames: NDArray[np.uint8], plan: Samp
     }
 
 
-def _same(there: Path, new: Path) -> bool:
+def _is_identical(existing: Path, new: Path) -> bool:
     """Whether a folder holds what the new one holds: the same facts, and files that are still what the facts say."""
-    if not (there / FACTS).is_file() or (there / FACTS).read_bytes() != (new / FACTS).read_bytes():
+    if not (existing / FACTS_FILE).is_file() or (existing / FACTS_FILE).read_bytes() != (new / FACTS_FILE).read_bytes():
         return False
-    hashes = json.loads((new / FACTS).read_bytes())["sha256"]
-    files = {name: there / name for name in hashes}
+    hashes = json.loads((new / FACTS_FILE).read_bytes())["sha256"]
+    files = {name: existing / name for name in hashes}
     return all(f.is_file() and hashlib.sha256(f.read_bytes()).hexdigest() == hashes[n] for n, f in files.items())

@@ -15,7 +15,7 @@ from supertuner.core.errors import TrainError
 
 ENCODERS = ("libx264", "libopenh264", "mpeg4")
 """The first that PyAV's FFmpeg has is used; its wheels have them all but the second."""
-QUALITY = {
+ENCODER_OPTIONS = {
     # Without mbtree: on pictures of less than 64 pixels it reads memory that nobody wrote, and the bytes differ.
     "libx264": {"crf": "12", "preset": "medium", "x264-params": "mbtree=0"},
     "libopenh264": {"b": "20000000"},
@@ -25,7 +25,7 @@ BT709 = 1
 """Colour matrix, primaries and transfer of ITU-R BT.709 in FFmpeg's counting."""
 
 
-def encoder() -> str:
+def select_encoder() -> str:
     """The name of the encoder that videos are made with here."""
     from av.codec import Codec
     from av.codec.codec import UnknownCodecError
@@ -43,20 +43,20 @@ def mp4_bytes(frames_HWC: Iterable[NDArray[np.uint8]], fps: float) -> bytes:
     """The clip as an MP4 file. A width or height that is odd grows by one pixel: H.264 halves colours."""
     import av
 
-    pictures = map(_even, frames_HWC)
+    pictures = map(_pad_to_even, frames_HWC)
     first = next(pictures)
-    name = encoder()
+    name = select_encoder()
     rate = Fraction(fps).limit_denominator(1001)
     out = BytesIO()
     with av.open(out, mode="w", format="mp4", options={"fflags": "+bitexact"}) as container:
-        stream: Any = container.add_stream(name, rate=rate, options=QUALITY[name])
+        stream: Any = container.add_stream(name, rate=rate, options=ENCODER_OPTIONS[name])
         stream.width, stream.height, stream.pix_fmt = first.shape[1], first.shape[0], "yuv420p"
         context = stream.codec_context
         context.thread_count, context.thread_type = 1, "NONE"
         context.flags |= int(_flags().bitexact)
         context.colorspace = context.color_primaries = context.color_trc = BT709
         for number, picture in enumerate(chain((first,), pictures)):
-            frame = _yuv(picture)
+            frame = _to_yuv(picture)
             frame.pts, frame.time_base = number, 1 / rate
             container.mux(stream.encode(frame))
         container.mux(stream.encode(None))
@@ -69,7 +69,7 @@ def first_middle_last(frames_FHWC: NDArray[np.uint8]) -> list[NDArray[np.uint8]]
     return [frames_FHWC[number] for number in sorted({0, last // 2, last})]
 
 
-def _yuv(picture_HWC: NDArray[np.uint8]) -> Any:
+def _to_yuv(picture_HWC: NDArray[np.uint8]) -> Any:
     from av import VideoFrame
     from av.video.reformatter import Colorspace
 
@@ -85,7 +85,7 @@ def _flags() -> Any:
     return Flags
 
 
-def _even(picture_HWC: NDArray[np.uint8]) -> NDArray[np.uint8]:
+def _pad_to_even(picture_HWC: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Grown to even sides by repeating the last row and column."""
     height, width, _ = picture_HWC.shape
     return np.pad(picture_HWC, ((0, height % 2), (0, width % 2), (0, 0)), mode="edge")

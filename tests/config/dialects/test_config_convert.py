@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from supertuner.config.render import Language, canonical, rendered
+from supertuner.config.render import ConfigLanguage, canonical_tree, render_tree
 from supertuner.config.settings.tree import RunConfig
 from supertuner.config.sources import key_path as places
-from supertuner.config.sources.load import Loaded, load
+from supertuner.config.sources.load import LoadedConfig, load_config
 from supertuner.config.sources.parse import parse_bytes
 from supertuner.core.errors import ConfigError
 
-LANGUAGES: tuple[Language, ...] = ("json", "yaml", "toml")
+LANGUAGES: tuple[ConfigLanguage, ...] = ("json", "yaml", "toml")
 WORDS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=12)
 
 
@@ -67,11 +67,11 @@ def trees(draw: st.DrawFn) -> dict[str, Any]:
     return tree
 
 
-def loaded_from(path: Path, text: str) -> Loaded | None:
+def loaded_from(path: Path, text: str) -> LoadedConfig | None:
     path.parent.mkdir(exist_ok=True)
     path.write_text(text, encoding="utf-8")
     try:
-        return load(path, environ={}, check_paths=False)
+        return load_config(path, environ={}, check_paths=False)
     except ConfigError:
         return None
 
@@ -85,11 +85,11 @@ def test_a_converted_configuration_loads_as_the_same_and_converts_to_itself(tmp_
     if first is None:
         return  # the settings contradict each other
     out = folder / "out" / f"run.{language}"
-    text = rendered(canonical(first.values, out.parent), language)
+    text = render_tree(canonical_tree(first.provenance, out.parent), language)
     second = loaded_from(out, text)
     assert second is not None, text
     assert second.config == first.config
-    assert rendered(canonical(second.values, out.parent), language) == text
+    assert render_tree(canonical_tree(second.provenance, out.parent), language) == text
 
 
 DIALECTS = [
@@ -137,7 +137,7 @@ DIALECTS = [
 def test_a_dialect_converts_to_our_names_with_the_same_meaning(load_text, tmp_path, tree, language):
     first = load_text(tree)
     out = tmp_path / "sub" / f"out.{language}"
-    text = rendered(canonical(first.values, out.parent), language)
+    text = render_tree(canonical_tree(first.values, out.parent), language)
     second = loaded_from(out, text)
     assert second is not None
     assert second.config == first.config
@@ -147,18 +147,18 @@ def test_a_dialect_converts_to_our_names_with_the_same_meaning(load_text, tmp_pa
 
 def test_a_folder_with_the_name_of_a_word_stays_a_folder_beside_the_converted_file(load_text, tmp_path):
     first = load_text({"model": {"family": "flux", "path": "./tiny"}})
-    assert canonical(first.values, tmp_path)["model"]["path"] == "./tiny"
-    assert canonical(first.values, tmp_path / "sub")["model"]["path"] == "../tiny"
+    assert canonical_tree(first.values, tmp_path)["model"]["path"] == "./tiny"
+    assert canonical_tree(first.values, tmp_path / "sub")["model"]["path"] == "../tiny"
 
 
 def test_the_environment_is_not_written_into_the_converted_file(load_text, tmp_path):
     loaded = load_text(
         {"run": {"seed": 1}}, environ={"SUPERTUNER_RUN__NAME": "x", "ACCELERATE_MIXED_PRECISION": "fp16"}
     )
-    assert canonical(loaded.values, tmp_path) == {"run": {"seed": 1}}
+    assert canonical_tree(loaded.values, tmp_path) == {"run": {"seed": 1}}
 
 
 def test_every_setting_that_takes_null_has_it_as_default_so_that_toml_can_leave_it_out():
     for name, key in places.settings().items():
-        if "null" in key.types:
+        if "null" in key.json_types:
             assert key.schema["default"] is None, name

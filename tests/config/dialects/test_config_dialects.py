@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from supertuner.config.dialects.table import DATASET, RUN, dataset_rows
+from supertuner.config.dialects.table import DATASET_KEYS, RUN_KEYS, dataset_keys
 from supertuner.config.sources import key_path as places
 
 SIMPLETUNER = {
@@ -272,24 +272,24 @@ def test_an_unknown_foreign_key_is_an_error_like_any_other(refuse, tree, says):
 
 def test_every_row_of_the_table_leads_to_a_setting_or_says_why_not():
     samples = (True, False, 1, 4, 0.5, "a", "textfile", "square", "comma", "local", "area", "adamw", [512, 768])
-    for scope, rows in (((), RUN), (("datasets", 0), DATASET)):
+    for scope, rows in (((), RUN_KEYS), (("datasets", 0), DATASET_KEYS)):
         for row in rows:
             if row.convert is None:
-                assert row.why, row
+                assert row.ignored_reason, row
                 continue
-            block = {"caption_strategy": "instanceprompt", "instance_prompt": "x", row.written: 1}
+            block = {"caption_strategy": "instanceprompt", "instance_prompt": "x", row.key: 1}
             puts = [o for v in samples for o in row.convert(v, block) if hasattr(o, "to")]
             for put in puts:
-                inner = places.parse(put.to.removeprefix("^"))
-                where = inner if put.to.startswith("^") else (*scope, *inner)
-                assert places.key_at(where) is not None, (row.written, put.to)
+                inner = places.parse_path(put.target.removeprefix("^"))
+                where = inner if put.target.startswith("^") else (*scope, *inner)
+                assert places.setting_at(where) is not None, (row.key, put.target)
 
 
 def test_no_row_hides_a_setting_of_ours_unless_its_value_passes_unchanged():
     """A canonical file must mean the same with or without the table."""
-    for row in dataset_rows("").values():
-        if f"datasets[].{row.written}" in places.settings():
-            assert row.written in ("type", "crop"), row.written
+    for row in dataset_keys("").values():
+        if f"datasets[].{row.key}" in places.settings():
+            assert row.key in ("type", "crop"), row.key
 
 
 def test_masks_and_regularisation_data_are_read_in_both_dialects(load_text, tmp_path):

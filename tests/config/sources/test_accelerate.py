@@ -8,7 +8,7 @@ from pathlib import Path
 import accelerate.utils.launch as its_launcher
 import pytest
 
-from supertuner.config.sources.accelerate import FSDP, VARIABLES
+from supertuner.config.sources.accelerate import ACCELERATE_RULES, FSDP_RULES
 
 USES_FSDP = {"ACCELERATE_USE_FSDP": "true"}
 SILENT = {
@@ -130,4 +130,4 @@ def test_every_variable_that_the_launcher_of_many_can_set_has_its_row():
     body = source[source.index("def prepare_multi_gpu_env") : source.index("def prepare_extend_env_parallelism")]
     named = set(re.findall(r'current_env\["((?:ACCELERATE|FSDP)_[A-Z_0-9]+)"\]', body))
     assert len(named) > 20, "the launcher was read"
-    assert named - VARIABLES.keys() - FSDP.keys() == set()
+    assert named - ACCELERATE_RULES.keys() - FSDP_RULES.keys() == set()

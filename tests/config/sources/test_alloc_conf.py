@@ -10,8 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from supertuner.config.sources.alloc_conf import SETTINGS, VARIABLES, entries, memory_fraction, without_ours
-from supertuner.config.sources.environment import keep_from_torch, layers
+from supertuner.config.sources.alloc_conf import (
+    ALLOC_CONF_VARIABLES,
+    SETTING_BY_KEY,
+    memory_fraction,
+    parse_entries,
+    strip_uvm_keys,
+)
+from supertuner.config.sources.environment import environment_layers, strip_uvm_keys_for_torch
 from supertuner.core.errors import ConfigError
 
 DOCS = Path(__file__).parents[3] / "docs/configuration.md"
@@ -19,7 +25,7 @@ SEEDS = "use_uvm:True,uvm_oversubscription_ratio:3.0,uvm_access_pattern:cpu_firs
 TORCH = "max_split_size_mb:128,roundup_power2_divisions:[256:1,512:2,>:4],garbage_collection_threshold:0.8"
 
 
-@pytest.mark.parametrize("variable", VARIABLES)
+@pytest.mark.parametrize("variable", ALLOC_CONF_VARIABLES)
 def test_the_seeds_keys_give_settings(load_text, variable):
     loaded = load_text({}, environ={variable: f"max_split_size_mb:64,{SEEDS}"})
     overflow = loaded.config.memory.overflow
@@ -63,18 +69,25 @@ def test_what_is_wrong_is_named_with_variable_and_key(load_text, text, said):
 
 def test_what_is_torchs_is_torchs_affair(load_text, tmp_path):
     assert (
-        list(layers({"PYTORCH_CUDA_ALLOC_CONF": f"{TORCH},no_such_key:1,[", "PYTORCH_ALLOC_CONF": ","}, tmp_path)) == []
+        list(
+            environment_layers(
+                {"PYTORCH_CUDA_ALLOC_CONF": f"{TORCH},no_such_key:1,[", "PYTORCH_ALLOC_CONF": ","}, tmp_path
+            )
+        )
+        == []
     )
-    assert without_ours(f"{TORCH}, backend:native") == f"{TORCH}, backend:native"
-    assert without_ours(f"{SEEDS},{TORCH},uvm_other:1") == TORCH
-    assert without_ours(SEEDS) == ""
+    assert strip_uvm_keys(f"{TORCH}, backend:native") == f"{TORCH}, backend:native"
+    assert strip_uvm_keys(f"{SEEDS},{TORCH},uvm_other:1") == TORCH
+    assert strip_uvm_keys(SEEDS) == ""
 
 
 @given(st.text("uvm_se:,[]>T 1", max_size=40))
 def test_no_text_can_break_the_reader_and_nothing_of_torchs_is_lost(text):
-    rest = without_ours(text)
-    assert [one.written for one in entries(rest)] == [one.written for one in entries(text) if not one.ours]
-    assert not any(one.ours for one in entries(rest))
+    rest = strip_uvm_keys(text)
+    assert [one.source_text for one in parse_entries(rest)] == [
+        one.source_text for one in parse_entries(text) if not one.is_uvm_key
+    ]
+    assert not any(one.is_uvm_key for one in parse_entries(rest))
 
 
 def test_a_memory_fraction_is_found_as_it_is_written():
@@ -86,18 +99,18 @@ def test_torch_sees_the_variable_without_the_seeds_keys_and_later_loads_see_them
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", f"{SEEDS},{TORCH}")
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "use_uvm:True,uvm_access_pattern:balanced")
     monkeypatch.setenv("GH200_UVM_OVERSUBSCRIPTION_RATIO", "6")
-    for setting in SETTINGS.values():  # so that what is set below is undone after the test
+    for setting in SETTING_BY_KEY.values():  # so that what is set below is undone after the test
         monkeypatch.delenv(f"SUPERTUNER_{setting.replace('.', '__').upper()}", raising=False)
         monkeypatch.setenv(f"SUPERTUNER_{setting.replace('.', '__').upper()}", "")
     before = load_text({}, environ=dict(os.environ)).config.memory.overflow
-    assert keep_from_torch() == ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    assert strip_uvm_keys_for_torch() == ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == TORCH
     assert "PYTORCH_ALLOC_CONF" not in os.environ
     after = load_text({}, environ=dict(os.environ)).config.memory.overflow
     assert after == before and (after.enabled, after.oversubscription_ratio) == (True, 6.0)
-    assert keep_from_torch() == ()
+    assert strip_uvm_keys_for_torch() == ()
 
 
 def test_the_docs_say_what_every_key_gives():
-    for key, setting in SETTINGS.items():
+    for key, setting in SETTING_BY_KEY.items():
         assert re.search(rf"`{key}` \| `{re.escape(setting)}` \|", DOCS.read_text()), key

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from supertuner.config.sources.load import load
+from supertuner.config.sources.load import load_config
 from supertuner.core.errors import ConfigError
 
 SMALL_RATE = {
@@ -125,7 +125,7 @@ def test_a_huge_file_is_refused_before_it_is_parsed(refuse):
 def test_a_missing_file_or_a_folder_is_an_error_of_the_configuration(tmp_path):
     for path in (tmp_path / "none.json", tmp_path):
         with pytest.raises(ConfigError) as caught:
-            load(path, environ={})
+            load_config(path, environ={})
         assert str(path) in str(caught.value)
 
 
@@ -153,4 +153,4 @@ def test_what_no_setting_can_be_is_told_with_its_place_and_in_our_words(refuse, 
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "run.json")
     with pytest.raises(ConfigError, match="it is not a file"):
-        load(tmp_path / "run.json", environ={})
+        load_config(tmp_path / "run.json", environ={})

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from supertuner.config.sources.load import load
-from supertuner.core.host import Host
+from supertuner.config.sources.load import load_config
+from supertuner.core.host import HostFacts
 
 
 def test_each_source_beats_the_one_before(load_text):
@@ -136,8 +136,8 @@ def test_paths_are_relative_to_the_file_that_holds_them_and_else_to_the_working_
 
 
 def test_a_configuration_needs_no_file():
-    loaded = load(None, environ={}, sets=["run.seed=7"])
-    assert (loaded.config.run.seed, loaded.given) == (7, b"")
+    loaded = load_config(None, environ={}, sets=["run.seed=7"])
+    assert (loaded.config.run.seed, loaded.file_content) == (7, b"")
 
 
 def test_datasets_without_an_id_are_named_after_their_folders_and_stay_unique(load_text):
@@ -151,7 +151,7 @@ def test_a_memory_limit_above_the_machine_is_lowered_with_a_warning(load_text, t
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text("MemTotal:  67108864 kB\nMemAvailable:  1 kB\n")
     tree = {"datasets": [{"in_memory": {"memory_limit_gb": 360}}, {"in_memory": {"memory_limit_gb": 63.5}}]}
-    loaded = load_text(tree, host=Host(tmp_path))
+    loaded = load_text(tree, host=HostFacts(tmp_path))
     assert [d.in_memory.memory_limit_gb for d in loaded.config.datasets] == [64, 63.5]
     (note,) = [n for n in loaded.notes if "memory_limit_gb" in n.what]
     assert "360 is more than this machine has; lowered to 64" in note.message

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from supertuner.config.sources.launcher import ALONE, Launched, launched, require_one_process
+from supertuner.config.sources.launcher import (
+    SINGLE_PROCESS_ENVIRONMENT,
+    LauncherEnvironment,
+    read_launcher_environment,
+    require_single_process,
+)
 from supertuner.core.errors import ConfigError
 
 TORCHRUN = {
@@ -19,18 +24,20 @@ TORCHRUN = {
 
 def _refusal(environ: dict[str, str]) -> str:
     with pytest.raises(ConfigError) as caught:
-        launched(environ)
+        read_launcher_environment(environ)
     return str(caught.value)
 
 
 def test_without_a_launcher_a_process_is_alone():
-    assert launched({}) == ALONE
-    assert launched({"MASTER_ADDR": "somewhere", "MASTER_PORT": "1"}) == ALONE
+    assert read_launcher_environment({}) == SINGLE_PROCESS_ENVIRONMENT
+    assert read_launcher_environment({"MASTER_ADDR": "somewhere", "MASTER_PORT": "1"}) == SINGLE_PROCESS_ENVIRONMENT
 
 
 def test_torchruns_variables_say_which_of_how_many():
-    assert launched(TORCHRUN) == Launched(rank=5, ranks=8, local_rank=1, local_ranks=4)
-    assert not launched(TORCHRUN).first
+    assert read_launcher_environment(TORCHRUN) == LauncherEnvironment(
+        rank=5, world_size=8, local_rank=1, local_world_size=4
+    )
+    assert not read_launcher_environment(TORCHRUN).is_main_process
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
@@ -49,8 +56,10 @@ def test_numbers_that_cannot_be_are_refused(name, value):
 
 @pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"])
 def test_processes_that_do_not_know_of_each_other_are_refused(name):
-    assert launched({name: "1"}) == ALONE
-    assert launched({name: "8", **TORCHRUN}).ranks == 8, "torchrun was started by it, once on each node"
+    assert read_launcher_environment({name: "1"}) == SINGLE_PROCESS_ENVIRONMENT
+    assert read_launcher_environment({name: "8", **TORCHRUN}).world_size == 8, (
+        "torchrun was started by it, once on each node"
+    )
     message = _refusal({name: "8"})
     assert "8 processes that do not know of each other" in message
     assert "torchrun" in message
@@ -59,15 +68,15 @@ def test_processes_that_do_not_know_of_each_other_are_refused(name):
 def test_one_process_where_accelerate_was_asked_for_several_is_refused():
     """`accelerate launch --cpu --num_processes 2` starts one, without a word."""
     alone = {"ACCELERATE_USE_CPU": "True", "ACCELERATE_MIXED_PRECISION": "no"}
-    assert launched(alone) == ALONE
+    assert read_launcher_environment(alone) == SINGLE_PROCESS_ENVIRONMENT
     message = _refusal({**alone, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"})
     assert "asked for more than one process, and started this one alone" in message
 
 
 def test_a_command_for_one_process_is_refused_where_a_launcher_started_several():
     with pytest.raises(ConfigError) as refused:
-        require_one_process(TORCHRUN, "stage")
+        require_single_process(TORCHRUN, "stage")
     assert "start `supertuner stage` without torchrun" in str(refused.value)
     assert "training stages and encodes by itself" in str(refused.value)
     for alone in ({}, {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, {"RANK": "1", "WORLD_SIZE": "2"}):
-        require_one_process(alone, "stage")
+        require_single_process(alone, "stage")

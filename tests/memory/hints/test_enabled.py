@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from supertuner.config.sources.load import load
+from supertuner.config.sources.load import load_config
 from supertuner.memory.driver import Device, Missing
 from supertuner.memory.hints import api as hints
 from supertuner.memory.hints.enabled import Support, decide, device_support, supported
@@ -104,7 +104,7 @@ def test_the_setting_comes_from_the_configuration_in_its_own_order(
     if file is not None:
         path = tmp_path / "run.json"
         path.write_text(json.dumps({"gh200_optimizations": {"enable_uvm_hints": file}}))
-    loaded = load(path, sets=sets, environ=environ, check_paths=False)
+    loaded = load_config(path, sets=sets, environ=environ, check_paths=False)
     assert loaded.config.gh200_optimizations.enable_uvm_hints is expected
 
 

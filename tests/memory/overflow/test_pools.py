@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from supertuner.config.settings.memory import Overflow as Settings
+from supertuner.config.settings.memory import OverflowSettings as Settings
 from supertuner.core.errors import MemoryEngineError
-from supertuner.core.events import Silence
-from supertuner.core.host import Host
+from supertuner.core.events import NullSink
+from supertuner.core.host import HostFacts
 from supertuner.core.types import GIB, MIB
 from supertuner.memory.driver import Device, Kind, Missing, Span
 from supertuner.memory.overflow import plugin as overflow
@@ -29,12 +29,12 @@ CUDA = torch.device("cuda")
 STOCK = TorchFacts("2.13.0+cu130", sees_gpu=True)
 
 
-def facts_of(host: Host, *devices: Device):
+def facts_of(host: HostFacts, *devices: Device):
     return probe(host, Said(*devices), Missing("not asked"))
 
 
 @pytest.fixture
-def gh200(tmp_path: Path) -> Host:
+def gh200(tmp_path: Path) -> HostFacts:
     return folder_host(tmp_path, gh200_files())
 
 
@@ -81,14 +81,14 @@ def test_a_host_that_does_not_say_what_it_has_is_refused(tmp_path):
 def test_without_a_gpu_opening_pools_is_an_error_with_the_reason_and_nothing_else(gh200):
     facts = probe(gh200, Missing("no NVIDIA driver (libcuda.so.1) here"), Missing("not asked"))
     with pytest.raises(MemoryEngineError, match=r"memory\.overflow: there is no GPU 0 here \(no NVIDIA driver"):
-        pools.open_pools(ON, facts, gh200, Silence(), driver=Missing("none"))
+        pools.open_pools(ON, facts, gh200, NullSink(), driver=Missing("none"))
 
 
 def test_a_plugin_that_was_not_built_is_an_error_that_says_how_to_build_it(gh200, monkeypatch, tmp_path):
     monkeypatch.setattr(overflow, "__file__", str(tmp_path / "overflow.py"))
     monkeypatch.setattr(pools, "torch_facts", lambda device: STOCK)
     with pytest.raises(MemoryEngineError, match=r"was not built: install a C compiler \(gcc\)"):
-        pools.open_pools(ON, facts_of(gh200, GH200), gh200, Silence(), driver=Missing("none"))
+        pools.open_pools(ON, facts_of(gh200, GH200), gh200, NullSink(), driver=Missing("none"))
 
 
 def test_limits_are_the_settings_and_shares_of_the_machine_where_they_say_nothing(tmp_path):

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from supertuner.core.events import Event, Measured
-from supertuner.core.host import Host
+from supertuner.core.events import Event, MeasurementEvent
+from supertuner.core.host import HostFacts
 from supertuner.core.types import GIB, KIB
 from supertuner.memory.driver import Missing, Refused
 from supertuner.memory.probe import probe
 from supertuner.memory.telemetry.nvml import NvmlGpu
 from supertuner.memory.telemetry.sampler import SHARE, Sampler
-from supertuner.sinks.jsonlines import JsonLines, read_lines
+from supertuner.sinks.jsonlines import JsonLinesFile, read_records
 from tests.memory.machine_files import (
     GB10,
     GH200,
@@ -76,7 +76,7 @@ def made() -> Iterator[Callable[..., Sampler]]:
     """Samplers, closed at the end."""
     samplers: list[Sampler] = []
 
-    def make(host: Host, driver: Any = NO_GPU, nvml: Any = NO_NVML, **more: Any) -> Sampler:
+    def make(host: HostFacts, driver: Any = NO_GPU, nvml: Any = NO_NVML, **more: Any) -> Sampler:
         samplers.append(Sampler(probe(host, driver, nvml), host, driver, nvml, **more))
         return samplers[-1]
 
@@ -88,7 +88,7 @@ def made() -> Iterator[Callable[..., Sampler]]:
 def test_a_machine_that_tells_nothing_gives_only_what_the_process_knows(
     tmp_path: Path, made: Callable[..., Sampler]
 ) -> None:
-    assert set(made(Host(tmp_path)).sample()) == {"process.minor_faults", "process.major_faults"}
+    assert set(made(HostFacts(tmp_path)).sample()) == {"process.minor_faults", "process.major_faults"}
 
 
 def test_a_gh200_shows_what_lies_in_each_memory(tmp_path: Path, made: Callable[..., Sampler]) -> None:
@@ -115,7 +115,7 @@ def test_page_moves_count_from_one_sample_to_the_next(tmp_path: Path, made: Call
 
 
 def test_faults_of_this_process_are_counted(made: Callable[..., Sampler]) -> None:
-    sampler, pages = made(Host()), 500
+    sampler, pages = made(HostFacts()), 500
     sampler.sample()
     with mmap.mmap(-1, pages * mmap.PAGESIZE) as memory:
         memory.madvise(mmap.MADV_NOHUGEPAGE)
@@ -126,7 +126,7 @@ def test_faults_of_this_process_are_counted(made: Callable[..., Sampler]) -> Non
 
 
 def test_the_real_files_agree_with_the_probe(made: Callable[..., Sampler]) -> None:
-    figures, host = made(Host()).sample(), Host()
+    figures, host = made(HostFacts()).sample(), HostFacts()
     available, total = host.memory_available(), host.memory_total()
     assert available is not None and total is not None
     assert abs(int(figures["host.available_bytes"]) - available) < 0.2 * total
@@ -194,11 +194,11 @@ def test_an_event_carries_its_step_and_the_first_one_the_drivers_parameters(
 ) -> None:
     clock, run = Clock(), tmp_path / "events.jsonl"
     sampler = made(folder_host(tmp_path, gh200_files()), Said(GH200), clock=clock)
-    with JsonLines(run) as sink:
+    with JsonLinesFile(run) as sink:
         for step in (7, 8):
             assert sampler.emit(sink, step)
             clock.pass_s(2.0)
-    first, second = (record["figures"] for record in read_lines(run))
+    first, second = (record["figures"] for record in read_records(run))
     assert (first["step"], second["step"]) == (7, 8)
     assert first["uvm_driver.uvm_perf_access_counter_threshold"] == "256"
     assert not [name for name in second if name.startswith("uvm_driver")]
@@ -207,7 +207,7 @@ def test_an_event_carries_its_step_and_the_first_one_the_drivers_parameters(
 
 def test_telemetry_takes_its_share_of_the_time_and_no_more(tmp_path: Path, made: Callable[..., Sampler]) -> None:
     clock = Clock()
-    sampler = made(Host(tmp_path), clock=clock)
+    sampler = made(HostFacts(tmp_path), clock=clock)
     sink, spent, begin = Kept(slow=lambda: clock.pass_s(0.004)), 0.0, clock.now
     for step in range(2000):
         before = clock.now
@@ -220,16 +220,16 @@ def test_telemetry_takes_its_share_of_the_time_and_no_more(tmp_path: Path, made:
 
 def test_telemetry_that_costs_little_comes_with_every_step(tmp_path: Path, made: Callable[..., Sampler]) -> None:
     clock = Clock()
-    sampler, sink = made(Host(tmp_path), clock=clock), Kept(slow=lambda: clock.pass_s(0.0002))
+    sampler, sink = made(HostFacts(tmp_path), clock=clock), Kept(slow=lambda: clock.pass_s(0.0002))
     for step in range(100):
         assert sampler.emit(sink, step)
         clock.pass_s(0.05)
-    events = [event for event in sink.events if isinstance(event, Measured)]
+    events = [event for event in sink.events if isinstance(event, MeasurementEvent)]
     assert [event.figures["step"] for event in events] == list(range(100))
 
 
 def test_closing_gives_the_files_back() -> None:
-    host = Host()
+    host = HostFacts()
     open_before = len(os.listdir("/proc/self/fd"))
     sampler = Sampler(probe(host, NO_GPU, NO_NVML), host, NO_GPU, NO_NVML)
     assert len(os.listdir("/proc/self/fd")) > open_before

@@ -17,10 +17,17 @@ from safetensors.torch import save_file
 from torch import nn
 
 from supertuner.config.settings.model import AdapterSettings
-from supertuner.models.adapters.attach import Trained, attach, exported, load_state, state, targets_of
-from supertuner.models.families.wan22.tiny import TinyWan, build
-from supertuner.models.table import family
-from tests.models.adapters.modules import drawn, flux, flux_output, wan, wan_output
+from supertuner.models.adapters.attach import (
+    TrainableExpert,
+    attach,
+    export_tensors,
+    load_trainable_state,
+    resolve_targets,
+    trainable_state,
+)
+from supertuner.models.families.wan22.tiny import TinyWan, build_pipeline
+from supertuner.models.table import load_family
+from tests.models.adapters.modules import flux, flux_output, random_tensor, wan, wan_output
 
 SEVERAL = ({"match": "attn1.to_q", "rank": 8, "alpha": 2.0}, {"match": "*.1.*", "rank": 3})
 LORAS = {
@@ -44,9 +51,12 @@ PRESETS = pytest.mark.parametrize("preset", ["attention", "all_linear"])
 Forward = Callable[[nn.Module], torch.Tensor]
 
 
-def learnt(trained: Trained) -> Trained:
+def learnt(trained: TrainableExpert) -> TrainableExpert:
     """As if trained: every tensor has left its first value."""
-    load_state(trained, {name: tensor + 0.1 * drawn(*tensor.shape) for name, tensor in state(trained).items()})
+    load_trainable_state(
+        trained,
+        {name: tensor + 0.1 * random_tensor(*tensor.shape) for name, tensor in trainable_state(trained).items()},
+    )
     return trained
 
 
@@ -64,24 +74,24 @@ def same(loaded: torch.Tensor, wanted: torch.Tensor, bare: torch.Tensor, within:
 def test_both_experts_load_into_a_wan_pipeline_and_give_the_trainers_output(
     facts: dict[str, object], preset: str, tmp_path: Path
 ) -> None:
-    settings, wan22 = told(facts, preset), family("wan2.2")
-    ours, theirs = build(TinyWan(), seed=3), build(TinyWan(), seed=3)
+    settings, wan22 = told(facts, preset), load_family("wan2.2")
+    ours, theirs = build_pipeline(TinyWan(), seed=3), build_pipeline(TinyWan(), seed=3)
     assert isinstance(theirs, WanPipeline)
     parts = {"transformer": "high_noise", "transformer_2": "low_noise"}
     for part, name in parts.items():
-        targets = targets_of(settings, wan22.targets)
+        targets = resolve_targets(settings, wan22.target_presets)
         trained = learnt(attach(getattr(ours, part), settings, targets, seed=1, name=name))
         save_file(*_file(trained, wan22.export_prefix[part], settings, tmp_path / f"{name}.safetensors"))
         theirs.load_lora_weights(tmp_path / f"{name}.safetensors", load_into_transformer_2=part == "transformer_2")
     for part in parts:
-        bare = wan_output(getattr(build(TinyWan(), seed=3), part))
+        bare = wan_output(getattr(build_pipeline(TinyWan(), seed=3), part))
         same(wan_output(getattr(theirs, part)), wan_output(getattr(ours, part)), bare)
 
 
 def test_files_of_swapped_experts_do_not_give_the_trainers_output(tmp_path: Path) -> None:
     """Diffusers loads each into the other without a word: whose file it is must be right, and the tests must see it."""
-    settings, wan22 = told({"rank": 4}, "attention"), family("wan2.2")
-    ours, theirs = build(TinyWan(), seed=3), build(TinyWan(), seed=3)
+    settings, wan22 = told({"rank": 4}, "attention"), load_family("wan2.2")
+    ours, theirs = build_pipeline(TinyWan(), seed=3), build_pipeline(TinyWan(), seed=3)
     assert isinstance(theirs, WanPipeline)
     parts = {"transformer": "high_noise", "transformer_2": "low_noise"}
     for part, name in parts.items():
@@ -102,7 +112,9 @@ def test_an_adapter_loads_into_a_flux_pipeline_and_gives_the_trainers_output(
     if "modules" in facts:
         facts = {**facts, "modules": ({"match": "transformer_blocks.0.attn.to_q", "rank": 8, "alpha": 2.0},)}
     settings = told(facts, preset)
-    trained = learnt(attach(flux(), settings, targets_of(settings, family("flux").targets), seed=1, name="model"))
+    trained = learnt(
+        attach(flux(), settings, resolve_targets(settings, load_family("flux").target_presets), seed=1, name="model")
+    )
     save_file(*_file(trained, "transformer", settings, tmp_path / "adapter.safetensors"))
     pipeline = FluxPipeline(None, None, None, None, None, None, flux())  # type: ignore[arg-type]
     pipeline.load_lora_weights(tmp_path / "adapter.safetensors")
@@ -121,7 +133,9 @@ def test_lycoris_loads_and_merges_to_the_weights_that_were_trained(
     if "modules" in facts and name == "flux":
         facts = {**facts, "modules": ({"match": "attn.to_q", "rank": 1, "alpha": 2.0},)}
     settings = told(facts, preset)
-    trained = learnt(attach(make(), settings, targets_of(settings, family(name).targets), seed=1, name="model"))
+    trained = learnt(
+        attach(make(), settings, resolve_targets(settings, load_family(name).target_presets), seed=1, name="model")
+    )
     save_file(*_file(trained, "unused", settings, tmp_path / "adapter.safetensors"))
     theirs = make()
     network, _ = create_lycoris_from_weights(1.0, str(tmp_path / "adapter.safetensors"), theirs)
@@ -145,7 +159,7 @@ def lycoris_is_quiet() -> Iterator[None]:
 
 def test_lycoris_own_names_are_in_the_file() -> None:
     settings = AdapterSettings(type="lokr", rank=1)
-    tensors, metadata = exported(attach(wan(), settings, ("to_q",), seed=1, name="model"), "unused", settings)
+    tensors, metadata = export_tensors(attach(wan(), settings, ("to_q",), seed=1, name="model"), "unused", settings)
     first = "lycoris_blocks_0_attn1_to_q"
     assert [name for name in tensors if name.startswith(f"{first}.")] == [
         f"{first}.{tensor}" for tensor in ("alpha", "lokr_w1", "lokr_w2_a", "lokr_w2_b")
@@ -153,6 +167,8 @@ def test_lycoris_own_names_are_in_the_file() -> None:
     assert '"type": "lokr"' in metadata["supertuner"]
 
 
-def _file(trained: Trained, prefix: str, settings: AdapterSettings, path: Path) -> tuple[object, Path, dict[str, str]]:
-    tensors, metadata = exported(trained, prefix, settings)
+def _file(
+    trained: TrainableExpert, prefix: str, settings: AdapterSettings, path: Path
+) -> tuple[object, Path, dict[str, str]]:
+    tensors, metadata = export_tensors(trained, prefix, settings)
     return tensors, path, metadata

@@ -12,19 +12,19 @@ from safetensors.torch import save_file
 
 from supertuner.config.settings.model import AdapterSettings
 from supertuner.models.adapters.attach import (
-    Trained,
-    applied,
+    TrainableExpert,
     attach,
-    exported,
-    load_state,
-    save_full,
-    state,
-    targets_of,
+    export_tensors,
+    load_trainable_state,
+    resolve_targets,
+    save_full_weights,
+    temporary_weights,
+    trainable_state,
 )
-from supertuner.models.families.wan22.tiny import TinyWan, build
+from supertuner.models.families.wan22.tiny import TinyWan, build_pipeline
 from supertuner.models.spec import Expert
-from supertuner.models.table import family
-from tests.models.adapters.modules import drawn, flux, flux_output, wan, wan_output
+from supertuner.models.table import load_family
+from tests.models.adapters.modules import flux, flux_output, random_tensor, wan, wan_output
 
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
 CASES = pytest.mark.parametrize("alpha", [None, 3.0, 16.0], ids=["alpha is the rank", "smaller", "larger"])
@@ -32,9 +32,12 @@ CASES = pytest.mark.parametrize("alpha", [None, 3.0, 16.0], ids=["alpha is the r
 PRESETS = pytest.mark.parametrize("preset", ["attention", "attention_mlp", "all_linear"])
 
 
-def learnt(trained: Trained) -> Trained:
+def learnt(trained: TrainableExpert) -> TrainableExpert:
     """As if trained: every tensor has left its first value."""
-    load_state(trained, {name: tensor + 0.1 * drawn(*tensor.shape) for name, tensor in state(trained).items()})
+    load_trainable_state(
+        trained,
+        {name: tensor + 0.1 * random_tensor(*tensor.shape) for name, tensor in trainable_state(trained).items()},
+    )
     return trained
 
 
@@ -43,20 +46,23 @@ def learnt(trained: Trained) -> Trained:
 def test_both_experts_load_into_a_wan_pipeline_and_give_the_trainers_output(
     preset: str, alpha: float | None, tmp_path: Path
 ) -> None:
-    settings, wan22 = AdapterSettings(rank=4, alpha=alpha, targets=preset), family("wan2.2")
-    ours, theirs = build(TinyWan(), seed=3), build(TinyWan(), seed=3)
+    settings, wan22 = AdapterSettings(rank=4, alpha=alpha, targets=preset), load_family("wan2.2")
+    ours, theirs = build_pipeline(TinyWan(), seed=3), build_pipeline(TinyWan(), seed=3)
     assert isinstance(theirs, WanPipeline)
-    experts = (Expert("high_noise", "transformer", low=0.875), Expert("low_noise", "transformer_2", high=0.875))
-    targets = targets_of(settings, wan22.targets)
+    experts = (
+        Expert("high_noise", "transformer", sigma_min=0.875),
+        Expert("low_noise", "transformer_2", sigma_max=0.875),
+    )
+    targets = resolve_targets(settings, wan22.target_presets)
     for expert in experts:
-        trained = learnt(attach(getattr(ours, expert.part), settings, targets, seed=1, name=expert.name))
-        tensors, metadata = exported(trained, wan22.export_prefix[expert.part], settings)
+        trained = learnt(attach(getattr(ours, expert.component), settings, targets, seed=1, name=expert.name))
+        tensors, metadata = export_tensors(trained, wan22.export_prefix[expert.component], settings)
         save_file(tensors, tmp_path / f"{expert.name}.safetensors", metadata)
-        second = expert.part == "transformer_2"
+        second = expert.component == "transformer_2"
         theirs.load_lora_weights(tmp_path / f"{expert.name}.safetensors", load_into_transformer_2=second)
     for expert in experts:
-        bare = wan_output(getattr(build(TinyWan(), seed=3), expert.part))
-        same(wan_output(getattr(theirs, expert.part)), wan_output(getattr(ours, expert.part)), bare)
+        bare = wan_output(getattr(build_pipeline(TinyWan(), seed=3), expert.component))
+        same(wan_output(getattr(theirs, expert.component)), wan_output(getattr(ours, expert.component)), bare)
 
 
 @CASES
@@ -65,9 +71,9 @@ def test_an_adapter_loads_into_a_flux_pipeline_and_gives_the_trainers_output(
     preset: str, alpha: float | None, tmp_path: Path
 ) -> None:
     settings = AdapterSettings(rank=4, alpha=alpha, targets=preset)
-    targets = targets_of(settings, family("flux").targets)
+    targets = resolve_targets(settings, load_family("flux").target_presets)
     trained = learnt(attach(flux(), settings, targets, seed=1, name="model"))
-    tensors, metadata = exported(trained, family("flux").export_prefix["transformer"], settings)
+    tensors, metadata = export_tensors(trained, load_family("flux").export_prefix["transformer"], settings)
     assert "transformer.transformer_blocks.0.attn.to_q.lora_A.weight" in tensors
     save_file(tensors, tmp_path / "adapter.safetensors", metadata)
     pipeline = FluxPipeline(None, None, None, None, None, None, flux())  # type: ignore[arg-type]
@@ -82,7 +88,7 @@ def same(loaded: torch.Tensor, wanted: torch.Tensor, bare: torch.Tensor) -> None
 
 def test_the_file_says_what_the_adapter_was_trained_with() -> None:
     settings = AdapterSettings(rank=4, alpha=3.0)
-    _, metadata = exported(attach(wan(), settings, ATTENTION, seed=1, name="low_noise"), "transformer", settings)
+    _, metadata = export_tensors(attach(wan(), settings, ATTENTION, seed=1, name="low_noise"), "transformer", settings)
     assert json.loads(metadata["supertuner"]) == {
         "expert": "low_noise",
         "type": "lora",
@@ -95,23 +101,23 @@ def test_the_file_says_what_the_adapter_was_trained_with() -> None:
 def test_an_adapter_whose_alpha_is_its_rank_is_exported_to_the_bit() -> None:
     settings = AdapterSettings(rank=4)
     trained = learnt(attach(wan(), settings, ATTENTION, seed=1, name="model"))
-    tensors, _ = exported(trained, "transformer", settings)
+    tensors, _ = export_tensors(trained, "transformer", settings)
     assert all(torch.equal(tensors[f"transformer.{name}"], value) for name, value in trained.parameters.items())
 
 
 def test_an_average_is_exported_while_it_is_applied() -> None:
     settings = AdapterSettings(rank=4)
     trained = learnt(attach(wan(), settings, ATTENTION, seed=1, name="model"))
-    average = {name: tensor * 0.5 for name, tensor in state(trained).items()}
-    with applied(trained, average):
-        tensors, _ = exported(trained, "transformer", settings)
+    average = {name: tensor * 0.5 for name, tensor in trainable_state(trained).items()}
+    with temporary_weights(trained, average):
+        tensors, _ = export_tensors(trained, "transformer", settings)
     assert all(torch.equal(tensors[f"transformer.{name}"], value) for name, value in average.items())
 
 
 def test_a_fully_trained_expert_is_a_folder_that_diffusers_loads(tmp_path: Path) -> None:
     settings = AdapterSettings(type="full")
     trained = learnt(attach(wan(), settings, (), seed=1, name="model"))
-    save_full(trained, tmp_path / "transformer")
+    save_full_weights(trained, tmp_path / "transformer")
     assert {file.name for file in (tmp_path / "transformer").iterdir()} == {
         "config.json",
         "diffusion_pytorch_model.safetensors",
@@ -119,14 +125,14 @@ def test_a_fully_trained_expert_is_a_folder_that_diffusers_loads(tmp_path: Path)
     loaded = WanTransformer3DModel.from_pretrained(tmp_path / "transformer")
     assert all(torch.equal(dict(loaded.named_parameters())[name], value) for name, value in trained.parameters.items())
     assert (wan_output(loaded) - wan_output(trained.module)).abs().max() < 1e-6
-    tensors, _ = exported(trained, "transformer", settings)
+    tensors, _ = export_tensors(trained, "transformer", settings)
     assert list(tensors) == list(trained.parameters)
 
 
 def test_a_fully_trained_expert_can_be_saved_in_bf16_and_stays_fp32_itself(tmp_path: Path) -> None:
     trained = learnt(attach(wan(), AdapterSettings(type="full"), (), seed=1, name="model"))
-    before = state(trained)
-    save_full(trained, tmp_path / "transformer", torch.bfloat16)
+    before = trainable_state(trained)
+    save_full_weights(trained, tmp_path / "transformer", torch.bfloat16)
     loaded = WanTransformer3DModel.from_pretrained(tmp_path / "transformer", torch_dtype=torch.bfloat16)
     assert torch.equal(loaded.blocks[0].attn1.to_q.weight, before["blocks.0.attn1.to_q.weight"].bfloat16())
     assert all(torch.equal(before[name], parameter) for name, parameter in trained.parameters.items())

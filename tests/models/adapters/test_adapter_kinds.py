@@ -10,9 +10,16 @@ from torch import nn
 
 from supertuner.config.settings.model import AdapterSettings
 from supertuner.core.errors import ModelError
-from supertuner.models.adapters.attach import Trained, applied, attach, for_expert, load_state, state
-from supertuner.models.quantise import quantise
-from tests.models.adapters.modules import drawn, flux, flux_output, wan, wan_output
+from supertuner.models.adapters.attach import (
+    TrainableExpert,
+    attach,
+    load_trainable_state,
+    settings_for_expert,
+    temporary_weights,
+    trainable_state,
+)
+from supertuner.models.quantise import quantize_blocks
+from tests.models.adapters.modules import flux, flux_output, random_tensor, wan, wan_output
 
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
 KINDS = {
@@ -35,11 +42,13 @@ EVERY_KIND = pytest.mark.parametrize("settings", KINDS.values(), ids=KINDS)
 EVERY_SHAPE = pytest.mark.parametrize("make, forward, targets", SHAPES.values(), ids=SHAPES)
 
 
-def on_wan(settings: AdapterSettings, seed: int = 1, module: nn.Module | None = None) -> Trained:
+def on_wan(settings: AdapterSettings, seed: int = 1, module: nn.Module | None = None) -> TrainableExpert:
     return attach(wan() if module is None else module, settings, ATTENTION, seed=seed, name="high_noise")
 
 
-def stepped(trained: Trained, forward: Callable[[nn.Module], torch.Tensor] = wan_output, steps: int = 1) -> None:
+def stepped(
+    trained: TrainableExpert, forward: Callable[[nn.Module], torch.Tensor] = wan_output, steps: int = 1
+) -> None:
     optimizer = torch.optim.Adam(trained.parameters.values(), lr=0.01)
     for _ in range(steps):
         optimizer.zero_grad()
@@ -59,7 +68,7 @@ def test_the_adapter_learns_all_of_it_and_nothing_else_does(
     before = {name: tensor.clone() for name, tensor in module.named_parameters()}
     untouched = forward(module)
     trained = attach(module, settings, targets, seed=1, name="model")
-    first = state(trained)
+    first = trainable_state(trained)
     assert torch.equal(forward(module), untouched), "a new adapter changes nothing"
     stepped(trained, forward, 3)
     assert all(not torch.equal(first[name], parameter) for name, parameter in trained.parameters.items())
@@ -85,7 +94,7 @@ def test_an_adapter_is_fp32_and_learns_on_a_bf16_base(settings: AdapterSettings)
     nn.Module.to(module, torch.bfloat16)
     trained = on_wan(settings, module=module)
     assert {parameter.dtype for parameter in trained.parameters.values()} == {torch.float32}
-    first = state(trained)
+    first = trainable_state(trained)
 
     def forward(module: nn.Module) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -103,7 +112,9 @@ def test_a_difference_far_below_the_steps_of_bf16_still_counts(kind: str) -> Non
     nn.init.ones_(layer.weight)
     settings = AdapterSettings(type=kind, rank=2, lokr_factor=2)  # type: ignore[arg-type]
     trained = attach(nn.Sequential(layer), settings, ["0"], seed=1, name="model")
-    load_state(trained, {name: 0.01 * drawn(*tensor.shape) for name, tensor in state(trained).items()})
+    load_trainable_state(
+        trained, {name: 0.01 * random_tensor(*tensor.shape) for name, tensor in trainable_state(trained).items()}
+    )
     x = torch.tensor([1.0, -1.0] * 8, dtype=torch.bfloat16)  # the ones make zero of it
     difference = trained.module.get_submodule("0.lycoris").get_diff_weight()[0]  # type: ignore[operator]
     assert 0 < difference.abs().max() < 0.0039
@@ -113,14 +124,14 @@ def test_a_difference_far_below_the_steps_of_bf16_still_counts(kind: str) -> Non
 
 @EVERY_KIND
 def test_an_adapter_begins_with_the_same_bits_whatever_was_drawn_before(settings: AdapterSettings) -> None:
-    first = state(on_wan(settings))
+    first = trainable_state(on_wan(settings))
     torch.rand(17)
     before = torch.random.get_rng_state()
-    second = state(on_wan(settings))
+    second = trainable_state(on_wan(settings))
     assert torch.equal(before, torch.random.get_rng_state()), "the global random state stays"
     assert all(torch.equal(first[name], second[name]) for name in first)
     if settings.type != "diff":
-        other = state(on_wan(settings, seed=2))
+        other = trainable_state(on_wan(settings, seed=2))
         assert any(not torch.equal(first[name], other[name]) for name in first)
 
 
@@ -129,17 +140,17 @@ def test_a_state_loaded_into_a_new_module_gives_the_same_output_to_the_bit(setti
     trained = on_wan(settings)
     stepped(trained, steps=3)
     fresh = on_wan(settings, seed=9)
-    load_state(fresh, state(trained))
+    load_trainable_state(fresh, trainable_state(trained))
     assert torch.equal(wan_output(fresh.module), wan_output(trained.module))
 
 
 @EVERY_KIND
 def test_an_average_is_applied_for_a_while_and_the_same_bits_return(settings: AdapterSettings) -> None:
     trained = on_wan(settings)
-    first = state(trained)
+    first = trainable_state(trained)
     stepped(trained, steps=2)
-    after, output = state(trained), wan_output(trained.module)
-    with applied(trained, {name: (first[name] + after[name]) / 2 for name in first}):
+    after, output = trainable_state(trained), wan_output(trained.module)
+    with temporary_weights(trained, {name: (first[name] + after[name]) / 2 for name in first}):
         assert not torch.equal(wan_output(trained.module), output)
     assert torch.equal(wan_output(trained.module), output)
     assert all(torch.equal(after[name], parameter) for name, parameter in trained.parameters.items())
@@ -159,16 +170,16 @@ def test_gradients_through_checkpointed_blocks_are_those_of_plain_ones(settings:
 @pytest.mark.parametrize("kind", ["lora", "locon", "loha", "lokr"])
 def test_an_adapter_learns_on_an_8_bit_base(kind: str) -> None:
     module = wan()
-    quantise(module, "int8", torch.device("cpu"))
+    quantize_blocks(module, "int8", torch.device("cpu"))
     trained = on_wan(AdapterSettings(type=kind, rank=2), module=module)  # type: ignore[arg-type]
-    first = state(trained)
+    first = trainable_state(trained)
     stepped(trained, steps=3)
     assert all(not torch.equal(first[name], parameter) for name, parameter in trained.parameters.items())
 
 
 def test_whole_weights_of_an_8_bit_base_are_refused() -> None:
     module = wan()
-    quantise(module, "int8", torch.device("cpu"))
+    quantize_blocks(module, "int8", torch.device("cpu"))
     with pytest.raises(ModelError, match=r'type is "diff", but .* are 8-bit .*; set model.base_weights: "as_computed"'):
         on_wan(AdapterSettings(type="diff"), module=module)
 
@@ -176,7 +187,7 @@ def test_whole_weights_of_an_8_bit_base_are_refused() -> None:
 @pytest.mark.parametrize("kind", ["lora", "locon", "loha", "lokr"])
 def test_dropout_is_the_adapters_own_and_only_while_training(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     trained = on_wan(AdapterSettings(type=kind, rank=4, dropout=0.5))  # type: ignore[arg-type]
-    load_state(trained, {name: tensor + 0.1 for name, tensor in state(trained).items()})
+    load_trainable_state(trained, {name: tensor + 0.1 for name, tensor in trainable_state(trained).items()})
     module = trained.module.eval()
     assert torch.equal(wan_output(module), wan_output(module))
     module.train()
@@ -223,7 +234,9 @@ def test_what_is_added_is_scaled_by_alpha_over_the_rank_or_its_root(kind: str, r
             type=kind, rank=4 if kind != "lokr" else 2, alpha=alpha, rslora=rslora, lokr_factor=2
         )  # type: ignore[arg-type]
         trained = attach(module, settings, ["0"], seed=1, name="model")
-        load_state(trained, {name: torch.ones_like(tensor) for name, tensor in state(trained).items()})
+        load_trainable_state(
+            trained, {name: torch.ones_like(tensor) for name, tensor in trainable_state(trained).items()}
+        )
         return module(torch.ones(1, 36))  # type: ignore[no-any-return]
 
     if kind == "lokr":
@@ -244,13 +257,13 @@ def test_an_expert_has_its_own_rank_alpha_and_targets() -> None:
     settings = AdapterSettings.model_validate(
         {"rank": 4, "high_noise": {"rank": 8, "targets": ("to_q",)}, "low_noise": {"alpha": 1.0}}
     )
-    high, low, only = (for_expert(settings, name) for name in ("high_noise", "low_noise", "model"))
+    high, low, only = (settings_for_expert(settings, name) for name in ("high_noise", "low_noise", "model"))
     assert (high.rank, high.alpha, high.targets) == (8, None, ("to_q",))
     assert (low.rank, low.alpha, low.targets) == (4, 1.0, "attention")
     assert only == settings
 
 
 def test_lokr_says_where_it_takes_whole_matrices() -> None:
-    assert on_wan(AdapterSettings(type="lokr", rank=1)).remark is None
-    remark = on_wan(AdapterSettings(type="lokr", rank=64)).remark
+    assert on_wan(AdapterSettings(type="lokr", rank=1)).note is None
+    remark = on_wan(AdapterSettings(type="lokr", rank=64)).note
     assert remark is not None and "on 16 of 16 layers (blocks.0.attn1.to_q …)" in remark

@@ -10,7 +10,14 @@ from torch import nn
 
 from supertuner.config.settings.model import AdapterSettings
 from supertuner.core.errors import ModelError
-from supertuner.models.adapters.attach import Trained, applied, attach, load_state, state, targets_of
+from supertuner.models.adapters.attach import (
+    TrainableExpert,
+    attach,
+    load_trainable_state,
+    resolve_targets,
+    temporary_weights,
+    trainable_state,
+)
 from tests.models.adapters.modules import (
     flux,
     flux_output,
@@ -25,11 +32,11 @@ LORA = AdapterSettings(rank=4, alpha=2.0)
 FULL = AdapterSettings(type="full")
 
 
-def on_wan(settings: AdapterSettings = LORA, seed: int = 1, module: nn.Module | None = None) -> Trained:
+def on_wan(settings: AdapterSettings = LORA, seed: int = 1, module: nn.Module | None = None) -> TrainableExpert:
     return attach(wan() if module is None else module, settings, ATTENTION, seed=seed, name="high_noise")
 
 
-def stepped(trained: Trained, forward: Callable[[nn.Module], torch.Tensor], steps: int = 1) -> None:
+def stepped(trained: TrainableExpert, forward: Callable[[nn.Module], torch.Tensor], steps: int = 1) -> None:
     optimizer = torch.optim.Adam(trained.parameters.values(), lr=0.01)
     for _ in range(steps):
         optimizer.zero_grad()
@@ -72,7 +79,7 @@ def test_an_adapter_is_fp32_on_a_base_of_any_number_format(dtype: torch.dtype) -
     trained = on_wan(module=module)
     assert {parameter.dtype for parameter in trained.parameters.values()} == {torch.float32}
     assert module.blocks[0].attn1.to_q.base_layer.weight.dtype == dtype
-    before = state(trained)
+    before = trainable_state(trained)
 
     def forward(module: nn.Module) -> torch.Tensor:
         with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
@@ -86,34 +93,36 @@ def test_an_adapter_is_fp32_on_a_base_of_any_number_format(dtype: torch.dtype) -
 def test_full_training_makes_every_weight_learn_in_fp32() -> None:
     module = wan().bfloat16()
     trained = on_wan(FULL, module=module)
-    assert trained.kind == "full" and list(trained.parameters) == [name for name, _ in module.named_parameters()]
+    assert trained.adapter_type == "full" and list(trained.parameters) == [
+        name for name, _ in module.named_parameters()
+    ]
     assert all(parameter.requires_grad and parameter.dtype == torch.float32 for parameter in module.parameters())
-    before = state(trained)
+    before = trainable_state(trained)
     stepped(trained, wan_output)
     assert all(not torch.equal(before[name], parameter) for name, parameter in trained.parameters.items())
 
 
 def test_an_adapter_begins_with_the_same_bits_whatever_was_drawn_before() -> None:
-    first = state(on_wan())
+    first = trainable_state(on_wan())
     torch.rand(17)
     before = torch.random.get_rng_state()
-    second = state(on_wan())
+    second = trainable_state(on_wan())
     assert torch.equal(before, torch.random.get_rng_state()), "the global random state stays"
     assert all(torch.equal(first[name], second[name]) for name in first)
-    other = state(on_wan(seed=2))
+    other = trainable_state(on_wan(seed=2))
     assert not any(torch.equal(first[name], other[name]) for name in first if "lora_A" in name)
 
 
 def test_two_experts_and_two_layers_of_one_shape_begin_differently() -> None:
-    high = state(on_wan())
-    low = state(attach(wan(), LORA, ATTENTION, seed=1, name="low_noise"))
+    high = trainable_state(on_wan())
+    low = trainable_state(attach(wan(), LORA, ATTENTION, seed=1, name="low_noise"))
     name, neighbour = "blocks.0.attn1.to_q.lora_A.weight", "blocks.0.attn1.to_k.lora_A.weight"
     assert not torch.equal(high[name], low[name]) and not torch.equal(high[name], high[neighbour])
 
 
 def test_the_first_values_of_an_adapter_are_those_peft_gives() -> None:
     """Kaiming-uniform with a = √5 is uniform within 1/√inputs; B is zero."""
-    for name, tensor in state(on_wan()).items():
+    for name, tensor in trainable_state(on_wan()).items():
         if "lora_B" in name:
             assert not tensor.any()
         else:
@@ -127,14 +136,16 @@ def test_alpha_scales_what_the_adapter_adds() -> None:
         module = nn.Sequential(nn.Linear(6, 6))
         nn.init.zeros_(module[0].weight), nn.init.zeros_(module[0].bias)  # type: ignore[arg-type]
         trained = attach(module, AdapterSettings(rank=4, alpha=alpha), ["0"], seed=1, name="model")
-        load_state(trained, {name: torch.ones_like(tensor) for name, tensor in state(trained).items()})
+        load_trainable_state(
+            trained, {name: torch.ones_like(tensor) for name, tensor in trainable_state(trained).items()}
+        )
         outputs[alpha] = module(torch.ones(1, 6))
     assert torch.equal(outputs[8.0], 2 * outputs[4.0]) and torch.equal(outputs[None], outputs[4.0])
 
 
 def test_dropout_is_the_adapters_own_and_only_while_training() -> None:
     trained = on_wan(AdapterSettings(rank=4, dropout=0.5))
-    load_state(trained, {name: tensor + 0.1 for name, tensor in state(trained).items()})
+    load_trainable_state(trained, {name: tensor + 0.1 for name, tensor in trainable_state(trained).items()})
     module = trained.module.eval()
     assert torch.equal(wan_output(module), wan_output(module))
     module.train()
@@ -144,17 +155,17 @@ def test_dropout_is_the_adapters_own_and_only_while_training() -> None:
 def test_a_state_loaded_into_a_new_module_gives_the_same_output_to_the_bit() -> None:
     trained = on_wan()
     stepped(trained, wan_output, 3)
-    kept = state(trained)
+    kept = trainable_state(trained)
     fresh = on_wan(seed=9)
     parameters = dict(fresh.parameters)
-    load_state(fresh, kept)
+    load_trainable_state(fresh, kept)
     assert all(fresh.parameters[name] is parameter for name, parameter in parameters.items())
     assert torch.equal(wan_output(fresh.module), wan_output(trained.module))
 
 
 def test_a_state_is_a_copy() -> None:
     trained = on_wan()
-    kept = state(trained)
+    kept = trainable_state(trained)
     stepped(trained, wan_output)
     assert not torch.equal(
         kept["blocks.0.attn1.to_q.lora_B.weight"], trained.parameters["blocks.0.attn1.to_q.lora_B.weight"]
@@ -179,12 +190,12 @@ def test_tensors_that_do_not_fit_are_refused_and_change_nothing(
     change: Callable[[dict[str, torch.Tensor]], object], said: str
 ) -> None:
     trained = on_wan()
-    before, tensors = state(trained), {name: tensor + 1 for name, tensor in state(trained).items()}
+    before, tensors = trainable_state(trained), {name: tensor + 1 for name, tensor in trainable_state(trained).items()}
     change(tensors)
     with pytest.raises(ModelError) as refusal:
-        load_state(trained, tensors)
+        load_trainable_state(trained, tensors)
     assert said in str(refusal.value) and "high_noise" in str(refusal.value)
-    with pytest.raises(ModelError), applied(trained, tensors):
+    with pytest.raises(ModelError), temporary_weights(trained, tensors):
         raise AssertionError("must not begin")
     assert all(torch.equal(before[name], parameter) for name, parameter in trained.parameters.items())
 
@@ -193,20 +204,20 @@ def test_tensors_that_do_not_fit_are_refused_and_change_nothing(
 def test_other_values_are_applied_for_a_while_and_the_same_bits_return(settings: AdapterSettings) -> None:
     trained = on_wan(settings)
     stepped(trained, wan_output)
-    average = {name: tensor * 0.5 for name, tensor in state(trained).items()}
+    average = {name: tensor * 0.5 for name, tensor in trainable_state(trained).items()}
     with torch.no_grad():
         trained.parameters[next(iter(trained.parameters))].flatten()[0] = (
             torch.nan
         )  # a bit pattern that compares unequal
     before = {name: (parameter.data_ptr(), _bits(parameter)) for name, parameter in trained.parameters.items()}
-    with applied(trained, average):
+    with temporary_weights(trained, average):
         inside = wan_output(trained.module)
         assert torch.isfinite(inside).all()
-    with pytest.raises(ZeroDivisionError), applied(trained, average):
+    with pytest.raises(ZeroDivisionError), temporary_weights(trained, average):
         raise ZeroDivisionError
     after = {name: (parameter.data_ptr(), _bits(parameter)) for name, parameter in trained.parameters.items()}
     assert after == before
-    load_state(trained, average)
+    load_trainable_state(trained, average)
     assert torch.equal(wan_output(trained.module), inside)
 
 
@@ -228,7 +239,7 @@ def test_a_target_that_is_no_layer_says_which_layers_are_inside_it() -> None:
 
 def test_presets_and_lists_of_targets_are_understood() -> None:
     presets = {"attention": ATTENTION, "all_linear": (*ATTENTION, "ffn.net.2")}
-    assert targets_of(AdapterSettings(), presets) == ATTENTION
-    assert targets_of(AdapterSettings(targets=("ffn.net.2",)), presets) == ("ffn.net.2",)
+    assert resolve_targets(AdapterSettings(), presets) == ATTENTION
+    assert resolve_targets(AdapterSettings(targets=("ffn.net.2",)), presets) == ("ffn.net.2",)
     with pytest.raises(ModelError, match="'mlp'; the family's presets are attention, all_linear"):
-        targets_of(AdapterSettings(targets="mlp"), presets)
+        resolve_targets(AdapterSettings(targets="mlp"), presets)

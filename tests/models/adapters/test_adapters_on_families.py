@@ -17,13 +17,13 @@ from safetensors.torch import save_file
 from torch import nn
 
 from supertuner.config.settings.model import AdapterSettings
-from supertuner.models.adapters.attach import Trained, attach, exported, state, targets_of
+from supertuner.models.adapters.attach import TrainableExpert, attach, export_tensors, resolve_targets, trainable_state
+from tests.models.adapters.test_adapter_kinds import KINDS
 from tests.models.families.pipelines import CASES as ALL
-from tests.models.families.pipelines import Written
+from tests.models.families.pipelines import WrittenPipeline
 from tests.models.families.test_exported_samples import learnt
 from tests.models.families.test_family_contract import encoded
 from tests.models.families.test_like_the_pipeline import loaded
-from tests.models.adapters.test_adapter_kinds import KINDS
 
 __all__ = ["loaded"]
 
@@ -37,34 +37,36 @@ BY_PEFT = {name: settings for name, settings in KINDS.items() if settings.type =
 BY_LYCORIS = {name: settings for name, settings in KINDS.items() if settings.type != "lora"}
 
 
-def module_of(written: Written) -> nn.Module:
-    return written.family.denoiser(written.model, written.model.experts[0], torch.float32)
+def module_of(written: WrittenPipeline) -> nn.Module:
+    return written.family.load_denoiser(written.model, written.model.experts[0], torch.float32)
 
 
-def forward_of(written: Written) -> Callable[[nn.Module], torch.Tensor]:
+def forward_of(written: WrittenPipeline) -> Callable[[nn.Module], torch.Tensor]:
     latents, conditions, text = encoded(written)
     levels = torch.tensor([0.3, 0.8])
     return lambda module: written.family.denoise(written.model, module, latents, levels, text, conditions)
 
 
-def attached(written: Written, settings: AdapterSettings, module: nn.Module) -> Trained:
+def attached(written: WrittenPipeline, settings: AdapterSettings, module: nn.Module) -> TrainableExpert:
     """On as many layers as the family has a preset for."""
-    preset = "all_layers" if "all_layers" in written.family.targets else "all_linear"
-    targets = targets_of(settings.model_copy(update={"targets": preset}), written.family.targets)
+    preset = "all_layers" if "all_layers" in written.family.target_presets else "all_linear"
+    targets = resolve_targets(settings.model_copy(update={"targets": preset}), written.family.target_presets)
     return attach(module, settings, targets, seed=1, name="model")
 
 
-def unreached(written: Written, name: str) -> bool:
+def unreached(written: WrittenPipeline, name: str) -> bool:
     """By design: see the case."""
-    return bool(written.case.unreached) and name.startswith(written.case.unreached)
+    return bool(written.case.without_gradient) and name.startswith(written.case.without_gradient)
 
 
 @FAMILIES
 @pytest.mark.parametrize("settings", KINDS.values(), ids=KINDS)
-def test_the_adapter_learns_all_of_it_and_nothing_else_does(written: Written, settings: AdapterSettings) -> None:
+def test_the_adapter_learns_all_of_it_and_nothing_else_does(
+    written: WrittenPipeline, settings: AdapterSettings
+) -> None:
     module, forward = module_of(written), forward_of(written)
     trained = attached(written, settings, module)
-    first = state(trained)
+    first = trainable_state(trained)
     learning = {id(parameter) for parameter in trained.parameters.values()}
     frozen = {name: one.clone() for name, one in module.named_parameters() if id(one) not in learning}
     optimizer = torch.optim.Adam(trained.parameters.values(), lr=0.01)
@@ -81,12 +83,12 @@ def test_the_adapter_learns_all_of_it_and_nothing_else_does(written: Written, se
 @FAMILIES
 @pytest.mark.parametrize("settings", BY_PEFT.values(), ids=BY_PEFT)
 def test_what_peft_trained_loads_into_the_pipeline(
-    written: Written, loaded: Any, settings: AdapterSettings, tmp_path: Path
+    written: WrittenPipeline, loaded: Any, settings: AdapterSettings, tmp_path: Path
 ) -> None:
-    part = written.model.experts[0].part
+    part = written.model.experts[0].component
     forward = forward_of(written)
     trained = learnt(attached(written, settings, module_of(written)))
-    tensors, metadata = exported(trained, written.family.export_prefix[part], settings)
+    tensors, metadata = export_tensors(trained, written.family.export_prefix[part], settings)
     save_file(tensors, tmp_path / "adapter.safetensors", metadata)
     loaded.load_lora_weights(tmp_path / "adapter.safetensors")
     with torch.no_grad():
@@ -97,11 +99,11 @@ def test_what_peft_trained_loads_into_the_pipeline(
 @pytest.mark.parametrize("settings", BY_LYCORIS.values(), ids=BY_LYCORIS)
 @pytest.mark.usefixtures("lycoris_is_quiet")
 def test_what_lycoris_trained_loads_by_its_own_loader_and_merges_to_the_same_output(
-    written: Written, settings: AdapterSettings, tmp_path: Path
+    written: WrittenPipeline, settings: AdapterSettings, tmp_path: Path
 ) -> None:
     forward = forward_of(written)
     trained = learnt(attached(written, settings, module_of(written)))
-    tensors, metadata = exported(trained, "unused", settings)
+    tensors, metadata = export_tensors(trained, "unused", settings)
     save_file(tensors, tmp_path / "adapter.safetensors", metadata)
     theirs = module_of(written)
     network, _ = create_lycoris_from_weights(1.0, str(tmp_path / "adapter.safetensors"), theirs)

@@ -8,40 +8,48 @@ from functools import cache
 import pytest
 
 from supertuner.core.errors import ModelError
-from supertuner.models.adapters.keys import Name, read, split_tensor, understood, write
-from supertuner.models.adapters.keys_modules import LAYOUTS, family_of_layers, members
-from supertuner.models.adapters.keys_schemes import (
-    COMFYUI,
-    NAMINGS,
-    SCHEMES,
-    SPELLINGS,
-    STYLES,
-    TENSORS,
-    Naming,
-    Scheme,
-    comfyui_reads,
-    spelled,
+from supertuner.models.adapters.keys import (
+    AdapterTensorName,
+    format_key,
+    possible_meanings,
+    read_keys,
+    split_tensor_name,
 )
-from supertuner.models.table import MODELS
+from supertuner.models.adapters.keys_modules import FAMILY_LAYERS, fused_members, layer_table_family
+from supertuner.models.adapters.keys_schemes import (
+    CANONICAL_TENSORS,
+    COMFYUI_SCHEMES,
+    KEY_SCHEMES,
+    KEY_STYLES,
+    LAYER_NAMINGS,
+    TENSOR_SPELLINGS,
+    KeyScheme,
+    LayerNaming,
+    comfyui_reads,
+    spell_tensor,
+)
+from supertuner.models.table import FAMILY_MODULES
 from tests.models.adapters.architectures import FAMILIES, VARIANTS, layers, variant_layers
 
 OF_FAMILY = pytest.mark.parametrize("family", FAMILIES)
 
 
 @cache
-def canonical_layers(family: str, naming: Naming) -> tuple[str, ...]:
+def canonical_layers(family: str, naming: LayerNaming) -> tuple[str, ...]:
     """The layers that have a name of their own in this naming, fused ones under theirs."""
-    real, rows = layers(family), LAYOUTS[family].modules
+    real, rows = layers(family), FAMILY_LAYERS[family].original_names
     if naming == "diffusers":
         return real
     found = [name for name in real if rows[_row_of(name, family)] is not None]
-    for row in (row for row in rows if len(members(row)) > 1):
-        found += [row.replace("#", name.split(".")[1]) for name in real if _row_of(name, family) == members(row)[0]]
+    for row in (row for row in rows if len(fused_members(row)) > 1):
+        found += [
+            row.replace("#", name.split(".")[1]) for name in real if _row_of(name, family) == fused_members(row)[0]
+        ]
     return tuple(found)
 
 
 def _row_of(name: str, family: str) -> str:
-    rows = LAYOUTS[family].modules
+    rows = FAMILY_LAYERS[family].original_names
     if name in rows:
         return name
     parts = name.split(".")
@@ -53,20 +61,20 @@ def _row_of(name: str, family: str) -> str:
     raise AssertionError(f"{name} is in no row of {family}")
 
 
-def names_of(family: str, scheme: Scheme, tensors: tuple[str, ...]) -> list[Name]:
-    experts = [one for one in STYLES[scheme.style].prefixes if one is None or one in LAYOUTS[family].experts]
+def names_of(family: str, scheme: KeyScheme, tensors: tuple[str, ...]) -> list[AdapterTensorName]:
+    experts = [one for one in KEY_STYLES[scheme.style].prefixes if one is None or one in FAMILY_LAYERS[family].experts]
     return [
-        Name(expert, layer, tensor)
+        AdapterTensorName(expert, layer, tensor)
         for expert in experts
         for layer in canonical_layers(family, scheme.naming)
         for tensor in tensors
     ]
 
 
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("family", FAMILY_MODULES)
 def test_every_family_that_can_be_trained_has_its_layers_in_the_table(family: str) -> None:
-    assert family_of_layers(family) in LAYOUTS and family_of_layers(family) in FAMILIES
-    assert COMFYUI[family_of_layers(family)] in SCHEMES
+    assert layer_table_family(family) in FAMILY_LAYERS and layer_table_family(family) in FAMILIES
+    assert COMFYUI_SCHEMES[layer_table_family(family)] in KEY_SCHEMES
 
 
 @OF_FAMILY
@@ -79,45 +87,45 @@ def test_every_layer_of_the_full_size_model_has_a_row(family: str) -> None:
 @OF_FAMILY
 def test_no_row_is_a_layer_that_the_model_does_not_have(family: str) -> None:
     real = {_row_of(name, family) for name in layers(family)}
-    optional = {row for row in LAYOUTS[family].modules if row not in real}
+    optional = {row for row in FAMILY_LAYERS[family].original_names if row not in real}
     if family == "sdxl":  # rows for attention where SDXL has none, resnets that need no shortcut
         optional = {row for row in optional if ".attentions." not in row and not row.endswith("conv_shortcut")}
-    assert all(len(members(row)) > 1 for row in optional), optional
-    assert all(one in real for row in optional for one in members(row))
+    assert all(len(fused_members(row)) > 1 for row in optional), optional
+    assert all(one in real for row in optional for one in fused_members(row))
 
 
 @OF_FAMILY
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("naming", NAMINGS)
-def test_every_layer_in_every_style_is_read_as_what_was_written(family: str, style: str, naming: Naming) -> None:
-    scheme = Scheme(style, naming, "kohya")
+@pytest.mark.parametrize("style", KEY_STYLES)
+@pytest.mark.parametrize("naming", LAYER_NAMINGS)
+def test_every_layer_in_every_style_is_read_as_what_was_written(family: str, style: str, naming: LayerNaming) -> None:
+    scheme = KeyScheme(style, naming, "kohya")
     wanted = names_of(family, scheme, ("lora_A",))
     if not wanted:
         return  # a style that marks experts, of a family that has one
-    keys = {write(name, scheme, family): name for name in wanted}
+    keys = {format_key(name, scheme, family): name for name in wanted}
     assert len(keys) == len(wanted), "two names have one key"
-    found = read(keys)
+    found = read_keys(keys)
     assert found.names == keys and not found.unknown
     assert family in found.families
     if naming == "original" and family != "qwen-image":
         assert found.scheme == scheme and found.families == (family,)
-    assert [write(name, found.scheme, family) for name in found.names.values()] == list(keys)
+    assert [format_key(name, found.scheme, family) for name in found.names.values()] == list(keys)
 
 
 @OF_FAMILY
-@pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.parametrize("spelling", TENSOR_SPELLINGS)
 def test_every_tensor_in_every_spelling_is_read_as_what_was_written(family: str, spelling: str) -> None:
-    for style in STYLES:
-        for naming in NAMINGS:
-            scheme = Scheme(style, naming, spelling)
+    for style in KEY_STYLES:
+        for naming in LAYER_NAMINGS:
+            scheme = KeyScheme(style, naming, spelling)
             few = names_of(family, scheme, ("alpha",))[::701]
-            wanted = [Name(one.expert, one.module, tensor) for one in few for tensor in TENSORS]
-            keys = [write(name, scheme, family) for name in wanted]
+            wanted = [AdapterTensorName(one.expert, one.module, tensor) for one in few for tensor in CANONICAL_TENSORS]
+            keys = [format_key(name, scheme, family) for name in wanted]
             assert len(set(keys)) == len(wanted)
             if keys:
-                found = read(keys, family)
+                found = read_keys(keys, family)
                 assert list(found.names.values()) == wanted
-                assert [write(name, found.scheme, family) for name in found.names.values()] == keys
+                assert [format_key(name, found.scheme, family) for name in found.names.values()] == keys
 
 
 @OF_FAMILY
@@ -126,46 +134,48 @@ def test_a_tensor_of_any_layer_is_told_from_the_layer_s_name_in_every_style(fami
     what stands before the tensor's name, and the tensor. Parts before the last three are never looked at, and of the
     numbers of blocks one is as good as another."""
     before = {
-        write(name, Scheme(style, naming, "kohya"), family).removesuffix(".alpha")
-        for style in STYLES
-        for naming in NAMINGS
-        for name in names_of(family, Scheme(style, naming, "kohya"), ("alpha",))
+        format_key(name, KeyScheme(style, naming, "kohya"), family).removesuffix(".alpha")
+        for style in KEY_STYLES
+        for naming in LAYER_NAMINGS
+        for name in names_of(family, KeyScheme(style, naming, "kohya"), ("alpha",))
     }
     assert len(before) > 10 * len(layers(family))
     ends = {".".join(["x", *one.split(".")[-3:]]) if one.count(".") > 2 else one for one in before}
     ends = {re.sub(r"(?<=[._$])\d{2,}(?=[._$])", "39", one) for one in ends}
-    called = {spelled(tensor, spelling): tensor for spelling in SPELLINGS for tensor in TENSORS}
+    called = {spell_tensor(tensor, spelling): tensor for spelling in TENSOR_SPELLINGS for tensor in CANONICAL_TENSORS}
     for end in ends:
         for name, tensor in called.items():
-            found = split_tensor(f"{end}.{name}")
+            found = split_tensor_name(f"{end}.{name}")
             assert found is not None and found[:2] == (end, tensor)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize("naming", NAMINGS)
-def test_the_other_published_sizes_of_a_family_have_layers_that_are_in_the_table(name: str, naming: Naming) -> None:
-    family, scheme = VARIANTS[name][0], Scheme("lora_unet", naming, "kohya")
-    rows = LAYOUTS[family].modules
+@pytest.mark.parametrize("naming", LAYER_NAMINGS)
+def test_the_other_published_sizes_of_a_family_have_layers_that_are_in_the_table(
+    name: str, naming: LayerNaming
+) -> None:
+    family, scheme = VARIANTS[name][0], KeyScheme("lora_unet", naming, "kohya")
+    rows = FAMILY_LAYERS[family].original_names
     assert len(variant_layers(name)) > 300
     wanted = [
-        Name(None, layer, tensor)
+        AdapterTensorName(None, layer, tensor)
         for layer in variant_layers(name)
         for tensor in ("lora_A", "lora_B", "alpha")
         if naming == "diffusers" or rows[_row_of(layer, family)] is not None
     ]
-    keys = {write(one, scheme, family): one for one in wanted}
-    assert read(keys, family).names == keys and len(keys) == len(wanted)
+    keys = {format_key(one, scheme, family): one for one in wanted}
+    assert read_keys(keys, family).names == keys and len(keys) == len(wanted)
 
 
 @OF_FAMILY
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("naming", NAMINGS)
-def test_a_key_alone_means_one_thing(family: str, style: str, naming: Naming) -> None:
+@pytest.mark.parametrize("style", KEY_STYLES)
+@pytest.mark.parametrize("naming", LAYER_NAMINGS)
+def test_a_key_alone_means_one_thing(family: str, style: str, naming: LayerNaming) -> None:
     """But for `transformer.`, which is one expert's or does not say; its file decides."""
-    scheme = Scheme(style, naming, "kohya")
+    scheme = KeyScheme(style, naming, "kohya")
     for name in names_of(family, scheme, ("lora_B",))[::19]:
-        key = write(name, scheme, family)
-        meanings = {meaning for _, meaning in understood([key], family)}
+        key = format_key(name, scheme, family)
+        meanings = {meaning for _, meaning in possible_meanings([key], family)}
         assert name in meanings
         assert {(one.module, one.tensor) for one in meanings} == {(name.module, name.tensor)}
         said = {one.expert for one in meanings if one.expert is not None}
@@ -175,27 +185,27 @@ def test_a_key_alone_means_one_thing(family: str, style: str, naming: Naming) ->
 
 
 def test_a_block_number_is_no_stage() -> None:
-    one = read(
+    one = read_keys(
         ["lycoris_transformer_1_blocks_2_attn1_to_q.lokr_w1", "lycoris_transformer_2_blocks_1_attn1_to_q.lokr_w1"]
     )
     assert list(one.names.values()) == [
-        Name("high_noise", "blocks.2.attn1.to_q", "lokr_w1"),
-        Name("low_noise", "blocks.1.attn1.to_q", "lokr_w1"),
+        AdapterTensorName("high_noise", "blocks.2.attn1.to_q", "lokr_w1"),
+        AdapterTensorName("low_noise", "blocks.1.attn1.to_q", "lokr_w1"),
     ]
-    flux = read(
+    flux = read_keys(
         ["lycoris_transformer_blocks_1_attn_to_q.lokr_w1", "lycoris_single_transformer_blocks_2_proj_mlp.lokr_w1"]
     )
     assert list(flux.names.values()) == [
-        Name(None, "transformer_blocks.1.attn.to_q", "lokr_w1"),
-        Name(None, "single_transformer_blocks.2.proj_mlp", "lokr_w1"),
+        AdapterTensorName(None, "transformer_blocks.1.attn.to_q", "lokr_w1"),
+        AdapterTensorName(None, "single_transformer_blocks.2.proj_mlp", "lokr_w1"),
     ]
 
 
 def test_transformer_is_the_high_noise_expert_only_beside_transformer_2() -> None:
     high, low = "transformer.blocks.0.attn1.to_q.lora_A.weight", "transformer_2.blocks.0.attn1.to_q.lora_A.weight"
-    assert read([high]).experts == (None,)
-    assert read([high, low]).experts == ("high_noise", "low_noise")
-    assert read([low]).experts == ("low_noise",)
+    assert read_keys([high]).experts == (None,)
+    assert read_keys([high, low]).experts == ("high_noise", "low_noise")
+    assert read_keys([low]).experts == ("low_noise",)
 
 
 @pytest.mark.parametrize(
@@ -219,47 +229,47 @@ def test_transformer_is_the_high_noise_expert_only_beside_transformer_2() -> Non
 )
 def test_a_key_that_is_almost_right_is_reported(key: str) -> None:
     right = "lora_unet_blocks_0_self_attn_q.lora_down.weight"
-    found = read([right, key])
+    found = read_keys([right, key])
     assert list(found.names) == [right] and list(found.unknown) == [key] and found.unknown[key]
-    assert "1 of 2 keys matched" in found.report() and key in found.report()
+    assert "1 of 2 keys matched" in found.summary() and key in found.summary()
     with pytest.raises(ModelError, match="none of 1 keys"):
-        read([key])
+        read_keys([key])
 
 
 def test_two_keys_of_one_tensor_are_both_reported() -> None:
     twice = ["transformer.blocks.0.attn1.to_q.lora_A.weight", "transformer.blocks.0.attn1.to_q.lora_down.weight"]
-    found = read([*twice, "transformer.blocks.0.attn1.to_q.lora_B.weight"])
+    found = read_keys([*twice, "transformer.blocks.0.attn1.to_q.lora_B.weight"])
     assert list(found.unknown) == twice and len(found.names) == 1
 
 
 def test_a_file_of_two_schemes_reports_the_smaller_part() -> None:
     kohya = [f"lora_unet_blocks_{n}_self_attn_q.lora_down.weight" for n in range(3)]
-    found = read([*kohya, "transformer.blocks.0.attn1.to_k.lora_A.weight"])
+    found = read_keys([*kohya, "transformer.blocks.0.attn1.to_k.lora_A.weight"])
     assert list(found.names) == kohya
     assert "another scheme" in found.unknown["transformer.blocks.0.attn1.to_k.lora_A.weight"]
 
 
 def test_layers_that_families_share_leave_the_family_open() -> None:
-    found = read(["transformer.transformer_blocks.0.attn.to_q.lora_A.weight"])
+    found = read_keys(["transformer.transformer_blocks.0.attn.to_q.lora_A.weight"])
     assert set(found.families) == {"flux", "qwen-image", "sd3.5"}
     with pytest.raises(ModelError, match="say which family"):
         _ = found.family
-    assert read(found.names, "sd3.5").family == "sd3.5"
+    assert read_keys(found.names, "sd3.5").family == "sd3.5"
 
 
 def test_what_a_scheme_has_no_word_for_is_refused() -> None:
     with pytest.raises(ModelError, match="no word for an expert"):
-        write(Name("low_noise", "blocks.0.attn1.to_q", "lora_A"), SCHEMES["kohya"], "wan2.2")
+        format_key(AdapterTensorName("low_noise", "blocks.0.attn1.to_q", "lora_A"), KEY_SCHEMES["kohya"], "wan2.2")
     with pytest.raises(ModelError, match="name the expert"):
-        write(Name(None, "blocks.0.attn1.to_q", "lora_A"), SCHEMES["diffusers-pair"], "wan2.2")
+        format_key(AdapterTensorName(None, "blocks.0.attn1.to_q", "lora_A"), KEY_SCHEMES["diffusers-pair"], "wan2.2")
     with pytest.raises(ModelError, match="not a layer of its own"):
-        write(Name(None, "transformer_blocks.0.attn.to_q", "lora_A"), SCHEMES["kohya"], "flux")
+        format_key(AdapterTensorName(None, "transformer_blocks.0.attn.to_q", "lora_A"), KEY_SCHEMES["kohya"], "flux")
     with pytest.raises(ModelError, match=r"not a layer of wan2\.2"):
-        write(Name(None, "blocks.0.attn3.to_q", "lora_A"), SCHEMES["kohya"], "wan2.2")
+        format_key(AdapterTensorName(None, "blocks.0.attn3.to_q", "lora_A"), KEY_SCHEMES["kohya"], "wan2.2")
 
 
 @OF_FAMILY
 def test_what_is_written_for_comfyui_is_what_its_rules_read(family: str) -> None:
-    scheme = SCHEMES[COMFYUI[family]]
+    scheme = KEY_SCHEMES[COMFYUI_SCHEMES[family]]
     assert comfyui_reads(family, scheme)
-    assert comfyui_reads("wan2.2", SCHEMES["diffusers"]) is False, "ComfyUI knows no diffusers' names of Wan"
+    assert comfyui_reads("wan2.2", KEY_SCHEMES["diffusers"]) is False, "ComfyUI knows no diffusers' names of Wan"

@@ -18,9 +18,9 @@ from lycoris import LycorisNetwork, create_lycoris
 from peft import LoraConfig, get_peft_model_state_dict, inject_adapter_in_model
 from torch import nn
 
-from supertuner.models.adapters.keys import Name, read, write
-from supertuner.models.adapters.keys_modules import LAYOUTS, members
-from supertuner.models.adapters.keys_schemes import SCHEMES, Scheme
+from supertuner.models.adapters.keys import AdapterTensorName, format_key, read_keys
+from supertuner.models.adapters.keys_modules import FAMILY_LAYERS, fused_members
+from supertuner.models.adapters.keys_schemes import KEY_SCHEMES, KeyScheme
 from tests.models.adapters.architectures import architecture, layers
 from tests.models.adapters.modules import flux, wan
 
@@ -48,7 +48,7 @@ def _canonical(family: str) -> dict[str, str]:
     from tests.models.adapters.test_keys import canonical_layers
 
     return {
-        write(Name(None, layer, "lora_A"), SCHEMES["original"], family): layer
+        format_key(AdapterTensorName(None, layer, "lora_A"), KEY_SCHEMES["original"], family): layer
         for layer in canonical_layers(family, "original")
     }
 
@@ -79,13 +79,13 @@ def test_flux_s_own_names_are_those_that_diffusers_converts() -> None:
     }
     for number, (ours, theirs) in enumerate(rows):
         norm = ".norm." in theirs
-        size = 21504 if len(members(ours)) == 4 else 3 if len(members(ours)) == 3 else 2
+        size = 21504 if len(fused_members(ours)) == 4 else 3 if len(fused_members(ours)) == 3 else 2
         given[f"{theirs}.{'scale' if norm else 'weight'}"] = marked(number, size)
         if not norm:
             given[f"{theirs}.bias"] = marked(number, size)
     converted = originals.convert_flux_transformer_checkpoint_to_diffusers(given)
     for number, (ours, _) in enumerate(rows):
-        for one in members(ours):
+        for one in fused_members(ours):
             assert int(converted[f"{one}.weight"][0, 0]) == number
 
 
@@ -99,10 +99,12 @@ def test_sd3_s_own_names_are_those_that_diffusers_converts() -> None:
         given[f"final_layer.adaLN_modulation.1.{end}"] = torch.zeros(3072, 1)
     for number, (ours, theirs) in enumerate(rows):
         for end in ("weight", "bias"):
-            given[f"{theirs}.{end}"] = marked(number, 1536 if theirs == "context_embedder" else 3 * len(members(ours)))
+            given[f"{theirs}.{end}"] = marked(
+                number, 1536 if theirs == "context_embedder" else 3 * len(fused_members(ours))
+            )
     converted = originals.convert_sd3_transformer_checkpoint_to_diffusers(given)
     for number, (ours, _) in enumerate(rows):
-        for one in members(ours):
+        for one in fused_members(ours):
             assert int(converted[f"{one}.weight"][0, 0]) == number
 
 
@@ -125,15 +127,15 @@ def test_sdxl_s_own_names_are_those_that_diffusers_converts() -> None:
 # ── LoRA files of others, against diffusers' converters of LoRA ──────────────────────────────────────────────────────
 
 
-def lora_file(family: str, scheme: Scheme, layers_: list[str], alpha: bool) -> tuple[Tensors, dict[str, float]]:
+def lora_file(family: str, scheme: KeyScheme, layers_: list[str], alpha: bool) -> tuple[Tensors, dict[str, float]]:
     """A file in the scheme, and for each layer the number that its matrices are filled with."""
     found: Tensors = {}
     numbers = {layer: float(number + 1) for number, layer in enumerate(layers_)}
     for layer, number in numbers.items():
-        found[write(Name(None, layer, "lora_A"), scheme, family)] = torch.full((RANK, 8), number)
-        found[write(Name(None, layer, "lora_B"), scheme, family)] = torch.full((8, RANK), number)
+        found[format_key(AdapterTensorName(None, layer, "lora_A"), scheme, family)] = torch.full((RANK, 8), number)
+        found[format_key(AdapterTensorName(None, layer, "lora_B"), scheme, family)] = torch.full((8, RANK), number)
         if alpha:
-            found[write(Name(None, layer, "alpha"), scheme, family)] = torch.tensor(float(RANK))
+            found[format_key(AdapterTensorName(None, layer, "alpha"), scheme, family)] = torch.tensor(float(RANK))
     return found, numbers
 
 
@@ -142,7 +144,7 @@ def check(converted: Tensors, numbers: dict[str, float], family: str, part: str 
     for layer, number in numbers.items():
         assert float(converted[f"{part}.{layer}.lora_A.weight"][0, 0]) == number, layer
         assert float(converted[f"{part}.{layer}.lora_B.weight"][0, 0]) == number, layer
-    found = read(converted, family)
+    found = read_keys(converted, family)
     assert not found.unknown
     assert {name.module for name in found.names.values()} == set(numbers)
 
@@ -153,7 +155,7 @@ WAN_BLOCK = re.compile(r"blocks\.\d+\.(attn\d\.to_|attn2\.add_|ffn\.)")
 @pytest.mark.parametrize("scheme", ["original", "original-down-up"])
 def test_diffusers_understands_wan_lora_in_the_original_s_names(scheme: str) -> None:
     wanted = [one for one in layers("wan2.2") if WAN_BLOCK.match(one)]
-    given, numbers = lora_file("wan2.2", SCHEMES[scheme], wanted, alpha=scheme != "original")
+    given, numbers = lora_file("wan2.2", KEY_SCHEMES[scheme], wanted, alpha=scheme != "original")
     check(converters._convert_non_diffusers_wan_lora_to_diffusers(given), numbers, "wan2.2")
 
 
@@ -161,25 +163,25 @@ def test_diffusers_understands_the_rest_of_wan_in_the_original_s_names() -> None
     """Without alpha: it knows none of these layers'."""
     rest = [one for one in layers("wan2.2") if not one.startswith("blocks.") and "norm" not in one]
     rest.remove("patch_embedding")  # no LoRA of it is known to diffusers
-    given, numbers = lora_file("wan2.2", SCHEMES["original"], ["blocks.0.attn1.to_q", *rest], alpha=False)
+    given, numbers = lora_file("wan2.2", KEY_SCHEMES["original"], ["blocks.0.attn1.to_q", *rest], alpha=False)
     check(converters._convert_non_diffusers_wan_lora_to_diffusers(given), numbers, "wan2.2")
 
 
 def test_diffusers_understands_wan_lora_of_kohya_s_musubi() -> None:
     wanted = [one for one in layers("wan2.2") if WAN_BLOCK.match(one) and "add_" not in one]
-    given, numbers = lora_file("wan2.2", SCHEMES["kohya"], wanted, alpha=True)
+    given, numbers = lora_file("wan2.2", KEY_SCHEMES["kohya"], wanted, alpha=True)
     check(converters._convert_musubi_wan_lora_to_diffusers(given), numbers, "wan2.2")
 
 
 @pytest.mark.parametrize("scheme", ["kohya-diffusers", "original", "original-down-up"])
 def test_diffusers_understands_qwen_lora(scheme: str) -> None:
     wanted = [one for one in layers("qwen-image") if "norm_" not in one.replace("norm_out", "") and one != "txt_norm"]
-    given, numbers = lora_file("qwen-image", SCHEMES[scheme], wanted, alpha=scheme != "original")
+    given, numbers = lora_file("qwen-image", KEY_SCHEMES[scheme], wanted, alpha=scheme != "original")
     check(converters._convert_non_diffusers_qwen_lora_to_diffusers(given), numbers, "qwen-image")
 
 
 def test_diffusers_understands_flux_lora_of_kohya_where_layers_are_not_fused() -> None:
-    rows = LAYOUTS["flux"].modules
+    rows = FAMILY_LAYERS["flux"].original_names
     wanted = [
         one
         for one in layers("flux")
@@ -187,13 +189,13 @@ def test_diffusers_understands_flux_lora_of_kohya_where_layers_are_not_fused() -
         and rows[re.sub(r"blocks\.\d+", "blocks.#", one)] is not None
         and "norm_" not in one
     ]
-    given, numbers = lora_file("flux", SCHEMES["kohya"], wanted, alpha=True)
+    given, numbers = lora_file("flux", KEY_SCHEMES["kohya"], wanted, alpha=True)
     check(converters._convert_kohya_flux_lora_to_diffusers(given), numbers, "flux")
 
 
 def test_diffusers_understands_flux_lora_of_onetrainer() -> None:
     wanted = [one for one in layers("flux") if ".attn.to_" in one or ("_proj" in one and ".attn." in one)]
-    given, numbers = lora_file("flux", SCHEMES["onetrainer"], wanted, alpha=True)
+    given, numbers = lora_file("flux", KEY_SCHEMES["onetrainer"], wanted, alpha=True)
     check(converters._convert_kohya_flux_lora_to_diffusers(given), numbers, "flux")
 
 
@@ -203,7 +205,7 @@ SDXL_KNOWN = ("to_q", "to_k", "to_v", "to_out.0", "proj_in", "proj_out", "ff.net
 @pytest.mark.parametrize("scheme", ["kohya", "kohya-diffusers"])
 def test_diffusers_understands_sdxl_lora_of_kohya(scheme: str) -> None:
     wanted = [one for one in layers("sdxl") if one.endswith(SDXL_KNOWN)]
-    given, numbers = lora_file("sdxl", SCHEMES[scheme], wanted, alpha=True)
+    given, numbers = lora_file("sdxl", KEY_SCHEMES[scheme], wanted, alpha=True)
     unet = architecture("sdxl")
     assert isinstance(unet, UNet2DConditionModel)
     mapped = converters._maybe_map_sgm_blocks_to_diffusers(given, unet.config)
@@ -226,12 +228,12 @@ def test_peft_s_own_keys_are_read_in_full(dora: bool) -> None:
     targets = ["to_q", "to_out.0", "ffn.net.2", "proj_out", "patch_embedding", "time_proj"]
     inject_adapter_in_model(LoraConfig(r=2, target_modules=targets, use_dora=dora, lora_bias=False), module)
     keys = get_peft_model_state_dict(module)
-    found = read(keys)
+    found = read_keys(keys)
     assert not found.unknown and found.families == ("wan2.2",)
-    assert found.scheme == SCHEMES["bare"]
-    assert [write(name, found.scheme, "wan2.2") for name in found.names.values()] == list(keys)
+    assert found.scheme == KEY_SCHEMES["bare"]
+    assert [format_key(name, found.scheme, "wan2.2") for name in found.names.values()] == list(keys)
     inside = [name for name, parameter in module.named_parameters() if "lora_" in name and parameter.requires_grad]
-    assert read(inside).scheme.spelling == "peft, adapter named" and not read(inside).unknown
+    assert read_keys(inside).scheme.spelling == "peft, adapter named" and not read_keys(inside).unknown
 
 
 @pytest.mark.parametrize("algo", ["lora", "loha", "lokr", "full"])
@@ -248,11 +250,11 @@ def test_lycoris_s_own_keys_are_read_in_full(
     )
     network.apply_to()
     keys = network.state_dict()
-    found = read(keys)
-    assert not found.unknown, found.report()
+    found = read_keys(keys)
+    assert not found.unknown, found.summary()
     assert family in found.families
     assert found.scheme.style == "lycoris"
-    assert [write(name, SCHEMES["lycoris"], family) for name in found.names.values()] == list(keys)
+    assert [format_key(name, KEY_SCHEMES["lycoris"], family) for name in found.names.values()] == list(keys)
     layers_ = {name for name, one in module.named_modules() if isinstance(one, nn.Linear | nn.Conv3d)}
     assert {name.module for name in found.names.values()} == layers_
 
@@ -264,9 +266,9 @@ def test_a_swapped_expert_lands_elsewhere_in_diffusers() -> None:
         for stage in (1, 2)
         for side in "AB"
     }
-    found = read(given)
-    assert found.scheme == SCHEMES["ai-toolkit"]
-    pair = {write(name, SCHEMES["diffusers-pair"], "wan2.2"): given[key] for key, name in found.names.items()}
+    found = read_keys(given)
+    assert found.scheme == KEY_SCHEMES["ai-toolkit"]
+    pair = {format_key(name, KEY_SCHEMES["diffusers-pair"], "wan2.2"): given[key] for key, name in found.names.items()}
     assert float(pair["transformer.blocks.0.attn1.to_q.lora_A.weight"][0, 0]) == 1
     assert float(pair["transformer_2.blocks.0.attn1.to_q.lora_A.weight"][0, 0]) == 2
-    assert LAYOUTS["wan2.2"].experts == ("high_noise", "low_noise")
+    assert FAMILY_LAYERS["wan2.2"].experts == ("high_noise", "low_noise")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from supertuner.models.table import family
+from supertuner.models.table import load_family
 from tests.models.adapters.architectures import FAMILIES, architecture
 
 
@@ -19,7 +19,7 @@ def layers(module: nn.Module, *kinds: type[nn.Module]) -> set[str]:
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "wan2.2"])  # there with layers of Wan2.1 too
 def test_each_preset_has_linear_layers_only_and_all_linear_has_all_of_them(name: str) -> None:
-    module, targets = architecture(name), family(name).targets
+    module, targets = architecture(name), load_family(name).target_presets
     linear = layers(module, nn.Linear)
     found = [named(module, tuple(targets[preset])) for preset in ("attention", "attention_mlp", "all_linear")]
     assert set() < found[0] < found[1] < found[2] == linear
@@ -27,6 +27,6 @@ def test_each_preset_has_linear_layers_only_and_all_linear_has_all_of_them(name:
 
 def test_sdxl_has_794_layers_of_which_51_are_convolutions() -> None:
     module = architecture("sdxl")
-    found = named(module, tuple(family("sdxl").targets["all_layers"]))
+    found = named(module, tuple(load_family("sdxl").target_presets["all_layers"]))
     assert found == layers(module, nn.Linear, nn.Conv2d)
     assert (len(found), len(layers(module, nn.Conv2d))) == (794, 51)

@@ -22,29 +22,29 @@ from supertuner.models.families.sdxl import tiny as sdxl_tiny
 from supertuner.models.families.sdxl.tiny import TinySdxl
 from supertuner.models.families.wan22 import tiny as wan22_tiny
 from supertuner.models.families.wan22.tiny import TinyWan
-from supertuner.models.spec import Family, Model, PictureTextEncoder, Source, Tensors, TextEncoder
-from supertuner.models.table import family
+from supertuner.models.spec import Family, ImageTextEncoder, ModelDescription, ModelSource, Tensors, TextEncoder
+from supertuner.models.table import load_family
 
 
 @dataclass(frozen=True)
-class Case:
+class FamilyCase:
     """A family, one of its variants, and the shape of media that it takes."""
 
     name: str
     family: str
     build: Callable[[int], Any]
     shape: tuple[int, ...]
-    unreached: tuple[str, ...] = ()
+    without_gradient: tuple[str, ...] = ()
     """Beginnings of names of layers that lead to no output by design, so that no gradient reaches them."""
-    last: str = "proj_out"
+    last_layer: str = "proj_out"
     """The denoiser's last layer."""
-    seen: str = "proj_out"
+    token_layer: str = "proj_out"
     """A layer whose input has a row for each token."""
-    off: int = 8
+    forbidden_offset: int = 8
     """Pixels by which a side must not be longer or shorter."""
 
 
-TEXT_OF_THE_LAST_BLOCK = tuple(
+LAST_BLOCK_TEXT_LAYERS = tuple(
     f"transformer_blocks.1.{name}" for name in ("attn.add_q_proj", "attn.to_add_out", "txt_mlp")
 )
 """The last block's text is thrown away: only its keys and values lead to the picture."""
@@ -52,16 +52,16 @@ TEXT_OF_THE_LAST_BLOCK = tuple(
 TEXT_QUERIES = ("transformer_blocks.1.attn.add_q_proj",)
 """The last block has no use for its text, and still projects its queries."""
 
-OF_A_UNET: dict[str, Any] = {"last": "conv_out", "seen": "down_blocks.1.attentions.0.proj_out", "off": 4}
+UNET_OPTIONS: dict[str, Any] = {"last": "conv_out", "seen": "down_blocks.1.attentions.0.proj_out", "off": 4}
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenPipeline:
     """A variant's pipeline on disk, as its family reads it."""
 
-    case: Case
+    case: FamilyCase
     family: Family
-    model: Model
+    model: ModelDescription
 
     @property
     def folder(self) -> Path:
@@ -69,86 +69,106 @@ class Written:
 
     def text_encoder(self, dtype: torch.dtype) -> TextEncoder:
         """The family's; of one that edits, all captions are about one picture."""
-        encoder = self.family.text_encoder(self.model, torch.device("cpu"), dtype)
-        return OfOnePicture(encoder) if isinstance(encoder, PictureTextEncoder) else encoder
+        encoder = self.family.build_text_encoder(self.model, torch.device("cpu"), dtype)
+        return SingleImageTextEncoder(encoder) if isinstance(encoder, ImageTextEncoder) else encoder
 
 
-class OfOnePicture:
-    def __init__(self, encoder: PictureTextEncoder) -> None:
+class SingleImageTextEncoder:
+    def __init__(self, encoder: ImageTextEncoder) -> None:
         self._encoder = encoder
 
     @property
-    def cut(self) -> int:
-        return self._encoder.cut
+    def truncated_captions(self) -> int:
+        return self._encoder.truncated_captions
 
     def encode(self, captions: Sequence[str]) -> list[Tensors]:
         picture = torch.arange(3 * 64 * 32).reshape(3, 64, 32).to(torch.uint8)
-        return self._encoder.encode_of(captions, [picture] * len(captions))
+        return self._encoder.encode_with_images(captions, [picture] * len(captions))
 
 
 CASES = (
-    Case("wan-t2v", "wan2.2", lambda seed: wan22_tiny.build(TinyWan(), seed), (3, 5, 32, 48)),
-    Case("wan-one-expert", "wan2.2", lambda seed: wan22_tiny.build(TinyWan(experts=1), seed), (3, 1, 32, 48)),
-    Case("wan-i2v", "wan2.2", lambda seed: wan22_tiny.build(TinyWan(kind="i2v"), seed), (3, 5, 32, 48)),
-    Case("wan-5b", "wan2.2", lambda seed: wan22_tiny.build(TinyWan(kind="ti2v"), seed), (3, 5, 32, 64)),
-    Case("flux-dev", "flux", lambda seed: flux_tiny.build(TinyFlux(), seed), (3, 32, 48)),
-    Case("flux-schnell", "flux", lambda seed: flux_tiny.build(TinyFlux(guidance=False), seed), (3, 32, 48)),
-    Case(
-        "qwen-image",
-        "qwen-image",
-        lambda seed: qwen_image_tiny.build(TinyQwen(), seed),
-        (3, 32, 48),
-        unreached=TEXT_OF_THE_LAST_BLOCK,
+    FamilyCase("wan-t2v", "wan2.2", lambda seed: wan22_tiny.build_pipeline(TinyWan(), seed), (3, 5, 32, 48)),
+    FamilyCase(
+        "wan-one-expert", "wan2.2", lambda seed: wan22_tiny.build_pipeline(TinyWan(experts=1), seed), (3, 1, 32, 48)
     ),
-    Case("sd3.5", "sd3.5", lambda seed: sd35_tiny.build(TinySd35(), seed), (3, 32, 48), unreached=TEXT_QUERIES),
-    Case("sd3", "sd3.5", lambda seed: sd35_tiny.build(TinySd35("3"), seed), (3, 32, 48), unreached=TEXT_QUERIES),
-    Case("sdxl", "sdxl", lambda seed: sdxl_tiny.build(TinySdxl(), seed), (3, 32, 48), **OF_A_UNET),
-    Case("sdxl-v", "sdxl", lambda seed: sdxl_tiny.build(TinySdxl("v"), seed), (3, 40, 48), **OF_A_UNET),
+    FamilyCase("wan-i2v", "wan2.2", lambda seed: wan22_tiny.build_pipeline(TinyWan(kind="i2v"), seed), (3, 5, 32, 48)),
+    FamilyCase("wan-5b", "wan2.2", lambda seed: wan22_tiny.build_pipeline(TinyWan(kind="ti2v"), seed), (3, 5, 32, 64)),
+    FamilyCase("flux-dev", "flux", lambda seed: flux_tiny.build_pipeline(TinyFlux(), seed), (3, 32, 48)),
+    FamilyCase(
+        "flux-schnell", "flux", lambda seed: flux_tiny.build_pipeline(TinyFlux(guidance=False), seed), (3, 32, 48)
+    ),
+    FamilyCase(
+        "qwen-image",
+        "qwen-image",
+        lambda seed: qwen_image_tiny.build_pipeline(TinyQwen(), seed),
+        (3, 32, 48),
+        without_gradient=LAST_BLOCK_TEXT_LAYERS,
+    ),
+    FamilyCase(
+        "sd3.5",
+        "sd3.5",
+        lambda seed: sd35_tiny.build_pipeline(TinySd35(), seed),
+        (3, 32, 48),
+        without_gradient=TEXT_QUERIES,
+    ),
+    FamilyCase(
+        "sd3",
+        "sd3.5",
+        lambda seed: sd35_tiny.build_pipeline(TinySd35("3"), seed),
+        (3, 32, 48),
+        without_gradient=TEXT_QUERIES,
+    ),
+    FamilyCase("sdxl", "sdxl", lambda seed: sdxl_tiny.build_pipeline(TinySdxl(), seed), (3, 32, 48), **UNET_OPTIONS),
+    FamilyCase(
+        "sdxl-v", "sdxl", lambda seed: sdxl_tiny.build_pipeline(TinySdxl("v"), seed), (3, 40, 48), **UNET_OPTIONS
+    ),
 )
 
-EDITING = Case(
+EDIT_CASE = FamilyCase(
     "qwen-image-edit",
     "qwen-image-edit",
-    lambda seed: SimpleNamespace(save_pretrained=lambda folder: qwen_image_edit_tiny.write(folder, TinyQwen(), seed)),
+    lambda seed: SimpleNamespace(
+        save_pretrained=lambda folder: qwen_image_edit_tiny.write_pipeline(folder, TinyQwen(), seed)
+    ),
     (3, 32, 48),
-    unreached=TEXT_OF_THE_LAST_BLOCK,
+    without_gradient=LAST_BLOCK_TEXT_LAYERS,
 )
 """Its own pipeline wants torchvision to be loaded; it is held against that in tests of its own."""
 
 
 @pytest.fixture(scope="session", params=CASES, ids=lambda case: case.name)
-def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Written:
+def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> WrittenPipeline:
     """Every variant of every family in turn."""
-    case: Case = request.param
-    source = _saved(tmp_path_factory, case.name)
-    return Written(case, family(case.family), family(case.family).read(source))
+    case: FamilyCase = request.param
+    source = _write_once(tmp_path_factory, case.name)
+    return WrittenPipeline(case, load_family(case.family), load_family(case.family).read_model(source))
 
 
 @pytest.fixture(scope="session")
-def tiny_wan(tmp_path_factory: pytest.TempPathFactory) -> Source:
+def tiny_wan(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
     """Text to video, two experts."""
-    return _saved(tmp_path_factory, "wan-t2v")
+    return _write_once(tmp_path_factory, "wan-t2v")
 
 
 @pytest.fixture(scope="session")
-def tiny_wan_image_to_video(tmp_path_factory: pytest.TempPathFactory) -> Source:
-    return _saved(tmp_path_factory, "wan-i2v")
+def tiny_wan_image_to_video(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
+    return _write_once(tmp_path_factory, "wan-i2v")
 
 
 @pytest.fixture(scope="session")
-def tiny_wan_5b(tmp_path_factory: pytest.TempPathFactory) -> Source:
+def tiny_wan_5b(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
     """One expert, a timestep per token."""
-    return _saved(tmp_path_factory, "wan-5b")
+    return _write_once(tmp_path_factory, "wan-5b")
 
 
 @pytest.fixture(scope="session")
-def tiny_flux(tmp_path_factory: pytest.TempPathFactory) -> Source:
-    return _saved(tmp_path_factory, "flux-dev")
+def tiny_flux(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
+    return _write_once(tmp_path_factory, "flux-dev")
 
 
-def _saved(factory: pytest.TempPathFactory, name: str) -> Source:
+def _write_once(factory: pytest.TempPathFactory, name: str) -> ModelSource:
     folder = factory.getbasetemp() / "pipelines" / name
     if not folder.is_dir():
-        case = next(case for case in (*CASES, EDITING) if case.name == name)
+        case = next(case for case in (*CASES, EDIT_CASE) if case.name == name)
         case.build(0).save_pretrained(folder)
-    return Source(str(folder))
+    return ModelSource(str(folder))

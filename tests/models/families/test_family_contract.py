@@ -12,12 +12,12 @@ from torch import nn
 
 from supertuner.core.errors import ModelError
 from supertuner.models.fingerprint import fingerprint
-from supertuner.models.spec import Model, SampleRequest, Source, Tensors
-from tests.models.families.pipelines import CASES, EDITING, Written
+from supertuner.models.spec import ModelDescription, ModelSource, SampleRequest, Tensors
+from tests.models.families.pipelines import CASES, EDIT_CASE, WrittenPipeline
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.parametrize(
-    "written", (*CASES, EDITING), ids=lambda case: case.name, indirect=True, scope="session"
+    "written", (*CASES, EDIT_CASE), ids=lambda case: case.name, indirect=True, scope="session"
 )
 
 
@@ -26,18 +26,18 @@ def media(shape: tuple[int, ...], count: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, 256, (count, *shape), dtype=torch.uint8, generator=generator)
 
 
-def encoded(written: Written, count: int = 2) -> tuple[torch.Tensor, Tensors, Tensors]:
+def encoded(written: WrittenPipeline, count: int = 2) -> tuple[torch.Tensor, Tensors, Tensors]:
     """Latents, conditions and text of a batch."""
-    fields = written.family.media_encoder(written.model, CPU).encode(media(written.case.shape, count))
+    fields = written.family.build_media_encoder(written.model, CPU).encode(media(written.case.shape, count))
     captions = ["a red circle", "two öddly wörded 猫", "", "a"][:count]
     text = written.text_encoder(torch.float32).encode(captions)
-    if written.model.edits:
+    if written.model.edits_images:
         originals = media((3, 64, 32), count, seed=9)
-        fields["condition"] = written.family.media_encoder(written.model, CPU).encode(originals)["latents"]
+        fields["condition"] = written.family.build_media_encoder(written.model, CPU).encode(originals)["latents"]
     return fields.pop("latents"), fields, written.family.pad_text(written.model, text)
 
 
-def wanted(written: Written, **changed: object) -> SampleRequest:
+def wanted(written: WrittenPipeline, **changed: object) -> SampleRequest:
     shape = written.case.shape
     picture = media((shape[-2], shape[-1], 3), 1, seed=7)[0].numpy()
     request: dict[str, object] = {
@@ -54,35 +54,35 @@ def wanted(written: Written, **changed: object) -> SampleRequest:
     return SampleRequest(**(request | changed))  # type: ignore[arg-type]
 
 
-def test_a_model_is_read_from_its_config_files_alone(written: Written, tmp_path: Path) -> None:
+def test_a_model_is_read_from_its_config_files_alone(written: WrittenPipeline, tmp_path: Path) -> None:
     bare = tmp_path / "bare"
     shutil.copytree(written.folder, bare, ignore=shutil.ignore_patterns("*.safetensors"))
-    model = written.family.read(Source(str(bare)))
+    model = written.family.read_model(ModelSource(str(bare)))
     assert model.experts == written.model.experts and model.shift == written.model.shift
-    assert model.experts[0].high == 1.0 and model.experts[-1].low == 0.0
+    assert model.experts[0].sigma_max == 1.0 and model.experts[-1].sigma_min == 0.0
 
 
-def test_the_experts_share_the_noise_levels_without_gap_or_overlap(written: Written) -> None:
-    ranges = sorted((expert.low, expert.high) for expert in written.model.experts)
+def test_the_experts_share_the_noise_levels_without_gap_or_overlap(written: WrittenPipeline) -> None:
+    ranges = sorted((expert.sigma_min, expert.sigma_max) for expert in written.model.experts)
     assert [low for low, _ in ranges[1:]] == [high for _, high in ranges[:-1]]
 
 
-def test_what_is_encoded_has_a_row_per_sample_in_fp32_on_the_cpu(written: Written) -> None:
-    fields = written.family.media_encoder(written.model, CPU).encode(media(written.case.shape, 3))
+def test_what_is_encoded_has_a_row_per_sample_in_fp32_on_the_cpu(written: WrittenPipeline) -> None:
+    fields = written.family.build_media_encoder(written.model, CPU).encode(media(written.case.shape, 3))
     for tensor in fields.values():
         assert (len(tensor), tensor.dtype, tensor.device, tensor.requires_grad) == (3, torch.float32, CPU, False)
     assert fields["latents"].std() > 0.01
 
 
-def test_a_sample_is_encoded_to_the_same_bits_alone_and_beside_others(written: Written) -> None:
+def test_a_sample_is_encoded_to_the_same_bits_alone_and_beside_others(written: WrittenPipeline) -> None:
     pixels = media(written.case.shape, 3)
-    together = written.family.media_encoder(written.model, CPU).encode(pixels)
-    alone = written.family.media_encoder(written.model, CPU).encode(pixels[1:2])
+    together = written.family.build_media_encoder(written.model, CPU).encode(pixels)
+    alone = written.family.build_media_encoder(written.model, CPU).encode(pixels[1:2])
     for name, tensor in alone.items():
         assert torch.equal(tensor[0], together[name][1]), name
 
 
-def test_a_caption_is_encoded_to_the_same_bits_alone_and_beside_others(written: Written) -> None:
+def test_a_caption_is_encoded_to_the_same_bits_alone_and_beside_others(written: WrittenPipeline) -> None:
     captions = ["a blue square", "", "something  with &amp; odd   spacing"]
     together = written.text_encoder(torch.float32).encode(captions)
     alone = written.text_encoder(torch.float32).encode(captions[2:])[0]
@@ -92,30 +92,32 @@ def test_a_caption_is_encoded_to_the_same_bits_alone_and_beside_others(written: 
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_text_is_encoded_in_the_precision_that_is_asked_for(written: Written, dtype: torch.dtype) -> None:
+def test_text_is_encoded_in_the_precision_that_is_asked_for(written: WrittenPipeline, dtype: torch.dtype) -> None:
     fields = written.text_encoder(dtype).encode(["a star"])[0]
     assert {tensor.dtype for tensor in fields.values()} == {dtype}
 
 
-def test_the_prediction_has_the_shape_of_the_latents_and_its_gradient_reaches_every_block(written: Written) -> None:
+def test_the_prediction_has_the_shape_of_the_latents_and_its_gradient_reaches_every_block(
+    written: WrittenPipeline,
+) -> None:
     latents, conditions, text = encoded(written)
     for expert in written.model.experts:
-        module = written.family.denoiser(written.model, expert, torch.float32)
+        module = written.family.load_denoiser(written.model, expert, torch.float32)
         assert not module.training and not any(parameter.requires_grad for parameter in module.parameters())
         module.requires_grad_(True)
-        levels = torch.tensor([expert.low + 0.01, expert.high])
+        levels = torch.tensor([expert.sigma_min + 0.01, expert.sigma_max])
         predicted = written.family.denoise(written.model, module, latents, levels, text, conditions)
         assert predicted.shape == latents.shape
         predicted.square().mean().backward()
         linear = [(name, one) for name, one in module.named_modules() if isinstance(one, nn.Linear)]
         untouched = [name for name, one in linear if one.weight.grad is None or not one.weight.grad.any()]
-        assert [name for name in untouched if not name.startswith(written.case.unreached)] == []
-        assert bool(untouched) == bool(written.case.unreached)
+        assert [name for name in untouched if not name.startswith(written.case.without_gradient)] == []
+        assert bool(untouched) == bool(written.case.without_gradient)
 
 
-def test_a_sample_is_denoised_alike_alone_and_beside_others(written: Written) -> None:
+def test_a_sample_is_denoised_alike_alone_and_beside_others(written: WrittenPipeline) -> None:
     latents, conditions, text = encoded(written)
-    module = written.family.denoiser(written.model, written.model.experts[0], torch.float32)
+    module = written.family.load_denoiser(written.model, written.model.experts[0], torch.float32)
     levels = torch.tensor([0.95, 0.99])
 
     def denoised(rows: slice) -> torch.Tensor:
@@ -127,10 +129,10 @@ def test_a_sample_is_denoised_alike_alone_and_beside_others(written: Written) ->
         assert not torch.allclose(denoised(slice(0, 1)), denoised(slice(0, 2))[1:])
 
 
-def test_a_bf16_module_denoises_under_autocast(written: Written) -> None:
+def test_a_bf16_module_denoises_under_autocast(written: WrittenPipeline) -> None:
     latents, conditions, text = encoded(written)
-    module = written.family.denoiser(written.model, written.model.experts[0], torch.bfloat16)
-    exact = written.family.denoiser(written.model, written.model.experts[0], torch.float32)
+    module = written.family.load_denoiser(written.model, written.model.experts[0], torch.bfloat16)
+    exact = written.family.load_denoiser(written.model, written.model.experts[0], torch.float32)
     levels = torch.tensor([0.95, 0.99])
     with torch.no_grad():
         with torch.autocast("cpu", torch.bfloat16):
@@ -140,11 +142,11 @@ def test_a_bf16_module_denoises_under_autocast(written: Written) -> None:
     assert (rough.float() - fine).norm() < 0.1 * fine.norm()
 
 
-def test_a_module_that_is_loaded_twice_gives_the_same_bits(written: Written) -> None:
+def test_a_module_that_is_loaded_twice_gives_the_same_bits(written: WrittenPipeline) -> None:
     latents, conditions, text = encoded(written)
     results = []
     for _ in range(2):
-        module = written.family.denoiser(written.model, written.model.experts[-1], torch.float32)
+        module = written.family.load_denoiser(written.model, written.model.experts[-1], torch.float32)
         assert all(tensor.data_ptr() % 64 == 0 for tensor in (*module.parameters(), *module.buffers()))
         with torch.no_grad():
             levels = torch.tensor([0.2, 0.4])
@@ -152,23 +154,23 @@ def test_a_module_that_is_loaded_twice_gives_the_same_bits(written: Written) -> 
     assert torch.equal(results[0], results[1])
 
 
-def test_latents_become_as_many_tokens_as_the_denoiser_sees(written: Written) -> None:
+def test_latents_become_as_many_tokens_as_the_denoiser_sees(written: WrittenPipeline) -> None:
     latents, conditions, text = encoded(written)
-    module = written.family.denoiser(written.model, written.model.experts[0], torch.float32)
+    module = written.family.load_denoiser(written.model, written.model.experts[0], torch.float32)
     seen: list[int] = []
-    inner = module.get_submodule(written.case.seen)
+    inner = module.get_submodule(written.case.token_layer)
     handle = inner.register_forward_hook(lambda _module, inputs, _output: seen.append(inputs[0].shape[1]))
     with torch.no_grad():
         written.family.denoise(written.model, module, latents, torch.tensor([0.9, 0.9]), text, conditions)
     handle.remove()
-    shown = [latents, *(conditions.values() if written.model.edits else ())]
-    assert seen == [sum(written.family.tokens(written.model, tuple(one.shape[1:])) for one in shown)]
+    shown = [latents, *(conditions.values() if written.model.edits_images else ())]
+    assert seen == [sum(written.family.token_count(written.model, tuple(one.shape[1:])) for one in shown)]
 
 
-def test_the_same_request_gives_the_same_sample_and_another_seed_another(written: Written) -> None:
-    sampler = written.family.sampler(written.model, {}, CPU, torch.float32)
+def test_the_same_request_gives_the_same_sample_and_another_seed_another(written: WrittenPipeline) -> None:
+    sampler = written.family.build_sampler(written.model, {}, CPU, torch.float32)
     first, again = sampler.sample(wanted(written)), sampler.sample(wanted(written))
-    fresh = written.family.sampler(written.model, {}, CPU, torch.float32).sample(wanted(written))
+    fresh = written.family.build_sampler(written.model, {}, CPU, torch.float32).sample(wanted(written))
     shape = written.case.shape
     frames = shape[1] if len(shape) == 4 else 1
     assert first.dtype == np.uint8 and first.shape == (frames, shape[-2], shape[-1], 3)
@@ -177,85 +179,85 @@ def test_the_same_request_gives_the_same_sample_and_another_seed_another(written
     assert not np.array_equal(first, sampler.sample(wanted(written, prompt="something else")))
 
 
-def test_a_sample_is_made_with_the_modules_that_are_given(written: Written) -> None:
-    parts = {e.part: written.family.denoiser(written.model, e, torch.float32) for e in written.model.experts}
-    before = written.family.sampler(written.model, parts, CPU, torch.float32).sample(wanted(written))
+def test_a_sample_is_made_with_the_modules_that_are_given(written: WrittenPipeline) -> None:
+    parts = {e.component: written.family.load_denoiser(written.model, e, torch.float32) for e in written.model.experts}
+    before = written.family.build_sampler(written.model, parts, CPU, torch.float32).sample(wanted(written))
     for module in parts.values():
         with torch.no_grad():
-            module.get_submodule(written.case.last).weight.mul_(3)  # type: ignore[operator, union-attr]
-    after = written.family.sampler(written.model, parts, CPU, torch.float32).sample(wanted(written))
+            module.get_submodule(written.case.last_layer).weight.mul_(3)  # type: ignore[operator, union-attr]
+    after = written.family.build_sampler(written.model, parts, CPU, torch.float32).sample(wanted(written))
     assert not np.array_equal(before, after)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_sampling_leaves_a_module_as_it_was(written: Written, dtype: torch.dtype) -> None:
-    module = written.family.denoiser(written.model, written.model.experts[0], torch.float32)
+def test_sampling_leaves_a_module_as_it_was(written: WrittenPipeline, dtype: torch.dtype) -> None:
+    module = written.family.load_denoiser(written.model, written.model.experts[0], torch.float32)
     module.train()
-    module.get_submodule(written.case.last).eval()
+    module.get_submodule(written.case.last_layer).eval()
     modes = [one.training for one in module.modules()]
-    sampler = written.family.sampler(written.model, {written.model.experts[0].part: module}, CPU, dtype)
+    sampler = written.family.build_sampler(written.model, {written.model.experts[0].component: module}, CPU, dtype)
     sampler.sample(wanted(written))
     assert [one.training for one in module.modules()] == modes
     assert not module._forward_pre_hooks and not module._forward_hooks
     assert not torch.is_autocast_enabled("cpu")
 
 
-def test_nothing_here_draws_on_the_global_random_state(written: Written) -> None:
+def test_nothing_here_draws_on_the_global_random_state(written: WrittenPipeline) -> None:
     before = torch.get_rng_state()
     latents, conditions, text = encoded(written)
-    module = written.family.denoiser(written.model, written.model.experts[0], torch.float32)
+    module = written.family.load_denoiser(written.model, written.model.experts[0], torch.float32)
     written.family.denoise(written.model, module, latents, torch.tensor([0.9, 0.95]), text, conditions)
-    written.family.sampler(written.model, {}, CPU, torch.float32).sample(wanted(written))
+    written.family.build_sampler(written.model, {}, CPU, torch.float32).sample(wanted(written))
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_shapes_that_cannot_be_trained_get_a_reason(written: Written) -> None:
+def test_shapes_that_cannot_be_trained_get_a_reason(written: WrittenPipeline) -> None:
     *_, height, width = written.case.shape
     lead = written.case.shape[:-2]
-    assert written.family.why_not(written.model, written.case.shape) is None
-    off = written.case.off
+    assert written.family.unsupported_reason(written.model, written.case.shape) is None
+    off = written.case.forbidden_offset
     for wrong in ((*lead, height + off, width), (*lead, height, width - off)):
-        reason = written.family.why_not(written.model, wrong)
+        reason = written.family.unsupported_reason(written.model, wrong)
         assert reason is not None and f"{wrong[-1]}×{wrong[-2]}" in reason and "multiples of" in reason
-    assert "colours" in str(written.family.why_not(written.model, (1, *written.case.shape[1:])))
-    assert "colours" in str(written.family.why_not(written.model, (2, 48_000)))
+    assert "colours" in str(written.family.unsupported_reason(written.model, (1, *written.case.shape[1:])))
+    assert "colours" in str(written.family.unsupported_reason(written.model, (2, 48_000)))
 
 
-def test_a_sample_of_an_impossible_size_is_refused_with_the_reason(written: Written) -> None:
-    sampler = written.family.sampler(written.model, {}, CPU, torch.float32)
+def test_a_sample_of_an_impossible_size_is_refused_with_the_reason(written: WrittenPipeline) -> None:
+    sampler = written.family.build_sampler(written.model, {}, CPU, torch.float32)
     with pytest.raises(ModelError, match="multiples of"):
-        sampler.sample(wanted(written, width=written.case.shape[-1] + written.case.off))
+        sampler.sample(wanted(written, width=written.case.shape[-1] + written.case.forbidden_offset))
 
 
-def test_the_presets_of_targets_are_linear_layers_and_all_linear_is_all_of_them(written: Written) -> None:
-    module = written.family.denoiser(written.model, written.model.experts[0], torch.float32)
+def test_the_presets_of_targets_are_linear_layers_and_all_linear_is_all_of_them(written: WrittenPipeline) -> None:
+    module = written.family.load_denoiser(written.model, written.model.experts[0], torch.float32)
     linear = {name for name, one in module.named_modules() if isinstance(one, nn.Linear)}
 
     def matched(ending: str) -> set[str]:
         return {name for name, _ in module.named_modules() if name == ending or name.endswith(f".{ending}")}
 
-    presets = {name: written.family.targets[name] for name in ("attention", "attention_mlp", "all_linear")}
+    presets = {name: written.family.target_presets[name] for name in ("attention", "attention_mlp", "all_linear")}
     for endings in presets.values():
         assert all(matched(ending) and matched(ending) <= linear for ending in endings)
     assert set().union(*map(matched, presets["all_linear"])) == linear
     assert set(presets["attention"]) < set(presets["attention_mlp"]) < set(presets["all_linear"])
-    assert set(written.family.export_prefix) >= {expert.part for expert in written.model.experts}
+    assert set(written.family.export_prefix) >= {expert.component for expert in written.model.experts}
 
 
-def test_encoders_are_known_by_their_files(written: Written, tmp_path: Path) -> None:
+def test_encoders_are_known_by_their_files(written: WrittenPipeline, tmp_path: Path) -> None:
     files = [written.family.media_files(written.model), written.family.text_files(written.model)]
     assert all(any(file.suffix == ".safetensors" for file in some) for some in files)
     copy = tmp_path / "copy"
     shutil.copytree(written.folder, copy)
-    moved = written.family.read(Source(str(copy)))
+    moved = written.family.read_model(ModelSource(str(copy)))
     assert fingerprint(written.family.media_files(moved), None) == fingerprint(files[0], None)
     assert fingerprint(written.family.text_files(moved), None) == fingerprint(files[1], None)
 
 
-def test_a_tiny_version_is_small_and_a_function_of_its_seed(written: Written, tmp_path: Path) -> None:
-    def weights(name: str, seed: int) -> tuple[Model, str]:
-        written.family.tiny(tmp_path / name, seed)
-        model = written.family.read(Source(str(tmp_path / name)))
+def test_a_tiny_version_is_small_and_a_function_of_its_seed(written: WrittenPipeline, tmp_path: Path) -> None:
+    def weights(name: str, seed: int) -> tuple[ModelDescription, str]:
+        written.family.write_tiny_pipeline(tmp_path / name, seed)
+        model = written.family.read_model(ModelSource(str(tmp_path / name)))
         files = sorted((tmp_path / name).rglob("*.safetensors"))
         assert sum(file.stat().st_size for file in files) < 1 << 20
         return model, fingerprint(files, None)
@@ -263,9 +265,11 @@ def test_a_tiny_version_is_small_and_a_function_of_its_seed(written: Written, tm
     assert weights("a", 1)[1] == weights("b", 1)[1] != weights("c", 2)[1]
 
 
-def test_captions_that_are_longer_than_the_model_reads_are_counted(written: Written) -> None:
+def test_captions_that_are_longer_than_the_model_reads_are_counted(written: WrittenPipeline) -> None:
     encoder = written.text_encoder(torch.float32)
     encoder.encode(["a red circle", ""])
-    assert encoder.cut == 0
+    assert encoder.truncated_captions == 0
     encoder.encode(["a red circle, " * 400])
-    assert encoder.cut == (0 if written.model.edits else 1), "Qwen-Image-Edit reads whatever it is told"
+    assert encoder.truncated_captions == (0 if written.model.edits_images else 1), (
+        "Qwen-Image-Edit reads whatever it is told"
+    )

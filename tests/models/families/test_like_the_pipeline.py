@@ -14,7 +14,7 @@ from PIL import Image
 from torch import nn
 
 from supertuner.models.spec import Tensors
-from tests.models.families.pipelines import Written
+from tests.models.families.pipelines import WrittenPipeline
 from tests.models.families.test_family_contract import CPU, media, wanted
 
 PACKED = ("flux", "qwen-image")
@@ -22,7 +22,7 @@ PACKED = ("flux", "qwen-image")
 PROMPT = "a  red circle &amp; a “blue” square"
 
 
-class Captured:
+class CapturedCalls:
     """Calls of a pipeline's denoisers: part, inputs, output."""
 
     def __init__(self, pipeline: Any, parts: list[str]) -> None:
@@ -39,7 +39,7 @@ class Captured:
 
 
 @pytest.fixture
-def loaded(written: Written) -> Any:
+def loaded(written: WrittenPipeline) -> Any:
     """The pipeline as diffusers itself loads it, weights cloned as ours are."""
     pipeline = DiffusionPipeline.from_pretrained(written.folder)
     pipeline.set_progress_bar_config(disable=True)
@@ -50,7 +50,7 @@ def loaded(written: Written) -> Any:
     return pipeline
 
 
-def run(pipeline: Any, written: Written, steps: int, first_frame: np.ndarray[Any, Any], **options: Any) -> Any:
+def run(pipeline: Any, written: WrittenPipeline, steps: int, first_frame: np.ndarray[Any, Any], **options: Any) -> Any:
     shape = written.case.shape
     if written.case.family == "wan2.2":
         options = {"num_frames": shape[1], "max_sequence_length": 512} | options
@@ -66,11 +66,11 @@ def run(pipeline: Any, written: Written, steps: int, first_frame: np.ndarray[Any
     )
 
 
-def is_qwen(written: Written) -> bool:
+def is_qwen(written: WrittenPipeline) -> bool:
     return written.case.family.startswith("qwen-image")
 
 
-def guidance(written: Written, options: dict[str, Any]) -> dict[str, Any]:
+def guidance(written: WrittenPipeline, options: dict[str, Any]) -> dict[str, Any]:
     """Qwen-Image calls it otherwise, and has none without a negative prompt."""
     if not is_qwen(written):
         return options
@@ -78,14 +78,14 @@ def guidance(written: Written, options: dict[str, Any]) -> dict[str, Any]:
     return options | {"true_cfg_scale": scale, "negative_prompt": "" if scale > 1 else None}
 
 
-def ours(written: Written, video: torch.Tensor) -> tuple[Tensors, Tensors]:
+def ours(written: WrittenPipeline, video: torch.Tensor) -> tuple[Tensors, Tensors]:
     """Text and conditions as training would have them."""
-    fields = written.family.media_encoder(written.model, CPU).encode(video)
-    text = written.family.text_encoder(written.model, CPU, torch.float32).encode([PROMPT])
+    fields = written.family.build_media_encoder(written.model, CPU).encode(video)
+    text = written.family.build_text_encoder(written.model, CPU, torch.float32).encode([PROMPT])
     return written.family.pad_text(written.model, text), {n: t for n, t in fields.items() if n != "latents"}
 
 
-def unpacked(written: Written, hidden: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def unpacked(written: WrittenPipeline, hidden: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Latents and prediction in our layout, out of what the pipeline gave and got."""
     if written.case.family in PACKED:
         _, height, width = written.case.shape
@@ -95,7 +95,7 @@ def unpacked(written: Written, hidden: torch.Tensor, output: torch.Tensor) -> tu
     return hidden[:, : output.shape[1]], output
 
 
-def level_of(written: Written, timestep: torch.Tensor) -> torch.Tensor:
+def level_of(written: WrittenPipeline, timestep: torch.Tensor) -> torch.Tensor:
     """The noise level that the pipeline's timestep stands for; of a row of a table, its middle."""
     first = timestep.flatten()[:1].double()
     if written.model.alphas_cumprod is not None:
@@ -103,35 +103,35 @@ def level_of(written: Written, timestep: torch.Tensor) -> torch.Tensor:
     return first / (1 if written.case.family in PACKED else 1000)
 
 
-def test_a_prediction_equals_the_one_inside_the_pipeline(written: Written, loaded: Any) -> None:
+def test_a_prediction_equals_the_one_inside_the_pipeline(written: WrittenPipeline, loaded: Any) -> None:
     video = media(written.case.shape, 1)
     first_frame = (video[0] if video.ndim == 4 else video[0, :, 0]).permute(1, 2, 0).contiguous().numpy()
-    captured = Captured(loaded, [expert.part for expert in written.model.experts])
+    captured = CapturedCalls(loaded, [expert.component for expert in written.model.experts])
     run(loaded, written, 4, first_frame)
     text, conditions = ours(written, video)
-    assert {part for part, _, _ in captured.calls} == {expert.part for expert in written.model.experts}
+    assert {part for part, _, _ in captured.calls} == {expert.component for expert in written.model.experts}
     for part, inputs, output in captured.calls:
-        expert = next(expert for expert in written.model.experts if expert.part == part)
+        expert = next(expert for expert in written.model.experts if expert.component == part)
         level = level_of(written, inputs["timestep"])
-        assert expert.low <= level.item() < expert.high or level.item() == expert.high == 1.0
+        assert expert.sigma_min <= level.item() < expert.sigma_max or level.item() == expert.sigma_max == 1.0
         latents, expected = unpacked(written, inputs["hidden_states"], output)
-        module = written.family.denoiser(written.model, expert, torch.float32)
+        module = written.family.load_denoiser(written.model, expert, torch.float32)
         with torch.no_grad():
             predicted = written.family.denoise(written.model, module, latents, level.float(), text, conditions)
         torch.testing.assert_close(predicted, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_inputs_equal_those_inside_the_pipeline_to_the_bit(written: Written, loaded: Any) -> None:
+def test_inputs_equal_those_inside_the_pipeline_to_the_bit(written: WrittenPipeline, loaded: Any) -> None:
     video = media(written.case.shape, 1)
     first_frame = (video[0] if video.ndim == 4 else video[0, :, 0]).permute(1, 2, 0).contiguous().numpy()
-    part = written.model.experts[0].part
-    captured = Captured(loaded, [part])
+    part = written.model.experts[0].component
+    captured = CapturedCalls(loaded, [part])
     run(loaded, written, 2, first_frame)
     _, theirs, _ = captured.calls[0]
     text, conditions = ours(written, video)
     latents, _ = unpacked(written, theirs["hidden_states"], captured.calls[0][2])
-    module = written.family.denoiser(written.model, written.model.experts[0], torch.float32)
-    mine = Captured(SimpleNamespace(**{part: module}), [part])
+    module = written.family.load_denoiser(written.model, written.model.experts[0], torch.float32)
+    mine = CapturedCalls(SimpleNamespace(**{part: module}), [part])
     level = level_of(written, theirs["timestep"]).float()
     with torch.no_grad():
         written.family.denoise(written.model, module, latents, level, text, conditions)
@@ -155,20 +155,20 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_a_sample_equals_what_the_pipeline_makes_to_the_bit(written: Written, loaded: Any) -> None:
+def test_a_sample_equals_what_the_pipeline_makes_to_the_bit(written: WrittenPipeline, loaded: Any) -> None:
     request = wanted(written, prompt=PROMPT)
     assert request.image is not None
-    sample = written.family.sampler(written.model, {}, CPU, torch.float32).sample(request)
+    sample = written.family.build_sampler(written.model, {}, CPU, torch.float32).sample(request)
     options = {"guidance_scale": request.guidance_scale, "output_type": "np"}
     made = run(loaded, written, request.inference_steps, request.image, **options)
     theirs = made.frames[0] if written.case.family == "wan2.2" else made.images
     assert np.array_equal(sample, (theirs * 255).round().astype(np.uint8))
 
 
-def test_latents_are_what_the_pipeline_would_decode(written: Written, loaded: Any) -> None:
+def test_latents_are_what_the_pipeline_would_decode(written: WrittenPipeline, loaded: Any) -> None:
     """Undoing the pipeline's normalisation gives the mode of the VAE's posterior."""
     video = media(written.case.shape, 1)
-    latents = written.family.media_encoder(written.model, CPU).encode(video)["latents"]
+    latents = written.family.build_media_encoder(written.model, CPU).encode(video)["latents"]
     config = loaded.vae.config
     with torch.no_grad():
         pixels = video.float() / 255 * 2 - 1

@@ -10,18 +10,18 @@ import pytest
 import torch
 
 from supertuner.core.errors import ModelError
-from supertuner.models.families.qwen_image_edit.tiny import tiny
-from supertuner.models.spec import Source
-from supertuner.models.table import family
-from tests.models.hub_server import Hub, serving
+from supertuner.models.families.qwen_image_edit.tiny import write_tiny_pipeline
+from supertuner.models.spec import ModelSource
+from supertuner.models.table import load_family
+from tests.models.hub_server import FakeHub, serve_hub
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    tiny(tmp_path / "pipeline", 0)
-    with serving(tmp_path / "pipeline") as hub:
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    write_tiny_pipeline(tmp_path / "pipeline", 0)
+    with serve_hub(tmp_path / "pipeline") as hub:
         files = "/{repo_id}/resolve/{revision}/{filename}"
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.address)
         monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.address + files)
@@ -29,19 +29,19 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         yield hub
 
 
-def test_the_text_encoder_comes_with_its_tokenizer_and_how_pictures_are_prepared(hub: Hub) -> None:
-    edit = family("qwen-image-edit")
-    model = edit.read(Source("Qwen/Qwen-Image-Edit"))
-    assert not [asked for asked in hub.asked if asked.endswith(".safetensors")], "configs alone tell what it is"
-    encoder = edit.text_encoder(model, CPU, torch.float32)
+def test_the_text_encoder_comes_with_its_tokenizer_and_how_pictures_are_prepared(hub: FakeHub) -> None:
+    edit = load_family("qwen-image-edit")
+    model = edit.read_model(ModelSource("Qwen/Qwen-Image-Edit"))
+    assert not [asked for asked in hub.requests if asked.endswith(".safetensors")], "configs alone tell what it is"
+    encoder = edit.build_text_encoder(model, CPU, torch.float32)
     picture = torch.zeros(3, 32, 32, dtype=torch.uint8)
     assert encoder.encode_of(["a"], [picture])[0]["embeds"].shape[1] == 16  # type: ignore[attr-defined]
-    fetched = {asked.split("/")[-2] for asked in hub.asked if asked.endswith(".safetensors")}
+    fetched = {asked.split("/")[-2] for asked in hub.requests if asked.endswith(".safetensors")}
     assert fetched == {"text_encoder"}
     names = {file.parent.name for file in edit.text_files(model)}
     assert names == {"text_encoder", "tokenizer", "processor"}
 
 
-def test_the_other_of_the_two_families_is_named_where_one_was_meant(hub: Hub) -> None:
+def test_the_other_of_the_two_families_is_named_where_one_was_meant(hub: FakeHub) -> None:
     with pytest.raises(ModelError, match=r'set model\.family to "qwen-image-edit"'):
-        family("qwen-image").read(Source("Qwen/Qwen-Image-Edit"))
+        load_family("qwen-image").read_model(ModelSource("Qwen/Qwen-Image-Edit"))

@@ -14,9 +14,9 @@ from diffusers import QwenImagePipeline
 
 from supertuner.core.errors import ModelError
 from supertuner.models.families.qwen_image.family import FAMILY, scheduler_shift
-from supertuner.models.families.qwen_image.prompts import TO_PICTURE
-from supertuner.models.families.qwen_image.tiny import TinyQwen, build
-from supertuner.models.spec import SampleRequest, Source
+from supertuner.models.families.qwen_image.prompts import TEXT_TO_IMAGE
+from supertuner.models.families.qwen_image.tiny import TinyQwen, build_pipeline
+from supertuner.models.spec import ModelSource, SampleRequest
 
 CPU = torch.device("cpu")
 CAPTIONS = ["a red circle", "", "the color of the background {is} 猫, and the size of the objects"]
@@ -25,39 +25,39 @@ CAPTIONS = ["a red circle", "", "the color of the background {is} 猫, and the s
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("qwen") / "pipeline"
-    build(TinyQwen(), seed=0).save_pretrained(path)
+    build_pipeline(TinyQwen(), seed=0).save_pretrained(path)
     return path
 
 
-def changed(folder: Path, copy: Path, part: str, file: str, **entries: Any) -> Source:
+def changed(folder: Path, copy: Path, part: str, file: str, **entries: Any) -> ModelSource:
     """The pipeline with entries of one config changed."""
     shutil.copytree(folder, copy)
     config = json.loads((copy / part / file).read_text())
     (copy / part / file).write_text(json.dumps(config | entries))
-    return Source(str(copy))
+    return ModelSource(str(copy))
 
 
 def test_captions_of_several_lengths_are_padded_and_masked_as_the_pipeline_does(folder: Path) -> None:
     pipeline = QwenImagePipeline.from_pretrained(folder)
     with torch.no_grad():
         embeds, mask = pipeline.encode_prompt(CAPTIONS, max_sequence_length=512)
-    model = FAMILY.read(Source(str(folder)))
-    ours = FAMILY.pad_text(model, FAMILY.text_encoder(model, CPU, torch.float32).encode(CAPTIONS))
+    model = FAMILY.read_model(ModelSource(str(folder)))
+    ours = FAMILY.pad_text(model, FAMILY.build_text_encoder(model, CPU, torch.float32).encode(CAPTIONS))
     assert torch.equal(ours["mask"], mask) and ours["mask"].dtype == mask.dtype
     torch.testing.assert_close(ours["embeds"], embeds, rtol=1e-4, atol=1e-5)
 
 
 def test_captions_of_one_length_need_no_mask(folder: Path) -> None:
-    model = FAMILY.read(Source(str(folder)))
-    texts = FAMILY.text_encoder(model, CPU, torch.float32).encode(["a red circle", "a red square"[:12]])
+    model = FAMILY.read_model(ModelSource(str(folder)))
+    texts = FAMILY.build_text_encoder(model, CPU, torch.float32).encode(["a red circle", "a red square"[:12]])
     same = FAMILY.pad_text(model, [texts[0], texts[0]])
     assert set(same) == {"embeds"} and len(same["embeds"]) == 2
 
 
 def test_what_is_behind_the_end_of_a_caption_changes_nothing(folder: Path) -> None:
-    model = FAMILY.read(Source(str(folder)))
-    text = FAMILY.pad_text(model, FAMILY.text_encoder(model, CPU, torch.float32).encode(CAPTIONS[:2]))
-    module = FAMILY.denoiser(model, model.experts[0], torch.float32)
+    model = FAMILY.read_model(ModelSource(str(folder)))
+    text = FAMILY.pad_text(model, FAMILY.build_text_encoder(model, CPU, torch.float32).encode(CAPTIONS[:2]))
+    module = FAMILY.load_denoiser(model, model.experts[0], torch.float32)
     noisy = torch.randn(2, 16, 4, 6, generator=torch.Generator().manual_seed(1))
     other = {**text, "embeds": text["embeds"] + 9 * (1 - text["mask"])[..., None]}
     levels = torch.tensor([0.3, 0.9])
@@ -68,25 +68,25 @@ def test_what_is_behind_the_end_of_a_caption_changes_nothing(folder: Path) -> No
 
 
 def test_the_template_is_the_pipelines_own_and_the_tiny_tokenizer_counts_it_as_the_real_one_does() -> None:
-    pipeline = build(TinyQwen(), seed=0)
-    assert pipeline.prompt_template_encode == TO_PICTURE.template
-    assert pipeline.prompt_template_encode_start_idx == TO_PICTURE.dropped
-    kept = pipeline.tokenizer(TO_PICTURE.around("a")).input_ids[TO_PICTURE.dropped :]
+    pipeline = build_pipeline(TinyQwen(), seed=0)
+    assert pipeline.prompt_template_encode == TEXT_TO_IMAGE.template
+    assert pipeline.prompt_template_encode_start_idx == TEXT_TO_IMAGE.prefix_tokens
+    kept = pipeline.tokenizer(TEXT_TO_IMAGE.with_caption("a")).input_ids[TEXT_TO_IMAGE.prefix_tokens :]
     assert pipeline.tokenizer.decode(kept) == "a<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_a_caption_that_is_too_long_is_cut_where_the_pipeline_cuts_it(folder: Path) -> None:
-    model, caption = FAMILY.read(Source(str(folder))), "a red circle, " * 90
-    encoder = FAMILY.text_encoder(model, CPU, torch.float32)
+    model, caption = FAMILY.read_model(ModelSource(str(folder))), "a red circle, " * 90
+    encoder = FAMILY.build_text_encoder(model, CPU, torch.float32)
     (text,) = encoder.encode([caption])
     with torch.no_grad():
         embeds, _ = QwenImagePipeline.from_pretrained(folder).encode_prompt(caption, max_sequence_length=512)
-    assert encoder.cut == 1 and len(text["embeds"]) == TO_PICTURE.longest
+    assert encoder.truncated_captions == 1 and len(text["embeds"]) == TEXT_TO_IMAGE.max_caption_tokens
     torch.testing.assert_close(text["embeds"], embeds[0], rtol=1e-4, atol=1e-5)
 
 
 def test_the_shift_is_the_schedulers_at_a_megapixel(folder: Path, tmp_path: Path) -> None:
-    model = FAMILY.read(Source(str(folder)))
+    model = FAMILY.read_model(ModelSource(str(folder)))
     assert model.shift == pytest.approx(math.exp(0.5 + 0.4 * (4096 - 256) / (8192 - 256)))
     fixed = {"scheduler": {"use_dynamic_shifting": False, "shift": 3.0}}
     assert scheduler_shift(model.source, fixed) == 3.0
@@ -96,20 +96,20 @@ def test_the_shift_is_the_schedulers_at_a_megapixel(folder: Path, tmp_path: Path
 def test_a_relative_that_is_called_otherwise_is_refused(folder: Path, tmp_path: Path, key: str) -> None:
     source = changed(folder, tmp_path / "other", "transformer", "config.json", **{key: True})
     with pytest.raises(ModelError, match=f"{key} is true"):
-        FAMILY.read(source)
+        FAMILY.read_model(source)
 
 
 def test_one_step_of_sampling_is_refused_where_the_scheduler_would_give_no_number(folder: Path, tmp_path: Path) -> None:
     request = SampleRequest("a", "", 1, 48, 32, 1, inference_steps=1, guidance_scale=1.0)
-    model = FAMILY.read(Source(str(folder)))
+    model = FAMILY.read_model(ModelSource(str(folder)))
     with pytest.raises(ModelError, match="needs at least 2"):
-        FAMILY.sampler(model, {}, CPU, torch.float32).sample(request)
+        FAMILY.build_sampler(model, {}, CPU, torch.float32).sample(request)
     plain = changed(folder, tmp_path / "plain", "scheduler", "scheduler_config.json", shift_terminal=None)
-    sample = FAMILY.sampler(FAMILY.read(plain), {}, CPU, torch.float32).sample(request)
+    sample = FAMILY.build_sampler(FAMILY.read_model(plain), {}, CPU, torch.float32).sample(request)
     assert sample.std() > 0
 
 
 def test_a_sample_of_several_frames_is_refused(folder: Path) -> None:
-    sampler = FAMILY.sampler(FAMILY.read(Source(str(folder))), {}, CPU, torch.float32)
+    sampler = FAMILY.build_sampler(FAMILY.read_model(ModelSource(str(folder))), {}, CPU, torch.float32)
     with pytest.raises(ModelError, match="makes pictures"):
         sampler.sample(SampleRequest("a", "", 1, 48, 32, 5, inference_steps=2, guidance_scale=1.0))

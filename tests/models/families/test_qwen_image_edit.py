@@ -17,17 +17,17 @@ from transformers import Qwen2VLProcessor
 
 from supertuner.config.settings.model import AdapterSettings
 from supertuner.core.errors import ModelError
-from supertuner.models.adapters.attach import attach, exported, targets_of
+from supertuner.models.adapters.attach import attach, export_tensors, resolve_targets
 from supertuner.models.families import sampling_common as sampling
-from supertuner.models.families.qwen_image.prompts import EDIT
-from supertuner.models.families.qwen_image.sampler import PARTS
+from supertuner.models.families.qwen_image.prompts import IMAGE_EDIT
+from supertuner.models.families.qwen_image.sampler import COMPONENTS
 from supertuner.models.families.qwen_image_edit.family import FAMILY
-from supertuner.models.families.qwen_image_edit.text import reader
-from supertuner.models.families.qwen_image_edit.tiny import tiny
-from supertuner.models.spec import Model, PictureTextEncoder, SampleRequest, Source, Tensors
-from tests.models.families.test_exported_samples import Decoded, learnt
+from supertuner.models.families.qwen_image_edit.text import load_processor
+from supertuner.models.families.qwen_image_edit.tiny import write_tiny_pipeline
+from supertuner.models.spec import ImageTextEncoder, ModelDescription, ModelSource, SampleRequest, Tensors
+from tests.models.families.test_exported_samples import DecodedOutputs, learnt
 from tests.models.families.test_family_contract import media
-from tests.models.families.test_like_the_pipeline import Captured
+from tests.models.families.test_like_the_pipeline import CapturedCalls
 
 CPU = torch.device("cpu")
 PROMPT = "make the {red} circle  blue"
@@ -36,17 +36,19 @@ SOURCE = media((3, 64, 32), 1, seed=4)[0]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelDescription:
     folder = tmp_path_factory.mktemp("edit") / "pipeline"
-    tiny(folder, 0)
-    return FAMILY.read(Source(str(folder)))
+    write_tiny_pipeline(folder, 0)
+    return FAMILY.read_model(ModelSource(str(folder)))
 
 
 @pytest.fixture
-def pipeline(model: Model, monkeypatch: pytest.MonkeyPatch) -> QwenImageEditPipeline:
+def pipeline(model: ModelDescription, monkeypatch: pytest.MonkeyPatch) -> QwenImageEditPipeline:
     """The pipeline of diffusers around parts that are loaded as ours are: its own loader wants torchvision for the
     processor. The size that it gives every picture is the one that ours has."""
-    made = QwenImageEditPipeline(**sampling.parts(model, {}, PARTS, CPU, torch.float32), processor=reader(model))
+    made = QwenImageEditPipeline(
+        **sampling.pipeline_components(model, {}, COMPONENTS, CPU, torch.float32), processor=load_processor(model)
+    )
     made.set_progress_bar_config(disable=True)
     own_size = (SOURCE.shape[2], SOURCE.shape[1], None)
     monkeypatch.setattr(pipeline_qwenimage_edit, "calculate_dimensions", lambda _area, _ratio: own_size)
@@ -77,23 +79,23 @@ def request(**changed: Any) -> SampleRequest:
     return SampleRequest(PROMPT, "blurred", 3, **(given | changed))
 
 
-def told(model: Model, captions: list[str], dtype: torch.dtype = torch.float32) -> list[Tensors]:
-    encoder = FAMILY.text_encoder(model, CPU, dtype)
-    assert isinstance(encoder, PictureTextEncoder)
-    return encoder.encode_of(captions, [SOURCE] * len(captions))
+def told(model: ModelDescription, captions: list[str], dtype: torch.dtype = torch.float32) -> list[Tensors]:
+    encoder = FAMILY.build_text_encoder(model, CPU, dtype)
+    assert isinstance(encoder, ImageTextEncoder)
+    return encoder.encode_with_images(captions, [SOURCE] * len(captions))
 
 
-def condition(model: Model) -> Tensors:
-    return {"condition": FAMILY.media_encoder(model, CPU).encode(SOURCE[None])["latents"]}
+def condition(model: ModelDescription) -> Tensors:
+    return {"condition": FAMILY.build_media_encoder(model, CPU).encode(SOURCE[None])["latents"]}
 
 
 def test_what_the_denoiser_is_given_and_says_is_what_the_pipeline_gives_and_gets(
-    model: Model, pipeline: QwenImageEditPipeline
+    model: ModelDescription, pipeline: QwenImageEditPipeline
 ) -> None:
-    theirs = Captured(pipeline, ["transformer"])
+    theirs = CapturedCalls(pipeline, ["transformer"])
     run(pipeline)
-    module = FAMILY.denoiser(model, model.experts[0], torch.float32)
-    ours = Captured(_Holder(module), ["transformer"])
+    module = FAMILY.load_denoiser(model, model.experts[0], torch.float32)
+    ours = CapturedCalls(_Holder(module), ["transformer"])
     text, conditions = FAMILY.pad_text(model, told(model, [PROMPT])), condition(model)
     assert len(theirs.calls) == 3
     for _, given, output in theirs.calls:
@@ -116,43 +118,45 @@ class _Holder:
 
 
 @pytest.mark.parametrize("scale", [1.0, 3.0])
-def test_a_sample_is_the_pipelines_to_the_bit(model: Model, pipeline: QwenImageEditPipeline, scale: float) -> None:
+def test_a_sample_is_the_pipelines_to_the_bit(
+    model: ModelDescription, pipeline: QwenImageEditPipeline, scale: float
+) -> None:
     made = run(pipeline, scale, output_type="np").images
-    sample = FAMILY.sampler(model, {}, CPU, torch.float32).sample(request(guidance_scale=scale))
+    sample = FAMILY.build_sampler(model, {}, CPU, torch.float32).sample(request(guidance_scale=scale))
     assert np.array_equal(sample, (made * 255).round().astype(np.uint8))
 
 
 def test_an_exported_adapter_gives_the_trainers_samples(
-    model: Model, pipeline: QwenImageEditPipeline, tmp_path: Path
+    model: ModelDescription, pipeline: QwenImageEditPipeline, tmp_path: Path
 ) -> None:
     settings = AdapterSettings(rank=4, alpha=2.0, targets="all_linear")
-    decoded = Decoded(pipeline.vae)
+    decoded = DecodedOutputs(pipeline.vae)
     run(pipeline, 3.0, output_type="np")
-    bare = decoded.taken()
-    module = FAMILY.denoiser(model, model.experts[0], torch.float32)
-    trained = learnt(attach(module, settings, targets_of(settings, FAMILY.targets), seed=1, name="model"))
-    save_file(exported(trained, "transformer", settings)[0], tmp_path / "adapter.safetensors")
+    bare = decoded.take()
+    module = FAMILY.load_denoiser(model, model.experts[0], torch.float32)
+    trained = learnt(attach(module, settings, resolve_targets(settings, FAMILY.target_presets), seed=1, name="model"))
+    save_file(export_tensors(trained, "transformer", settings)[0], tmp_path / "adapter.safetensors")
     pipeline.load_lora_weights(tmp_path / "adapter.safetensors")
     run(pipeline, 3.0, output_type="np")
-    sampler: Any = FAMILY.sampler(model, {"transformer": trained.module}, CPU, torch.float32)
-    own = Decoded(sampler._vae)
+    sampler: Any = FAMILY.build_sampler(model, {"transformer": trained.module}, CPU, torch.float32)
+    own = DecodedOutputs(sampler._vae)
     sampler.sample(request())
-    ours, theirs = own.taken(), decoded.taken()
+    ours, theirs = own.take(), decoded.take()
     assert (ours - bare).abs().max() > 1e-2, "the adapter does something"
     assert (ours - theirs).abs().max() < 1e-5
 
 
-def test_prompts_are_read_as_the_pipelines_own_processor_reads_them(model: Model) -> None:
+def test_prompts_are_read_as_the_pipelines_own_processor_reads_them(model: ModelDescription) -> None:
     """That class cannot be made without torchvision; what it does with text and a picture needs none of it."""
-    ours = reader(model)
+    ours = load_processor(model)
     real: Any = Qwen2VLProcessor.__new__(Qwen2VLProcessor)
-    real.image_processor, real.tokenizer, real.video_processor = ours._pictures, ours._tokenizer, None
+    real.image_processor, real.tokenizer, real.video_processor = ours._image_processor, ours._tokenizer, None
     real.image_token, real.video_token = "<|image_pad|>", "<|video_pad|>"
     real.image_token_id, real.video_token_id = map(
         ours._tokenizer.convert_tokens_to_ids, ("<|image_pad|>", "<|video_pad|>")
     )
     given: dict[str, Any] = {
-        "text": [EDIT.around(PROMPT)],
+        "text": [IMAGE_EDIT.with_caption(PROMPT)],
         "images": picture(),
         "padding": True,
         "return_tensors": "pt",
@@ -163,19 +167,22 @@ def test_prompts_are_read_as_the_pipelines_own_processor_reads_them(model: Model
 
 
 def test_the_template_is_the_pipelines_own_and_all_of_the_picture_is_behind_what_is_dropped(
-    model: Model, pipeline: QwenImageEditPipeline
+    model: ModelDescription, pipeline: QwenImageEditPipeline
 ) -> None:
-    assert (pipeline.prompt_template_encode, pipeline.prompt_template_encode_start_idx) == (EDIT.template, EDIT.dropped)
-    kept = pipeline.tokenizer(EDIT.around("a")).input_ids[EDIT.dropped :]
+    assert (pipeline.prompt_template_encode, pipeline.prompt_template_encode_start_idx) == (
+        IMAGE_EDIT.template,
+        IMAGE_EDIT.prefix_tokens,
+    )
+    kept = pipeline.tokenizer(IMAGE_EDIT.with_caption("a")).input_ids[IMAGE_EDIT.prefix_tokens :]
     assert pipeline.tokenizer.decode(kept).startswith("<|vision_start|><|image_pad|><|vision_end|>a<|im_end|>")
 
 
-def test_the_text_depends_on_the_picture_and_the_prediction_on_both(model: Model) -> None:
-    encoder = FAMILY.text_encoder(model, CPU, torch.float32)
-    assert isinstance(encoder, PictureTextEncoder)
-    one, other = (encoder.encode_of([PROMPT], [some])[0]["embeds"] for some in (SOURCE, 255 - SOURCE))
+def test_the_text_depends_on_the_picture_and_the_prediction_on_both(model: ModelDescription) -> None:
+    encoder = FAMILY.build_text_encoder(model, CPU, torch.float32)
+    assert isinstance(encoder, ImageTextEncoder)
+    one, other = (encoder.encode_with_images([PROMPT], [some])[0]["embeds"] for some in (SOURCE, 255 - SOURCE))
     assert one.shape == other.shape and not torch.allclose(one, other)
-    module = FAMILY.denoiser(model, model.experts[0], torch.float32)
+    module = FAMILY.load_denoiser(model, model.experts[0], torch.float32)
     noisy, level = torch.randn(1, 16, 4, 6, generator=torch.Generator().manual_seed(1)), torch.tensor([0.5])
     source = condition(model)["condition"]
     with torch.no_grad():
@@ -186,9 +193,9 @@ def test_the_text_depends_on_the_picture_and_the_prediction_on_both(model: Model
     assert not torch.allclose(said[0], said[1]) and not torch.allclose(said[0], said[2])
 
 
-def test_captions_are_not_encoded_without_a_picture(model: Model) -> None:
+def test_captions_are_not_encoded_without_a_picture(model: ModelDescription) -> None:
     with pytest.raises(ModelError, match="not encoded without one"):
-        FAMILY.text_encoder(model, CPU, torch.float32).encode(["a"])
+        FAMILY.build_text_encoder(model, CPU, torch.float32).encode(["a"])
 
 
 @pytest.mark.parametrize(
@@ -202,14 +209,14 @@ def test_captions_are_not_encoded_without_a_picture(model: Model) -> None:
     ],
 )
 def test_a_sample_that_cannot_be_made_is_refused_with_the_reason(
-    model: Model, changed: dict[str, Any], says: str
+    model: ModelDescription, changed: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(ModelError, match=says):
-        FAMILY.sampler(model, {}, CPU, torch.float32).sample(request(**changed))
+        FAMILY.build_sampler(model, {}, CPU, torch.float32).sample(request(**changed))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_samples_are_made_in_16_bits_too(model: Model, dtype: torch.dtype) -> None:
-    exact = FAMILY.sampler(model, {}, CPU, torch.float32).sample(request()).astype(int)
-    rough = FAMILY.sampler(model, {}, CPU, dtype).sample(request()).astype(int)
+def test_samples_are_made_in_16_bits_too(model: ModelDescription, dtype: torch.dtype) -> None:
+    exact = FAMILY.build_sampler(model, {}, CPU, torch.float32).sample(request()).astype(int)
+    rough = FAMILY.build_sampler(model, {}, CPU, dtype).sample(request()).astype(int)
     assert abs(rough - exact).mean() < 12

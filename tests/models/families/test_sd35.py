@@ -10,42 +10,45 @@ import pytest
 import torch
 
 from supertuner.core.errors import ModelError
-from supertuner.models.attention import require_choice
-from supertuner.models.families.sd35.tiny import TinySd35, write
-from supertuner.models.spec import Model, Source
-from supertuner.models.table import family
+from supertuner.models.attention import require_backend_support
+from supertuner.models.families.sd35.tiny import TinySd35, write_pipeline
+from supertuner.models.spec import ModelDescription, ModelSource
+from supertuner.models.table import load_family
 from tests.models.families.test_family_contract import CPU
 
-SD35 = family("sd3.5")
+SD35 = load_family("sd3.5")
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    write(tmp_path / "sd35", TinySd35(), 0)
+    write_pipeline(tmp_path / "sd35", TinySd35(), 0)
     return tmp_path / "sd35"
 
 
 @pytest.fixture
-def model(folder: Path) -> Model:
-    return SD35.read(Source(str(folder)))
+def model(folder: Path) -> ModelDescription:
+    return SD35.read_model(ModelSource(str(folder)))
 
 
-def test_a_caption_is_rows_of_two_clips_and_rows_of_t5(model: Model) -> None:
-    fields = SD35.text_encoder(model, CPU, torch.float32).encode(["a red circle"])[0]
+def test_a_caption_is_rows_of_two_clips_and_rows_of_t5(model: ModelDescription) -> None:
+    fields = SD35.build_text_encoder(model, CPU, torch.float32).encode(["a red circle"])[0]
     assert fields["embeds"].shape == (77 + 256, 32) and fields["pooled"].shape == (8 + 16,)
     assert not fields["embeds"][:77, 8 + 16 :].any(), "both CLIPs side by side are narrower than T5"
     assert fields["embeds"][:77, : 8 + 16].any() and fields["embeds"][77:].any()
 
 
-def test_a_picture_beyond_the_positions_that_the_model_knows_gets_a_reason(model: Model) -> None:
+def test_a_picture_beyond_the_positions_that_the_model_knows_gets_a_reason(model: ModelDescription) -> None:
     """The tiny one knows 16 positions of 16 pixels along each side, the real ones 192 and 384."""
-    assert SD35.why_not(model, (3, 256, 256)) is None
-    assert SD35.why_not(model, (3, 256, 272)) == "it is 272×256, and this model knows positions up to 256 pixels"
+    assert SD35.unsupported_reason(model, (3, 256, 256)) is None
+    assert (
+        SD35.unsupported_reason(model, (3, 256, 272))
+        == "it is 272×256, and this model knows positions up to 256 pixels"
+    )
 
 
-def test_the_title_says_which_it_is(model: Model, tmp_path: Path) -> None:
-    write(tmp_path / "sd3", TinySd35("3"), 0)
-    assert (model.title, SD35.read(Source(str(tmp_path / "sd3"))).title) == (
+def test_the_title_says_which_it_is(model: ModelDescription, tmp_path: Path) -> None:
+    write_pipeline(tmp_path / "sd3", TinySd35("3"), 0)
+    assert (model.title, SD35.read_model(ModelSource(str(tmp_path / "sd3"))).title) == (
         "Stable Diffusion 3.5",
         "Stable Diffusion 3",
     )
@@ -53,12 +56,12 @@ def test_the_title_says_which_it_is(model: Model, tmp_path: Path) -> None:
 
 def test_the_shift_is_the_schedulers(folder: Path) -> None:
     config = folder / "scheduler" / "scheduler_config.json"
-    assert SD35.read(Source(str(folder))).shift == 3.0
+    assert SD35.read_model(ModelSource(str(folder))).shift == 3.0
     facts = json.loads(config.read_text())
     config.write_text(json.dumps(facts | {"use_dynamic_shifting": True, "max_shift": 1.16}))
-    assert SD35.read(Source(str(folder))).shift == pytest.approx(math.exp(1.16))
+    assert SD35.read_model(ModelSource(str(folder))).shift == pytest.approx(math.exp(1.16))
 
 
-def test_an_attention_backend_that_its_layers_would_not_follow_is_refused(model: Model) -> None:
+def test_an_attention_backend_that_its_layers_would_not_follow_is_refused(model: ModelDescription) -> None:
     with pytest.raises(ModelError, match="SD3Transformer2DModel always computes attention"):
-        require_choice(SD35.denoiser(model, model.experts[0], torch.float32), "_native_math")
+        require_backend_support(SD35.load_denoiser(model, model.experts[0], torch.float32), "_native_math")

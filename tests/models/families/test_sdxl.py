@@ -12,30 +12,30 @@ from diffusers import DDPMScheduler, StableDiffusionXLPipeline
 
 from supertuner.config.settings.tree import RunConfig
 from supertuner.core.errors import ModelError
-from supertuner.core.events import Silence
-from supertuner.models.attention import require_choice
-from supertuner.models.families.sdxl.tiny import TinySdxl, write
-from supertuner.models.objective.diffusion import add_noise, target
-from supertuner.models.spec import Model, Source
-from supertuner.models.table import family
-from supertuner.step.trainee import objective_of
-from supertuner.train.setup import law_of
+from supertuner.core.events import NullSink
+from supertuner.models.attention import require_backend_support
+from supertuner.models.families.sdxl.tiny import TinySdxl, write_pipeline
+from supertuner.models.objective.diffusion import add_noise, prediction_target
+from supertuner.models.spec import ModelDescription, ModelSource
+from supertuner.models.table import load_family
+from supertuner.step.trainee import build_objective
+from supertuner.train.setup import timestep_distribution
 from tests.models.families.test_family_contract import CPU
-from tests.models.families.test_like_the_pipeline import Captured
+from tests.models.families.test_like_the_pipeline import CapturedCalls
 
-SDXL = family("sdxl")
+SDXL = load_family("sdxl")
 
 
 @pytest.fixture(scope="module", params=["epsilon", "v"])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelDescription:
     folder = tmp_path_factory.mktemp("sdxl") / request.param
-    write(folder, TinySdxl(request.param), 0)
-    return SDXL.read(Source(str(folder)))
+    write_pipeline(folder, TinySdxl(request.param), 0)
+    return SDXL.read_model(ModelSource(str(folder)))
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    write(tmp_path / "sdxl", TinySdxl(), 0)
+    write_pipeline(tmp_path / "sdxl", TinySdxl(), 0)
     return tmp_path / "sdxl"
 
 
@@ -43,43 +43,43 @@ def rewritten(file: Path, **changed: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | changed))
 
 
-def pipeline_of(model: Model) -> Any:
+def pipeline_of(model: ModelDescription) -> Any:
     pipeline = StableDiffusionXLPipeline.from_pretrained(model.source.path)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
 
-def test_noise_is_added_and_asked_for_as_diffusers_trains_such_models(model: Model) -> None:
+def test_noise_is_added_and_asked_for_as_diffusers_trains_such_models(model: ModelDescription) -> None:
     theirs = DDPMScheduler.from_config(pipeline_of(model).scheduler.config)
-    objective = objective_of(RunConfig(), SDXL, model, Silence())
+    objective = build_objective(RunConfig(), SDXL, model, NullSink())
     clean, noise = torch.randn(2, 4, 4, 4, 6, generator=torch.Generator().manual_seed(0)).unbind()
     steps = torch.tensor([0, 1, 500, 998])
     levels = (steps + 0.5) / 1000
-    ours = add_noise(clean, noise, levels, objective), target(clean, noise, levels, objective)
+    ours = add_noise(clean, noise, levels, objective), prediction_target(clean, noise, levels, objective)
     velocity = theirs.get_velocity(clean, noise, steps)
     torch.testing.assert_close(ours[0], theirs.add_noise(clean, noise, steps))
     torch.testing.assert_close(ours[1], velocity if model.prediction == "v" else noise)
 
 
-def test_a_model_is_told_the_row_of_the_table_that_its_noise_is_of(model: Model) -> None:
-    module = SDXL.denoiser(model, model.experts[0], torch.float32)
+def test_a_model_is_told_the_row_of_the_table_that_its_noise_is_of(model: ModelDescription) -> None:
+    module = SDXL.load_denoiser(model, model.experts[0], torch.float32)
     seen: list[torch.Tensor] = []
     module.register_forward_pre_hook(lambda _module, args: seen.append(args[1]))
-    text = SDXL.pad_text(model, SDXL.text_encoder(model, CPU, torch.float32).encode(["a", "b", "c"]))
+    text = SDXL.pad_text(model, SDXL.build_text_encoder(model, CPU, torch.float32).encode(["a", "b", "c"]))
     levels = torch.tensor([2.0**-20, 0.5, 1.0])
     SDXL.denoise(model, module, torch.zeros(3, 4, 4, 4), levels, text, {})
     assert seen[0].tolist() == [0, 500, 999]
 
 
-def test_noise_levels_are_even_unless_the_settings_say_otherwise(model: Model) -> None:
+def test_noise_levels_are_even_unless_the_settings_say_otherwise(model: ModelDescription) -> None:
     asked = RunConfig.model_validate({"objective": {"timesteps": "logit_normal"}})
-    assert law_of(RunConfig(), SDXL, model, (4, 8, 8)).kind == "uniform"
-    assert law_of(asked, SDXL, model, (4, 8, 8)).kind == "logit_normal"
+    assert timestep_distribution(RunConfig(), SDXL, model, (4, 8, 8)).kind == "uniform"
+    assert timestep_distribution(asked, SDXL, model, (4, 8, 8)).kind == "logit_normal"
 
 
-def test_a_framing_is_told_as_the_pipeline_tells_it(model: Model) -> None:
+def test_a_framing_is_told_as_the_pipeline_tells_it(model: ModelDescription) -> None:
     pipeline = pipeline_of(model)
-    captured = Captured(pipeline, ["unet"])
+    captured = CapturedCalls(pipeline, ["unet"])
     pipeline(
         "a red circle",
         height=32,
@@ -92,10 +92,10 @@ def test_a_framing_is_told_as_the_pipeline_tells_it(model: Model) -> None:
         output_type="latent",
     )
     _, inputs, expected = captured.calls[0]
-    text = SDXL.pad_text(model, SDXL.text_encoder(model, CPU, torch.float32).encode(["a red circle"]))
+    text = SDXL.pad_text(model, SDXL.build_text_encoder(model, CPU, torch.float32).encode(["a red circle"]))
     framing = torch.tensor([[100.0, 300.0, 7.0, 9.0, 32.0, 48.0]])
     level = (inputs["timestep"].reshape(1) + 0.5) / 1000
-    module = SDXL.denoiser(model, model.experts[0], torch.float32)
+    module = SDXL.load_denoiser(model, model.experts[0], torch.float32)
 
     def denoised(conditions: dict[str, torch.Tensor]) -> torch.Tensor:
         with torch.no_grad():
@@ -109,16 +109,16 @@ def test_a_framing_is_told_as_the_pipeline_tells_it(model: Model) -> None:
 @pytest.mark.parametrize("zeros", [True, False])
 def test_an_empty_caption_is_what_the_pipeline_guides_away_from(folder: Path, zeros: bool) -> None:
     rewritten(folder / "model_index.json", force_zeros_for_empty_prompt=zeros)
-    model = SDXL.read(Source(str(folder)))
+    model = SDXL.read_model(ModelSource(str(folder)))
     _, unconditional, _, pooled = pipeline_of(model).encode_prompt("x", device=CPU)
-    text = SDXL.pad_text(model, SDXL.text_encoder(model, CPU, torch.float32).encode(["a star", ""]))
+    text = SDXL.pad_text(model, SDXL.build_text_encoder(model, CPU, torch.float32).encode(["a star", ""]))
     torch.testing.assert_close(text["embeds"][1:], unconditional)
     torch.testing.assert_close(text["pooled"][1:], pooled)
     assert text["embeds"][0].any() and unconditional.any() != zeros
 
 
 def test_what_is_cached_of_a_caption_does_not_depend_on_what_an_empty_one_is(folder: Path) -> None:
-    encode = SDXL.text_encoder(SDXL.read(Source(str(folder))), CPU, torch.float32).encode
+    encode = SDXL.build_text_encoder(SDXL.read_model(ModelSource(str(folder))), CPU, torch.float32).encode
     assert encode([""])[0]["embeds"].any()
 
 
@@ -132,27 +132,27 @@ def test_what_is_cached_of_a_caption_does_not_depend_on_what_an_empty_one_is(fol
 def test_a_scheduler_that_cannot_be_trained_with_is_refused(folder: Path, changed: dict[str, str], says: str) -> None:
     rewritten(folder / "scheduler" / "scheduler_config.json", **changed)
     with pytest.raises(ModelError, match=says):
-        SDXL.read(Source(str(folder)))
+        SDXL.read_model(ModelSource(str(folder)))
 
 
 def test_a_scheduler_without_such_a_table_is_refused(folder: Path) -> None:
     rewritten(folder / "model_index.json", scheduler=["diffusers", "EDMEulerScheduler"])
     (folder / "scheduler" / "scheduler_config.json").write_text("{}")
     with pytest.raises(ModelError, match="EDMEulerScheduler: it adds noise in a way that is not trained here"):
-        SDXL.read(Source(str(folder)))
+        SDXL.read_model(ModelSource(str(folder)))
 
 
-def test_the_preset_of_all_layers_has_every_linear_layer_and_every_convolution(model: Model) -> None:
-    module = SDXL.denoiser(model, model.experts[0], torch.float32)
+def test_the_preset_of_all_layers_has_every_linear_layer_and_every_convolution(model: ModelDescription) -> None:
+    module = SDXL.load_denoiser(model, model.experts[0], torch.float32)
     kinds = (torch.nn.Linear, torch.nn.Conv2d)
     wanted = {name for name, layer in module.named_modules() if isinstance(layer, kinds)}
-    endings = SDXL.targets["all_layers"]
+    endings = SDXL.target_presets["all_layers"]
     found = {name for name, _ in module.named_modules() if any(f".{name}".endswith(f".{one}") for one in endings)}
     assert found == wanted
 
 
-def test_an_attention_backend_that_its_layers_would_not_follow_is_refused(model: Model) -> None:
-    module = SDXL.denoiser(model, model.experts[0], torch.float32)
-    require_choice(module, "native")
+def test_an_attention_backend_that_its_layers_would_not_follow_is_refused(model: ModelDescription) -> None:
+    module = SDXL.load_denoiser(model, model.experts[0], torch.float32)
+    require_backend_support(module, "native")
     with pytest.raises(ModelError, match="always computes attention by torch's own function"):
-        require_choice(module, "_native_math")
+        require_backend_support(module, "_native_math")

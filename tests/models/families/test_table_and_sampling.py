@@ -11,34 +11,34 @@ import torch
 from torch import nn
 
 from supertuner.core.errors import ModelError
-from supertuner.models.families.sampling_common import computing
-from supertuner.models.table import MODELS, PIPELINES, family
+from supertuner.models.families.sampling_common import eval_with_autocast
+from supertuner.models.table import FAMILY_BY_PIPELINE, FAMILY_MODULES, load_family
 
 CPU = torch.device("cpu")
 
 
 def test_every_family_of_the_table_is_there_under_its_name() -> None:
-    assert [family(name).name for name in MODELS] == list(MODELS)
+    assert [load_family(name).name for name in FAMILY_MODULES] == list(FAMILY_MODULES)
 
 
 def test_every_pipeline_of_the_table_is_one_of_diffusers_and_has_a_family() -> None:
-    assert all(hasattr(diffusers, name) for name in PIPELINES)
-    assert set(PIPELINES.values()) == set(MODELS)
+    assert all(hasattr(diffusers, name) for name in FAMILY_BY_PIPELINE)
+    assert set(FAMILY_BY_PIPELINE.values()) == set(FAMILY_MODULES)
 
 
 @pytest.mark.parametrize("name", ["wan", None])
 def test_an_unknown_family_lists_those_that_are_there(name: str | None) -> None:
-    with pytest.raises(ModelError, match=re.escape("there are " + ", ".join(MODELS))):
-        family(name)
+    with pytest.raises(ModelError, match=re.escape("there are " + ", ".join(FAMILY_MODULES))):
+        load_family(name)
 
 
 def test_looking_up_a_family_leaves_logging_as_it_was() -> None:
     before = logging.root.manager.disable
-    family("flux")
+    load_family("flux")
     assert logging.root.manager.disable == before
 
 
-class Scaled(nn.Module):
+class RecordingLinear(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
@@ -54,8 +54,8 @@ class Scaled(nn.Module):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_only_the_modules_themselves_compute_in_the_other_precision(dtype: torch.dtype) -> None:
-    inside, outside = Scaled(), Scaled()
-    with computing([inside], CPU, dtype):
+    inside, outside = RecordingLinear(), RecordingLinear()
+    with eval_with_autocast([inside], CPU, dtype):
         inside(torch.ones(1, 4))
         outside(torch.ones(1, 4))
     inside(torch.ones(1, 4))
@@ -64,8 +64,8 @@ def test_only_the_modules_themselves_compute_in_the_other_precision(dtype: torch
 
 
 def test_a_forward_pass_that_fails_leaves_no_autocast_behind() -> None:
-    module = Scaled()
-    with pytest.raises(ValueError, match="not a number"), computing([module], CPU, torch.bfloat16):
+    module = RecordingLinear()
+    with pytest.raises(ValueError, match="not a number"), eval_with_autocast([module], CPU, torch.bfloat16):
         module(torch.full((1, 4), float("nan")))
     assert not torch.is_autocast_enabled("cpu")
     assert module.training and not module._forward_hooks and not module._forward_pre_hooks

@@ -13,62 +13,71 @@ from diffusers import WanImageToVideoPipeline, WanPipeline
 
 from supertuner.core.errors import ModelError
 from supertuner.core.types import MediaKind
-from supertuner.models.families.wan22.tiny import TinyWan, write
-from supertuner.models.spec import Source
-from supertuner.models.table import family
-from tests.models.families.pipelines import CASES, Written
+from supertuner.models.families.wan22.tiny import TinyWan, write_pipeline
+from supertuner.models.spec import ModelSource
+from supertuner.models.table import load_family
+from tests.models.families.pipelines import CASES, WrittenPipeline
 from tests.models.families.test_family_contract import CPU, media, wanted
 
-WAN = family("wan2.2")
+WAN = load_family("wan2.2")
 
 
-def test_the_boundary_divides_the_levels_between_the_experts(tiny_wan: Source, tiny_wan_image_to_video: Source) -> None:
+def test_the_boundary_divides_the_levels_between_the_experts(
+    tiny_wan: ModelSource, tiny_wan_image_to_video: ModelSource
+) -> None:
     for source, boundary in ((tiny_wan, 0.875), (tiny_wan_image_to_video, 0.9)):
-        high, low = WAN.read(source).experts
-        assert (high.name, high.part, high.low, high.high) == ("high_noise", "transformer", boundary, 1.0)
-        assert (low.name, low.part, low.low, low.high) == ("low_noise", "transformer_2", 0.0, boundary)
+        high, low = WAN.read_model(source).experts
+        assert (high.name, high.component, high.sigma_min, high.sigma_max) == (
+            "high_noise",
+            "transformer",
+            boundary,
+            1.0,
+        )
+        assert (low.name, low.component, low.sigma_min, low.sigma_max) == ("low_noise", "transformer_2", 0.0, boundary)
 
 
-def test_the_5b_has_one_expert_for_all_levels(tiny_wan_5b: Source) -> None:
-    model = WAN.read(tiny_wan_5b)
-    assert [(one.name, one.part, one.low, one.high) for one in model.experts] == [("model", "transformer", 0.0, 1.0)]
-    assert WAN.tokens(model, (48, 2, 4, 6)) == 2 * 2 * 3
+def test_the_5b_has_one_expert_for_all_levels(tiny_wan_5b: ModelSource) -> None:
+    model = WAN.read_model(tiny_wan_5b)
+    assert [(one.name, one.component, one.sigma_min, one.sigma_max) for one in model.experts] == [
+        ("model", "transformer", 0.0, 1.0)
+    ]
+    assert WAN.token_count(model, (48, 2, 4, 6)) == 2 * 2 * 3
 
 
-def test_tokens_at_full_size_are_those_of_the_arithmetic(tiny_wan: Source) -> None:
+def test_tokens_at_full_size_are_those_of_the_arithmetic(tiny_wan: ModelSource) -> None:
     """720p, 81 frames: 21×45×80."""
-    model = WAN.read(tiny_wan)
-    assert WAN.why_not(model, (3, 81, 720, 1280)) is None
-    assert WAN.tokens(model, (16, 21, 90, 160)) == 75_600
+    model = WAN.read_model(tiny_wan)
+    assert WAN.unsupported_reason(model, (3, 81, 720, 1280)) is None
+    assert WAN.token_count(model, (16, 21, 90, 160)) == 75_600
 
 
-def test_a_picture_is_a_video_of_one_frame(tiny_wan: Source) -> None:
-    model = WAN.read(tiny_wan)
-    encoder = WAN.media_encoder(model, CPU)
+def test_a_picture_is_a_video_of_one_frame(tiny_wan: ModelSource) -> None:
+    model = WAN.read_model(tiny_wan)
+    encoder = WAN.build_media_encoder(model, CPU)
     pictures = media((3, 32, 48), 2)
     as_pictures, as_videos = encoder.encode(pictures)["latents"], encoder.encode(pictures.unsqueeze(2))["latents"]
     assert as_pictures.shape == (2, 16, 1, 4, 6) and torch.equal(as_pictures, as_videos)
-    assert model.kinds == {MediaKind.IMAGE, MediaKind.VIDEO}
-    assert WAN.why_not(model, (3, 32, 48)) is None
+    assert model.media_kinds == {MediaKind.IMAGE, MediaKind.VIDEO}
+    assert WAN.unsupported_reason(model, (3, 32, 48)) is None
 
 
 @pytest.mark.parametrize("frames", [2, 3, 4, 6, 80])
-def test_a_number_of_frames_that_is_not_four_n_plus_one_gets_a_reason(tiny_wan: Source, frames: int) -> None:
-    reason = WAN.why_not(WAN.read(tiny_wan), (3, frames, 32, 48))
+def test_a_number_of_frames_that_is_not_four_n_plus_one_gets_a_reason(tiny_wan: ModelSource, frames: int) -> None:
+    reason = WAN.unsupported_reason(WAN.read_model(tiny_wan), (3, frames, 32, 48))
     assert reason == f"it has {frames} frames, and this model takes 1, 5, 9 … (4·n + 1)"
 
 
-def test_image_to_video_learns_from_videos_only(tiny_wan_image_to_video: Source) -> None:
-    model = WAN.read(tiny_wan_image_to_video)
-    assert model.kinds == {MediaKind.VIDEO}
-    assert "after the first" in str(WAN.why_not(model, (3, 32, 48)))
-    assert "after the first" in str(WAN.why_not(model, (3, 1, 32, 48)))
+def test_image_to_video_learns_from_videos_only(tiny_wan_image_to_video: ModelSource) -> None:
+    model = WAN.read_model(tiny_wan_image_to_video)
+    assert model.media_kinds == {MediaKind.VIDEO}
+    assert "after the first" in str(WAN.unsupported_reason(model, (3, 32, 48)))
+    assert "after the first" in str(WAN.unsupported_reason(model, (3, 1, 32, 48)))
 
 
-def test_the_condition_is_what_the_pipeline_prepares_to_the_bit(tiny_wan_image_to_video: Source) -> None:
-    model = WAN.read(tiny_wan_image_to_video)
+def test_the_condition_is_what_the_pipeline_prepares_to_the_bit(tiny_wan_image_to_video: ModelSource) -> None:
+    model = WAN.read_model(tiny_wan_image_to_video)
     video = media((3, 9, 32, 48), 2)
-    condition = WAN.media_encoder(model, CPU).encode(video)["condition"]
+    condition = WAN.build_media_encoder(model, CPU).encode(video)["condition"]
     pipeline = WanImageToVideoPipeline.from_pretrained(model.source.path)
     for tensor in (*pipeline.vae.parameters(), *pipeline.vae.buffers()):
         tensor.data = tensor.data.clone()
@@ -80,38 +89,38 @@ def test_the_condition_is_what_the_pipeline_prepares_to_the_bit(tiny_wan_image_t
 
 
 def test_a_sample_of_image_to_video_needs_its_first_frame(
-    tiny_wan_image_to_video: Source, tmp_path_factory: pytest.TempPathFactory
+    tiny_wan_image_to_video: ModelSource, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     case = next(case for case in CASES if case.name == "wan-i2v")
-    written = Written(case, WAN, WAN.read(tiny_wan_image_to_video))
-    sampler = WAN.sampler(written.model, {}, CPU, torch.float32)
+    written = WrittenPipeline(case, WAN, WAN.read_model(tiny_wan_image_to_video))
+    sampler = WAN.build_sampler(written.model, {}, CPU, torch.float32)
     with pytest.raises(ModelError, match="no first frame"):
         sampler.sample(wanted(written, image=None))
     dark = np.zeros((32, 48, 3), np.uint8)
     assert not np.array_equal(sampler.sample(wanted(written)), sampler.sample(wanted(written, image=dark)))
 
 
-def edited(source: Source, folder: Path, file: str, **changed: object) -> Source:
+def edited(source: ModelSource, folder: Path, file: str, **changed: object) -> ModelSource:
     shutil.copytree(source.path, folder)
     (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | changed))
-    return Source(str(folder))
+    return ModelSource(str(folder))
 
 
-def test_an_image_encoder_of_wan21_is_refused(tiny_wan_image_to_video: Source, tmp_path: Path) -> None:
+def test_an_image_encoder_of_wan21_is_refused(tiny_wan_image_to_video: ModelSource, tmp_path: Path) -> None:
     old = edited(tiny_wan_image_to_video, tmp_path / "old", "transformer/config.json", image_dim=1280)
     with pytest.raises(ModelError, match="through an image encoder"):
-        WAN.read(old)
+        WAN.read_model(old)
 
 
-def test_the_5b_as_image_to_video_is_refused(tiny_wan_image_to_video: Source, tmp_path: Path) -> None:
+def test_the_5b_as_image_to_video_is_refused(tiny_wan_image_to_video: ModelSource, tmp_path: Path) -> None:
     other = edited(tiny_wan_image_to_video, tmp_path / "other", "model_index.json", expand_timesteps=True)
     with pytest.raises(ModelError, match="5B as image-to-video"):
-        WAN.read(other)
+        WAN.read_model(other)
 
 
-def test_padding_is_zero_and_is_not_stored(tiny_wan: Source) -> None:
-    model = WAN.read(tiny_wan)
-    texts = WAN.text_encoder(model, CPU, torch.float32).encode(["", "a red circle", "a " * 600])
+def test_padding_is_zero_and_is_not_stored(tiny_wan: ModelSource) -> None:
+    model = WAN.read_model(tiny_wan)
+    texts = WAN.build_text_encoder(model, CPU, torch.float32).encode(["", "a red circle", "a " * 600])
     assert [len(text["embeds"]) for text in texts] == [1, 4, 512]
     padded = WAN.pad_text(model, texts)["embeds"]
     assert padded.shape == (3, 512, 16)
@@ -120,15 +129,15 @@ def test_padding_is_zero_and_is_not_stored(tiny_wan: Source) -> None:
 
 def test_a_tiny_pipeline_of_other_sizes_is_one_too(tmp_path: Path) -> None:
     mean, std = tuple(range(16)), (2.0,) * 16
-    sizes = TinyWan(layers=3, heads=4, ffn_width=64, text_width=24, vae_width=4, latents_mean=mean, latents_std=std)
-    write(tmp_path / "other", sizes, seed=5)
+    sizes = TinyWan(layers=3, heads=4, ffn_dim=64, text_width=24, vae_width=4, latents_mean=mean, latents_std=std)
+    write_pipeline(tmp_path / "other", sizes, seed=5)
     pipeline = WanPipeline.from_pretrained(tmp_path / "other")
     assert len(pipeline.transformer_2.blocks) == 3 and pipeline.vae.config.latents_mean == list(mean)
     assert pipeline.config.boundary_ratio == 0.875 and pipeline.vae.config.latents_std == list(std)
-    assert WAN.read(Source(str(tmp_path / "other"))).shift == 3.0
+    assert WAN.read_model(ModelSource(str(tmp_path / "other"))).shift == 3.0
 
 
-def test_the_tokenizer_tells_any_two_captions_apart(tiny_wan: Source) -> None:
+def test_the_tokenizer_tells_any_two_captions_apart(tiny_wan: ModelSource) -> None:
     tokenizer = WanPipeline.from_pretrained(tiny_wan.path).tokenizer
     captions = ["a red circle", "a Red circle", "红色的圆", "红色的方", "🔴", "🟦", "zebra", "zebr", "…"]
     tokens = [tuple(tokenizer(caption).input_ids) for caption in captions]

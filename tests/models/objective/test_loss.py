@@ -14,13 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from supertuner.models.objective.diffusion import (
-    Objective,
-    Prediction,
+    PredictionType,
+    TrainingObjective,
     add_noise,
     noise_seed,
+    prediction_target,
     sample_noise,
     sample_uniform,
-    target,
     timestep_index,
 )
 
@@ -31,31 +31,34 @@ def drawn(*shape: int, seed: int = 3) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def ddpm(prediction: Prediction) -> tuple[DDPMScheduler, Objective]:
+def ddpm(prediction: PredictionType) -> tuple[DDPMScheduler, TrainingObjective]:
     scheduler = DDPMScheduler(1000, beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012)
-    return scheduler, Objective(prediction, scheduler.alphas_cumprod)
+    return scheduler, TrainingObjective(prediction, scheduler.alphas_cumprod)
 
 
 def test_flow_noise_is_what_the_scheduler_makes_at_the_same_sigma() -> None:
     scheduler = FlowMatchEulerDiscreteScheduler(1000, shift=3.0)
     clean, noise, picked = drawn(4, 3, 2, 5, 5), drawn(4, 3, 2, 5, 5, seed=4), [0, 17, 500, 999]
     theirs = scheduler.scale_noise(clean, scheduler.timesteps[picked], noise)
-    torch.testing.assert_close(add_noise(clean, noise, scheduler.sigmas[picked], Objective()), theirs)
+    torch.testing.assert_close(add_noise(clean, noise, scheduler.sigmas[picked], TrainingObjective()), theirs)
 
 
 @pytest.mark.parametrize("prediction", ["epsilon", "v"])
-def test_variance_preserving_noise_and_velocity_are_the_schedulers(prediction: Prediction) -> None:
+def test_variance_preserving_noise_and_velocity_are_the_schedulers(prediction: PredictionType) -> None:
     scheduler, objective = ddpm(prediction)
     clean, noise, timesteps = drawn(4, 3, 5, 5), drawn(4, 3, 5, 5, seed=4), torch.tensor([0, 17, 500, 999])
     levels = (timesteps + 0.5) / 1000
     torch.testing.assert_close(add_noise(clean, noise, levels, objective), scheduler.add_noise(clean, noise, timesteps))
     wanted = noise if prediction == "epsilon" else scheduler.get_velocity(clean, noise, timesteps)
-    torch.testing.assert_close(target(clean, noise, levels, objective), wanted)
+    torch.testing.assert_close(prediction_target(clean, noise, levels, objective), wanted)
 
 
 def test_the_flow_target_leads_from_any_level_to_the_clean_sample_and_to_the_noise() -> None:
     clean, noise, levels = drawn(3, 8), drawn(3, 8, seed=4), torch.tensor([0.1, 0.5, 0.9])
-    noisy, velocity = add_noise(clean, noise, levels, Objective()), target(clean, noise, levels, Objective())
+    noisy, velocity = (
+        add_noise(clean, noise, levels, TrainingObjective()),
+        prediction_target(clean, noise, levels, TrainingObjective()),
+    )
     torch.testing.assert_close(noisy - levels[:, None] * velocity, clean)
     torch.testing.assert_close(noisy + (1 - levels[:, None]) * velocity, noise)
 
@@ -64,7 +67,7 @@ def test_v_and_the_noisy_sample_give_back_both_sample_and_noise() -> None:
     """Salimans & Ho: x = α·x_t - σ·v and ε = σ·x_t + α·v."""
     scheduler, objective = ddpm("v")
     clean, noise, levels = drawn(3, 8), drawn(3, 8, seed=4), torch.tensor([0.1005, 0.5005, 0.9005])
-    noisy, v = add_noise(clean, noise, levels, objective), target(clean, noise, levels, objective)
+    noisy, v = add_noise(clean, noise, levels, objective), prediction_target(clean, noise, levels, objective)
     kept = scheduler.alphas_cumprod[[100, 500, 900]][:, None]
     torch.testing.assert_close(kept.sqrt() * noisy - (1 - kept).sqrt() * v, clean, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close((1 - kept).sqrt() * noisy + kept.sqrt() * v, noise, atol=1e-5, rtol=1e-5)
@@ -73,8 +76,8 @@ def test_v_and_the_noisy_sample_give_back_both_sample_and_noise() -> None:
 @pytest.mark.parametrize("clean_dtype", [torch.bfloat16, torch.float32])
 def test_noise_is_added_in_fp32_whatever_the_latents_are_stored_in(clean_dtype: torch.dtype) -> None:
     clean = drawn(2, 4).to(clean_dtype)
-    assert add_noise(clean, drawn(2, 4), torch.tensor([0.2, 0.7]), Objective()).dtype == torch.float32
-    assert target(clean, drawn(2, 4), torch.tensor([0.2, 0.7]), Objective()).dtype == torch.float32
+    assert add_noise(clean, drawn(2, 4), torch.tensor([0.2, 0.7]), TrainingObjective()).dtype == torch.float32
+    assert prediction_target(clean, drawn(2, 4), torch.tensor([0.2, 0.7]), TrainingObjective()).dtype == torch.float32
 
 
 @given(st.integers(0, 999))
@@ -86,7 +89,7 @@ def test_every_timestep_is_the_row_of_its_own_level(timestep: int) -> None:
 
 def test_an_objective_without_its_schedule_is_a_programming_mistake() -> None:
     with pytest.raises(AssertionError):
-        Objective("epsilon")
+        TrainingObjective("epsilon")
 
 
 def test_noise_of_a_position_is_the_same_in_another_process() -> None:

@@ -13,12 +13,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from supertuner.config.settings.model import ObjectiveSettings
-from supertuner.models.objective.diffusion import Objective, Prediction, Weighting, add_noise, target
-from supertuner.models.objective.loss_weighting import counted, per_sample_loss, pseudo_huber, told, weight
+from supertuner.models.objective.diffusion import (
+    LossWeighting,
+    PredictionType,
+    TrainingObjective,
+    add_noise,
+    prediction_target,
+)
+from supertuner.models.objective.loss_weighting import (
+    loss_weight,
+    objective_from_settings,
+    per_sample_loss,
+    pseudo_huber,
+    weighting_decisions,
+)
 
 TIMESTEPS = torch.arange(0, 1000, 7)
 LEVELS = (TIMESTEPS + 0.5) / 1000
-BY_SNR: tuple[Weighting, ...] = ("min_snr", "debiased")
+BY_SNR: tuple[LossWeighting, ...] = ("min_snr", "debiased")
 
 
 def scheduler(zero_terminal_snr: bool = False) -> DDPMScheduler:
@@ -31,34 +43,36 @@ def scheduler(zero_terminal_snr: bool = False) -> DDPMScheduler:
     )
 
 
-def by_table(prediction: Prediction, weighting: Weighting, zero_terminal_snr: bool = False) -> Objective:
-    return Objective(prediction, scheduler(zero_terminal_snr).alphas_cumprod, weighting)
+def by_table(
+    prediction: PredictionType, weighting: LossWeighting, zero_terminal_snr: bool = False
+) -> TrainingObjective:
+    return TrainingObjective(prediction, scheduler(zero_terminal_snr).alphas_cumprod, weighting)
 
 
 def test_weights_are_those_of_the_published_training() -> None:
     levels = torch.linspace(0.001, 1, 50)
-    names: tuple[Weighting, ...] = ("cosmap", "sigma_sqrt", "none")
+    names: tuple[LossWeighting, ...] = ("cosmap", "sigma_sqrt", "none")
     for name in names:
         theirs = compute_loss_weighting_for_sd3(name, levels)
-        torch.testing.assert_close(weight(levels, Objective(weighting=name)), theirs)
+        torch.testing.assert_close(loss_weight(levels, TrainingObjective(weighting=name)), theirs)
 
 
 def test_cosmap_is_a_density() -> None:
     """∫ 2 / (π - 2πl + 2πl²) dl over [0, 1] is 1, so the mean loss keeps its scale."""
     middles = (torch.arange(10_000, dtype=torch.float64) + 0.5) / 10_000
-    assert weight(middles, Objective(weighting="cosmap")).mean().item() == pytest.approx(1, abs=1e-8)
+    assert loss_weight(middles, TrainingObjective(weighting="cosmap")).mean().item() == pytest.approx(1, abs=1e-8)
 
 
 def test_no_level_makes_an_infinite_weight() -> None:
     levels = torch.tensor([0.0, 1e-6])
-    assert weight(levels, Objective(weighting="sigma_sqrt")).tolist() == pytest.approx([1e6, 1e6])
+    assert loss_weight(levels, TrainingObjective(weighting="sigma_sqrt")).tolist() == pytest.approx([1e6, 1e6])
 
 
 def test_min_snr_is_the_papers_for_epsilon_and_for_v() -> None:
     """Hang et al.: min(SNR, γ) / SNR of ε, min(SNR, γ) / (SNR + 1) of v, with diffusers' own SNR."""
     snr = compute_snr(scheduler(), TIMESTEPS)
     capped = snr.clamp(max=5)
-    epsilon, v = (weight(LEVELS, by_table(prediction, "min_snr")) for prediction in ("epsilon", "v"))  # type: ignore[arg-type]
+    epsilon, v = (loss_weight(LEVELS, by_table(prediction, "min_snr")) for prediction in ("epsilon", "v"))  # type: ignore[arg-type]
     torch.testing.assert_close(epsilon, capped / snr, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(v, capped / (snr + 1), rtol=1e-4, atol=1e-6)
 
@@ -66,11 +80,13 @@ def test_min_snr_is_the_papers_for_epsilon_and_for_v() -> None:
 def test_debiased_is_the_papers_for_epsilon() -> None:
     """Yu et al.: 1 / √SNR."""
     snr = compute_snr(scheduler(), TIMESTEPS)
-    torch.testing.assert_close(weight(LEVELS, by_table("epsilon", "debiased")), snr.rsqrt(), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(loss_weight(LEVELS, by_table("epsilon", "debiased")), snr.rsqrt(), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("weighting", BY_SNR)
-def test_the_same_error_in_the_clean_sample_costs_the_same_whatever_the_model_predicts(weighting: Weighting) -> None:
+def test_the_same_error_in_the_clean_sample_costs_the_same_whatever_the_model_predicts(
+    weighting: LossWeighting,
+) -> None:
     """A model that takes the noisy sample for one of x + d predicts ε and v that are wrong by different amounts."""
     clean, noise, wrong = torch.randn(3, len(LEVELS), 6, generator=torch.Generator().manual_seed(2)).double()
     costs = []
@@ -79,9 +95,9 @@ def test_the_same_error_in_the_clean_sample_costs_the_same_whatever_the_model_pr
         noisy = add_noise(clean, noise, LEVELS, objective)
         kept = objective.alphas_cumprod[TIMESTEPS][:, None].double()  # type: ignore[index]
         implied = (noisy - kept.sqrt() * (clean + wrong)) / (1 - kept).sqrt()
-        said = target(clean + wrong, implied, LEVELS, objective)
-        wanted = target(clean, noise, LEVELS, objective)
-        costs.append((said - wanted).square().mean(1) * weight(LEVELS, objective))
+        said = prediction_target(clean + wrong, implied, LEVELS, objective)
+        wanted = prediction_target(clean, noise, LEVELS, objective)
+        costs.append((said - wanted).square().mean(1) * loss_weight(LEVELS, objective))
     torch.testing.assert_close(costs[0], costs[1], rtol=1e-3, atol=1e-6)
 
 
@@ -89,60 +105,64 @@ def test_the_same_error_in_the_clean_sample_costs_the_same_whatever_the_model_pr
 def test_on_the_path_of_flow_the_law_is_the_same(level: float, gamma: float) -> None:
     """û is wrong by d / l where x̂ is wrong by d, and the SNR of the path is ((1 - l) / l)²."""
     snr, levels = ((1 - level) / level) ** 2, torch.tensor([level], dtype=torch.float64)
-    found = [weight(levels, Objective(weighting=name, snr_gamma=gamma)).item() / level**2 for name in BY_SNR]
+    found = [
+        loss_weight(levels, TrainingObjective(weighting=name, snr_gamma=gamma)).item() / level**2 for name in BY_SNR
+    ]
     assert found == pytest.approx([min(snr, gamma), math.sqrt(snr)])
 
 
 @pytest.mark.parametrize("weighting", BY_SNR)
 @pytest.mark.parametrize("prediction", ["epsilon", "v"])
-def test_weights_are_finite_where_there_is_only_noise_or_none(prediction: Prediction, weighting: Weighting) -> None:
-    ends = Objective(prediction, torch.tensor([1.0, 0.5, 0.0]), weighting)
-    found = weight(torch.tensor([0.0, 0.5, 1.0]), ends)
+def test_weights_are_finite_where_there_is_only_noise_or_none(
+    prediction: PredictionType, weighting: LossWeighting
+) -> None:
+    ends = TrainingObjective(prediction, torch.tensor([1.0, 0.5, 0.0]), weighting)
+    found = loss_weight(torch.tensor([0.0, 0.5, 1.0]), ends)
     assert found.isfinite().all() and (found >= 0).all()
-    assert weight(LEVELS, by_table(prediction, weighting, zero_terminal_snr=True)).isfinite().all()
-    assert weight(torch.tensor([0.0, 1.0]), Objective(weighting=weighting)).isfinite().all()
+    assert loss_weight(LEVELS, by_table(prediction, weighting, zero_terminal_snr=True)).isfinite().all()
+    assert loss_weight(torch.tensor([0.0, 1.0]), TrainingObjective(weighting=weighting)).isfinite().all()
 
 
 def test_noise_alone_counts_fully_for_epsilon_and_not_at_all_for_v() -> None:
     last, table = torch.tensor([1.0]), torch.tensor([0.5, 0.0])
-    assert weight(last, Objective("epsilon", table, "min_snr")).item() == 1
-    assert weight(last, Objective("v", table, "min_snr")).item() == 0
+    assert loss_weight(last, TrainingObjective("epsilon", table, "min_snr")).item() == 1
+    assert loss_weight(last, TrainingObjective("v", table, "min_snr")).item() == 0
 
 
 @pytest.mark.parametrize("weighting", BY_SNR)
-def test_a_flow_model_is_weighted_evenly_and_the_reason_is_told(weighting: Weighting) -> None:
+def test_a_flow_model_is_weighted_evenly_and_the_reason_is_told(weighting: LossWeighting) -> None:
     settings = ObjectiveSettings(weighting=weighting)
-    objective = counted(settings, "flow")
-    assert weight(LEVELS, objective).tolist() == [1.0] * len(LEVELS)
-    (decided,) = told(settings, objective)
+    objective = objective_from_settings(settings, "flow")
+    assert loss_weight(LEVELS, objective).tolist() == [1.0] * len(LEVELS)
+    (decided,) = weighting_decisions(settings, objective)
     assert (decided.what, decided.value) == ("objective.weighting", "none")
     assert "flow matching" in decided.reason and "objective.flow_snr" in decided.reason
 
 
 def test_a_flow_model_is_weighted_by_its_path_when_asked_and_nothing_is_told() -> None:
     settings = ObjectiveSettings(weighting="min_snr", flow_snr="path", snr_gamma=1.0)
-    objective = counted(settings, "flow")
-    assert weight(torch.tensor([0.25, 0.5, 0.75]), objective).tolist() == pytest.approx([1 / 16, 1 / 4, 1 / 16])
-    assert list(told(settings, objective)) == []
+    objective = objective_from_settings(settings, "flow")
+    assert loss_weight(torch.tensor([0.25, 0.5, 0.75]), objective).tolist() == pytest.approx([1 / 16, 1 / 4, 1 / 16])
+    assert list(weighting_decisions(settings, objective)) == []
 
 
 def test_a_model_with_a_table_is_weighted_as_asked() -> None:
     settings = ObjectiveSettings(weighting="min_snr", snr_gamma=3.0, loss="huber", huber_delta=0.3)
-    objective = counted(settings, "v", scheduler().alphas_cumprod)
+    objective = objective_from_settings(settings, "v", scheduler().alphas_cumprod)
     assert (objective.weighting, objective.snr_gamma, objective.huber_delta) == ("min_snr", 3.0, 0.3)
-    assert counted(ObjectiveSettings(huber_delta=0.3), "flow").huber_delta is None
+    assert objective_from_settings(ObjectiveSettings(huber_delta=0.3), "flow").huber_delta is None
 
 
 def test_a_samples_loss_is_the_weighted_mean_square_of_its_own_error() -> None:
     wanted = torch.zeros(2, 3, 4)
     said = torch.stack([torch.full((3, 4), 2.0), torch.full((3, 4), 3.0)])
-    assert per_sample_loss(said, wanted, torch.tensor([1.0, 0.5]), Objective()).tolist() == [4.0, 4.5]
+    assert per_sample_loss(said, wanted, torch.tensor([1.0, 0.5]), TrainingObjective()).tolist() == [4.0, 4.5]
 
 
 def test_the_loss_is_computed_in_fp32_from_half_precision_predictions() -> None:
     """Squared in fp16, 300 would overflow."""
     said = torch.full((1, 2), 300.0, dtype=torch.float16)
-    loss = per_sample_loss(said, torch.zeros(1, 2), torch.ones(1), Objective())
+    loss = per_sample_loss(said, torch.zeros(1, 2), torch.ones(1), TrainingObjective())
     assert loss.dtype == torch.float32 and loss.item() == 90_000
 
 
@@ -160,7 +180,7 @@ def test_huber_keeps_errors_far_smaller_than_delta() -> None:
 
 def test_one_wild_element_pulls_no_harder_than_delta_allows() -> None:
     said = torch.tensor([[0.0, 100.0]], requires_grad=True)
-    loss = per_sample_loss(said, torch.zeros(1, 2), torch.ones(1), Objective(huber_delta=0.1))
+    loss = per_sample_loss(said, torch.zeros(1, 2), torch.ones(1), TrainingObjective(huber_delta=0.1))
     (gradient,) = torch.autograd.grad(loss.sum(), said)
     assert gradient[0].tolist() == pytest.approx([0.0, 2 * 0.1 / 2], rel=1e-3)
 
@@ -169,7 +189,7 @@ def test_only_what_the_mask_shows_is_learnt_and_a_small_subject_weighs_as_much_a
     said = torch.full((2, 3, 4, 4), 2.0, requires_grad=True)
     mask = torch.zeros(2, 1, 4, 4)
     mask[0, :, :1, :1], mask[1, :, :, :2] = 1.0, 1.0
-    loss = per_sample_loss(said, torch.zeros_like(said), torch.ones(2), Objective(), mask)
+    loss = per_sample_loss(said, torch.zeros_like(said), torch.ones(2), TrainingObjective(), mask)
     assert loss.tolist() == [4.0, 4.0]
     (gradient,) = torch.autograd.grad(loss.sum(), said)
     assert torch.equal(gradient != 0, mask.bool().expand_as(gradient))
@@ -177,6 +197,8 @@ def test_only_what_the_mask_shows_is_learnt_and_a_small_subject_weighs_as_much_a
 
 def test_a_mask_of_ones_changes_nothing_and_one_of_zeros_teaches_nothing() -> None:
     said, wanted = torch.randn(2, 2, 3, 5, generator=torch.Generator().manual_seed(1))
-    whole, shape = per_sample_loss(said, wanted, torch.ones(2), Objective()), (2, 1, 5)
-    torch.testing.assert_close(per_sample_loss(said, wanted, torch.ones(2), Objective(), torch.ones(shape)), whole)
-    assert per_sample_loss(said, wanted, torch.ones(2), Objective(), torch.zeros(shape)).tolist() == [0.0, 0.0]
+    whole, shape = per_sample_loss(said, wanted, torch.ones(2), TrainingObjective()), (2, 1, 5)
+    torch.testing.assert_close(
+        per_sample_loss(said, wanted, torch.ones(2), TrainingObjective(), torch.ones(shape)), whole
+    )
+    assert per_sample_loss(said, wanted, torch.ones(2), TrainingObjective(), torch.zeros(shape)).tolist() == [0.0, 0.0]

@@ -14,7 +14,7 @@ import torch
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 from diffusers.training_utils import compute_snr
 
-from supertuner.models.objective.snr import FORMULAS, NO_SNR, NoSnr, snr_of
+from supertuner.models.objective.snr import SCHEDULERS_WITHOUT_SNR, SNR_FORMULAS, NoSnr, scheduler_snr
 
 LEVELS = torch.linspace(0.001, 0.999, 37)
 NEEDED: dict[str, dict[str, Any]] = {
@@ -45,7 +45,7 @@ def shipped() -> dict[str, type]:
 
 
 SHIPPED = shipped()
-WITH_TABLE = sorted(set(SHIPPED) - set(FORMULAS) - set(NO_SNR))
+WITH_TABLE = sorted(set(SHIPPED) - set(SNR_FORMULAS) - set(SCHEDULERS_WITHOUT_SNR))
 
 
 def made(name: str, **settings: Any) -> Any:
@@ -55,7 +55,7 @@ def made(name: str, **settings: Any) -> Any:
 
 
 def ratios(scheduler: object, levels: torch.Tensor = LEVELS) -> torch.Tensor:
-    found = snr_of(scheduler, levels)
+    found = scheduler_snr(scheduler, levels)
     assert isinstance(found, torch.Tensor), found
     return found
 
@@ -68,9 +68,9 @@ def test_diffusers_schedulers_are_really_found() -> None:
 
 @pytest.mark.parametrize("name", sorted(SHIPPED))
 def test_every_scheduler_has_ratios_that_fall_as_noise_grows_or_a_reason(name: str) -> None:
-    found = snr_of(made(name), LEVELS)
+    found = scheduler_snr(made(name), LEVELS)
     if isinstance(found, NoSnr):
-        assert name in NO_SNR and found.reason.startswith(f"{name}: ")
+        assert name in SCHEDULERS_WITHOUT_SNR and found.reason.startswith(f"{name}: ")
         return
     assert found.shape == LEVELS.shape and found.dtype == torch.float32
     assert found.isfinite().all() and (found >= 0).all() and (found.diff() <= 0).all()
@@ -78,7 +78,7 @@ def test_every_scheduler_has_ratios_that_fall_as_noise_grows_or_a_reason(name: s
 
 
 def test_the_tables_name_no_scheduler_that_is_not_there() -> None:
-    assert set(FORMULAS) | set(NO_SNR) <= set(SHIPPED) | NEED_OTHER_PACKAGES
+    assert set(SNR_FORMULAS) | set(SCHEDULERS_WITHOUT_SNR) <= set(SHIPPED) | NEED_OTHER_PACKAGES
 
 
 @pytest.mark.parametrize("name", WITH_TABLE)
@@ -146,5 +146,5 @@ def test_preparing_to_sample_changes_no_ratio(name: str) -> None:
 def test_a_scheduler_of_ones_own_is_what_it_was_made_from_and_a_stranger_is_told_apart() -> None:
     own = type("MyScheduler", (SHIPPED["FlowMatchEulerDiscreteScheduler"],), {})()
     assert torch.equal(ratios(own), ratios(made("FlowMatchEulerDiscreteScheduler")))
-    stranger = snr_of(object(), LEVELS)
+    stranger = scheduler_snr(object(), LEVELS)
     assert isinstance(stranger, NoSnr) and "object: it has no table" in stranger.reason

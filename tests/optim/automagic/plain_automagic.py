@@ -11,7 +11,7 @@ EPSILON = 1e-30
 
 
 @dataclass
-class Plain:
+class ReferenceAutomagic:
     """The same algorithm as `supertuner.optim.automagic`, for comparison."""
 
     bump: float = 1e-6

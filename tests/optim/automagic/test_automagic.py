@@ -8,16 +8,16 @@ from torch import nn
 
 from supertuner.config.settings.optim import OptimizerSettings
 from supertuner.optim.automagic import batched as automagic_batch
-from supertuner.optim.automagic.native import built
+from supertuner.optim.automagic.native import find_native_library
 from supertuner.optim.automagic.optimizer import Automagic
-from supertuner.optim.automagic.packed_rates import Limits
-from supertuner.optim.state import pack, unpack
-from supertuner.optim.table import limits_of
-from tests.optim.automagic.plain_automagic import Plain
-from tests.optim.training import optimizer, same_bits, weights
+from supertuner.optim.automagic.packed_rates import LearningRateLimits
+from supertuner.optim.state import pack_state, restore_state
+from supertuner.optim.table import automagic_limits
+from tests.optim.automagic.plain_automagic import ReferenceAutomagic
+from tests.optim.training import build_named_optimizer, build_weights, same_bits
 
-LIMITS = Limits(start=1e-6, bump=1e-6, lowest=1e-7, highest=1e-3)
-FAST = Limits(start=1e-3, bump=1e-3, lowest=1e-4, highest=5e-3)
+LIMITS = LearningRateLimits(start=1e-6, bump=1e-6, lowest=1e-7, highest=1e-3)
+FAST = LearningRateLimits(start=1e-3, bump=1e-3, lowest=1e-4, highest=5e-3)
 
 
 def gradients(parameters: dict[str, nn.Parameter], step: int) -> dict[str, torch.Tensor]:
@@ -38,13 +38,15 @@ def test_with_rates_in_fp32_every_step_is_that_of_the_plain_form(
     decay: float, together: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(automagic_batch, "CPU_ELEMENTS", 1 << 20 if together else 1)
-    parameters = {f"{copy}.{name}": p for copy in range(3) for name, p in weights(copy).items()}
+    parameters = {f"{copy}.{name}": p for copy in range(3) for name, p in build_weights(copy).items()}
     reference = {name: p.detach().clone().contiguous() for name, p in parameters.items()}
-    ours = Automagic(parameters, FAST, weight_decay=decay, mask="fp32")
-    plain = Plain(FAST.bump, FAST.lowest, FAST.highest, FAST.start, decay)
+    ours = Automagic(parameters, FAST, weight_decay=decay, rate_storage="fp32")
+    plain = ReferenceAutomagic(FAST.bump, FAST.lowest, FAST.highest, FAST.start, decay)
     for step in range(30):
         found = {
-            f"{copy}.{name}": one for copy in range(3) for name, one in gradients(weights(), 99 * copy + step).items()
+            f"{copy}.{name}": one
+            for copy in range(3)
+            for name, one in gradients(build_weights(), 99 * copy + step).items()
         }
         if step % 7 == 3:
             del found["1.blocks.0.bias"]  # now and then one has no gradient: batches are others then
@@ -61,9 +63,9 @@ def test_with_rates_in_fp32_every_step_is_that_of_the_plain_form(
 
 def test_packed_rates_give_the_weights_of_rates_in_fp32() -> None:
     """Where the range is a whole number of bumps from the start on, nothing at all is lost."""
-    limits = Limits(start=2e-3, bump=1e-3, lowest=1e-3, highest=0.5)
-    packed, plain = weights(), weights()
-    a, b = Automagic(packed, limits), Automagic(plain, limits, mask="fp32")
+    limits = LearningRateLimits(start=2e-3, bump=1e-3, lowest=1e-3, highest=0.5)
+    packed, plain = build_weights(), build_weights()
+    a, b = Automagic(packed, limits), Automagic(plain, limits, rate_storage="fp32")
     for step in range(40):
         give(packed, gradients(packed, step))
         give(plain, gradients(plain, step))
@@ -75,7 +77,7 @@ def test_packed_rates_give_the_weights_of_rates_in_fp32() -> None:
 
 def test_a_first_update_moves_no_rate_and_has_its_size() -> None:
     weight = nn.Parameter(torch.zeros(8, 16))
-    ours = Automagic({"w": weight}, Limits(1e-3, 1e-4, 1e-5, 1e-2), mask="fp32")
+    ours = Automagic({"w": weight}, LearningRateLimits(1e-3, 1e-4, 1e-5, 1e-2), rate_storage="fp32")
     weight.grad = torch.ones(8, 16)
     ours.step()
     assert torch.allclose(weight, torch.full((8, 16), -1e-3))
@@ -87,7 +89,7 @@ def test_small_updates_of_bf16_weights_are_not_lost() -> None:
     """A step of 1e-3 of the distance to the next bf16 is taken once in a thousand times."""
     weight = nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
     rate = 1e-5
-    ours = Automagic({"w": weight}, Limits(rate, 1e-12, rate, rate))
+    ours = Automagic({"w": weight}, LearningRateLimits(rate, 1e-12, rate, rate))
     for _ in range(100):
         weight.grad = torch.ones_like(weight)
         ours.step()
@@ -98,7 +100,7 @@ def test_small_updates_of_bf16_weights_are_not_lost() -> None:
 def test_bf16_weights_are_rounded_by_seed_step_and_name_alone() -> None:
     def trained(names: list[str], seed: int = 0) -> dict[str, torch.Tensor]:
         made = {name: nn.Parameter(torch.ones(40, 10, dtype=torch.bfloat16)) for name in names}
-        ours = Automagic(made, Limits(1e-4, 1e-6, 1e-7, 1e-3), seed=seed)
+        ours = Automagic(made, LearningRateLimits(1e-4, 1e-6, 1e-7, 1e-3), seed=seed)
         for step in range(6):
             for p in made.values():
                 p.grad = torch.randn(40, 10, generator=torch.Generator().manual_seed(step)).to(p.dtype)
@@ -149,10 +151,10 @@ def test_a_parameter_that_joins_later_changes_nothing_for_the_others() -> None:
     assert torch.equal(trained(0), trained(99))
 
 
-@pytest.mark.skipif(built() is None, reason="the C part was not built")
+@pytest.mark.skipif(find_native_library() is None, reason="the C part was not built")
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_the_c_part_stores_what_torch_would_store_and_gives_its_weights(decay: float) -> None:
-    by_c, by_torch = weights(), weights()
+    by_c, by_torch = build_weights(), build_weights()
     ours = Automagic(by_c, FAST, weight_decay=decay)
     torchs = Automagic(by_torch, FAST, weight_decay=decay, native=False)
     for step in range(25):
@@ -174,7 +176,7 @@ def test_the_c_part_stores_what_torch_would_store_and_gives_its_weights(decay: f
                 assert torch.equal(state[key][:count], other[key][:count]), (name, key)
 
 
-@pytest.mark.skipif(built() is None, reason="the C part was not built")
+@pytest.mark.skipif(find_native_library() is None, reason="the C part was not built")
 def test_several_threads_of_the_c_part_give_the_bits_of_one() -> None:
     def trained(threads: int) -> dict[str, torch.Tensor]:
         made = {str(number): nn.Parameter(torch.ones(16, 40 + number)) for number in range(12)}
@@ -195,7 +197,7 @@ def test_several_threads_of_the_c_part_give_the_bits_of_one() -> None:
 
 def test_a_step_reads_no_number_from_the_device() -> None:
     """Tensors without memory have none to read: asking for one would raise."""
-    parameters = {name: nn.Parameter(p.detach().to("meta")) for name, p in weights().items()}
+    parameters = {name: nn.Parameter(p.detach().to("meta")) for name, p in build_weights().items()}
     ours = Automagic(parameters, FAST, weight_decay=0.1)
     for _ in range(3):
         for p in parameters.values():
@@ -206,7 +208,7 @@ def test_a_step_reads_no_number_from_the_device() -> None:
 
 def test_gradients_come_out_of_a_step_as_they_went_in() -> None:
     for native in (True, False):
-        parameters = weights()
+        parameters = build_weights()
         ours, found = Automagic(parameters, FAST, weight_decay=0.1, native=native), gradients(parameters, 0)
         give(parameters, {name: one.clone() for name, one in found.items()})
         ours.step()
@@ -215,19 +217,19 @@ def test_gradients_come_out_of_a_step_as_they_went_in() -> None:
 
 @pytest.mark.parametrize("changed", [{"lr_bump": 5e-7}, {"min_lr": 5e-7, "max_lr": 2e-3}, {"max_lr": 1e-5}])
 def test_rates_are_carried_over_where_a_resumed_run_has_other_limits(changed: dict[str, float]) -> None:
-    first = optimizer("automagic", {"w": nn.Parameter(torch.zeros(16, 32))})
+    first = build_named_optimizer("automagic", {"w": nn.Parameter(torch.zeros(16, 32))})
     for step in range(60):
         first.parameters["w"].grad = torch.ones(16, 32)
         first.parameters["w"].grad[:, ::2] = 1.0 if step % 3 else -1.0
         first.step()
-    second = optimizer("automagic", {"w": nn.Parameter(torch.zeros(16, 32))}, **changed)
-    unpack(second, *pack(first))
+    second = build_named_optimizer("automagic", {"w": nn.Parameter(torch.zeros(16, 32))}, **changed)
+    restore_state(second, *pack_state(first))
     second.parameters["w"].grad = torch.zeros(16, 32)  # no rate moves
     second.step()
-    before, after = first.spread(), second.spread()
+    before, after = first.learning_rate_spread(), second.learning_rate_spread()
     assert before is not None and after is not None
     assert before.highest == pytest.approx(60e-6, rel=0.01)
-    limits = limits_of(OptimizerSettings.model_validate({"name": "automagic", **changed}), "model")
+    limits = automagic_limits(OptimizerSettings.model_validate({"name": "automagic", **changed}), "model")
     for one, other in zip(before.figures().values(), after.figures().values(), strict=True):
         if limits.highest > 60e-6:
             assert other == pytest.approx(max(one, limits.lowest), abs=limits.bump)

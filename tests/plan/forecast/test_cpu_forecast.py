@@ -13,17 +13,23 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from supertuner.config.settings.tree import RunConfig
-from supertuner.core.events import Silence
-from supertuner.models.spec import Expert, Family, Model
-from supertuner.plan.trace.cpu_kernels import Cpu
-from supertuner.plan.trace.recorder import plain_tensors
-from supertuner.plan.trace.shapes import CPU, BatchShape, Shaper
-from supertuner.plan.trace.training import trace_training
+from supertuner.core.events import NullSink
+from supertuner.models.spec import Expert, Family, ModelDescription
+from supertuner.plan.trace.cpu_kernels import CpuDevice
+from supertuner.plan.trace.recorder import inner_tensors
+from supertuner.plan.trace.shapes import CPU, BatchShape, EncoderShapeProbe
+from supertuner.plan.trace.training import trace_training_step
 from supertuner.step.batch import StepBatch
-from supertuner.step.precision import Precision
-from supertuner.step.trainee import rules_of, store_base, trained_of, trainee_of, weight_format
-from supertuner.step.window import Trainee, train_window
-from tests.models.families.pipelines import CASES, Written
+from supertuner.step.precision import ComputePrecision
+from supertuner.step.trainee import (
+    build_expert_state,
+    build_step_options,
+    build_trainable_expert,
+    quantize_base_weights,
+    weight_dtype,
+)
+from supertuner.step.window import ExpertState, train_window
+from tests.models.families.pipelines import CASES, WrittenPipeline
 
 PROMISED = 0.05
 FAMILIES = [case for case in CASES if case.name in ("wan-t2v", "flux-dev", "qwen-image")]
@@ -40,24 +46,26 @@ def larger(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def run(
-    config: RunConfig, family: Family, model: Model, expert: Expert, shape: BatchShape, windows: int
+    config: RunConfig, family: Family, model: ModelDescription, expert: Expert, shape: BatchShape, windows: int
 ) -> tuple[int, int]:
     """What was there before the last window, and the most that it took beside that."""
-    precision = Precision(config.train.mixed_precision, CPU)
-    module = family.denoiser(model, expert, weight_format(config, precision))
-    store_base(config, module, precision, Silence())
-    trainee = trainee_of(config, expert, trained_of(config, family, expert, module, precision, Silence()), precision)
-    rules = rules_of(config, family, model, precision, Silence())
+    precision = ComputePrecision(config.train.mixed_precision, CPU)
+    module = family.load_denoiser(model, expert, weight_dtype(config, precision))
+    quantize_base_weights(config, module, precision, NullSink())
+    trainee = build_expert_state(
+        config, expert, build_trainable_expert(config, family, expert, module, precision, NullSink()), precision
+    )
+    rules = build_step_options(config, family, model, precision, NullSink())
     batch = StepBatch(
         latents=torch.randn(shape.samples, *shape.latents).to(shape.latents_dtype),
         noise=torch.randn(shape.samples, *shape.latents),
-        levels=torch.full((shape.samples,), 0.9),
+        sigmas=torch.full((shape.samples,), 0.9),
         text={name: torch.ones(shape.samples, *one.shape, dtype=one.dtype) for name, one in shape.text.items()},
         conditions={name: torch.ones(shape.samples, *one.shape) for name, one in shape.conditions.items()},
     )
 
     def window() -> None:
-        train_window(trainee, [batch], samples=shape.samples, rate=1e-4, rules=rules)
+        train_window(trainee, [batch], samples=shape.samples, learning_rate=1e-4, options=rules)
 
     for _ in range(windows - 1):
         window()
@@ -72,8 +80,8 @@ def run(
     return before, most
 
 
-def standing(trainee: Trainee, batch: StepBatch) -> int:
-    state = [value for states in trainee.optimizer.inner.state.values() for value in states.values()]
+def standing(trainee: ExpertState, batch: StepBatch) -> int:
+    state = [value for states in trainee.optimizer.torch_optimizer.state.values() for value in states.values()]
     averages = [] if trainee.ema is None else list(trainee.ema.averages.values())
     tables = [value for part in trainee.module.modules() for value in vars(part).values()]  # Qwen-Image's angles
     tensors = (*trainee.module.parameters(), *trainee.module.buffers(), *batch.tensors(), *tables, *state, *averages)
@@ -81,19 +89,19 @@ def standing(trainee: Trainee, batch: StepBatch) -> int:
         plain.untyped_storage().data_ptr(): plain.untyped_storage().nbytes()
         for tensor in tensors
         if isinstance(tensor, torch.Tensor)
-        for plain in plain_tensors(tensor)
+        for plain in inner_tensors(tensor)
     }
     return sum(storages.values())
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("written", FAMILIES, ids=lambda case: case.name, indirect=True)
-def test_the_profiler_sees_what_was_forecast(written: Written, settings: dict[str, Any]) -> None:
+def test_the_profiler_sees_what_was_forecast(written: WrittenPipeline, settings: dict[str, Any]) -> None:
     family, model, expert = written.family, written.model, written.model.experts[0]
     case = written.case
     config = RunConfig.model_validate(settings)
-    shape = Shaper(config, family, model).batch(1, larger(case.shape))
+    shape = EncoderShapeProbe(config, family, model).batch_shape(1, larger(case.shape))
     before, most = run(config, family, model, expert, shape, windows=2)
-    peak, _ = trace_training(config, family, model, expert, shape, device=Cpu()).peak()
+    peak, _ = trace_training_step(config, family, model, expert, shape, device=CpuDevice()).peak()
     assert most > before, "activations are what is forecast here"
     assert peak == pytest.approx(before + most, rel=PROMISED)

@@ -8,19 +8,19 @@ from hypothesis import strategies as st
 
 from supertuner.config.settings.tree import RunConfig
 from supertuner.config.settings.validation import ValidationSettings
-from supertuner.optim.schedule import course_of
+from supertuner.optim.schedule import build_training_schedule
 from supertuner.optim.schedule import windows as all_windows
 from supertuner.plan.forecast.duration import (
-    PROMPTS_TAKEN,
+    MAX_PROMPTS_FROM_CAPTIONS,
     StepTime,
-    between,
-    mean_time,
-    samples_each,
-    training_s,
-    validations,
-    windows,
+    group_windows,
+    interpolate_by_tokens,
+    mean_step_time,
+    samples_per_validation,
+    training_seconds,
+    validation_count,
 )
-from supertuner.plan.sample_requests import FEW
+from supertuner.plan.sample_requests import PROMPTS_FROM_CAPTIONS
 
 
 def a_config(**settings: object) -> RunConfig:
@@ -38,21 +38,21 @@ def test_every_window_of_the_run_is_counted_once_at_its_own_size(
         "batch_rampup_steps": length,
     }
     config = a_config(gh200_optimizations=ramp, train={"batch_size": batch, "num_epochs": 1})
-    course = course_of(config, lambda epochs: epochs * samples, 1)
-    counted = [size for part in windows(course, batch) for size in [part.samples] * part.count]
+    course = build_training_schedule(config, lambda epochs: epochs * samples, 1)
+    counted = [size for part in group_windows(course, batch) for size in [part.samples] * part.count]
     assert counted == [len(window) for window in all_windows(samples, course.ramp)]
 
 
 def test_a_run_of_equal_windows_takes_their_number_times_one_of_them() -> None:
     config = a_config(train={"batch_size": 2, "gradient_accumulation_steps": 3, "max_steps": 10})
-    parts = windows(course_of(config, lambda epochs: 0, 1), 2)
+    parts = group_windows(build_training_schedule(config, lambda epochs: 0, 1), 2)
     assert [(part.samples, part.count, part.micro_batches) for part in parts] == [(6, 10, 3)]
-    assert training_s(parts, [StepTime(2.0, 1.0)]) == pytest.approx(70.0)
+    assert training_seconds(parts, [StepTime(2.0, 1.0)]) == pytest.approx(70.0)
 
 
 def test_experts_take_turns() -> None:
-    parts = windows(course_of(a_config(train={"max_steps": 10}), lambda epochs: 0, 1), 1)
-    assert training_s(parts, [StepTime(1.0, 0.0), StepTime(3.0, 0.0)]) == pytest.approx(20.0)
+    parts = group_windows(build_training_schedule(a_config(train={"max_steps": 10}), lambda epochs: 0, 1), 1)
+    assert training_seconds(parts, [StepTime(1.0, 0.0), StepTime(3.0, 0.0)]) == pytest.approx(20.0)
 
 
 def test_a_ramp_takes_less_than_its_end_and_more_than_its_beginning() -> None:
@@ -63,8 +63,9 @@ def test_a_ramp_takes_less_than_its_end_and_more_than_its_beginning() -> None:
         "batch_rampup_steps": 400,
     }
     steps = {"max_steps": 100}
-    long = training_s(
-        windows(course_of(a_config(train=steps, gh200_optimizations=ramp), lambda e: 0, 1), 1), [StepTime(1.0, 0.5)]
+    long = training_seconds(
+        group_windows(build_training_schedule(a_config(train=steps, gh200_optimizations=ramp), lambda e: 0, 1), 1),
+        [StepTime(1.0, 0.5)],
     )
     assert 100 * 4.5 < long < 100 * 32.5
 
@@ -76,18 +77,18 @@ def test_three_known_sizes_tell_any_other_exactly(c: float, b: float, a: float, 
 
     known = {tokens: work(tokens) for tokens in (1_000, 7_000, 40_000)}
     for tokens in asked:
-        assert between(known, tokens) == pytest.approx(work(tokens), rel=1e-6, abs=1e-6)
+        assert interpolate_by_tokens(known, tokens) == pytest.approx(work(tokens), rel=1e-6, abs=1e-6)
 
 
 def test_one_known_size_tells_others_in_proportion_and_itself_exactly() -> None:
-    assert between({100: 2.0}, 50) == pytest.approx(1.0)
-    assert between({100: 2.0, 200: 5.0}, 200) == 5.0
-    assert between({100: 2.0, 200: 5.0}, 100) == 2.0
-    assert 2.0 < between({100: 2.0, 200: 5.0}, 150) < 5.0
+    assert interpolate_by_tokens({100: 2.0}, 50) == pytest.approx(1.0)
+    assert interpolate_by_tokens({100: 2.0, 200: 5.0}, 200) == 5.0
+    assert interpolate_by_tokens({100: 2.0, 200: 5.0}, 100) == 2.0
+    assert 2.0 < interpolate_by_tokens({100: 2.0, 200: 5.0}, 150) < 5.0
 
 
 def test_shapes_count_as_often_as_they_are_drawn() -> None:
-    mean = mean_time([StepTime(1.0, 0.5), StepTime(4.0, 0.25)], [3.0, 1.0])
+    mean = mean_step_time([StepTime(1.0, 0.5), StepTime(4.0, 0.25)], [3.0, 1.0])
     assert mean.micro_batch_s == pytest.approx(1.75)
     assert mean.update_s == 0.5
 
@@ -104,10 +105,10 @@ def test_shapes_count_as_often_as_they_are_drawn() -> None:
     ],
 )
 def test_validations_are_counted_as_the_loop_makes_them(settings: dict[str, object], steps: int, count: int) -> None:
-    assert validations(ValidationSettings.model_validate(settings), steps) == count
+    assert validation_count(ValidationSettings.model_validate(settings), steps) == count
 
 
 def test_each_prompt_is_sampled_with_each_seed() -> None:
     given_prompts = ValidationSettings(prompts=("a", "b"), seeds=(0, 1, 2))
-    assert samples_each(given_prompts) == 6
-    assert samples_each(ValidationSettings()) == PROMPTS_TAKEN == FEW
+    assert samples_per_validation(given_prompts) == 6
+    assert samples_per_validation(ValidationSettings()) == MAX_PROMPTS_FROM_CAPTIONS == PROMPTS_FROM_CAPTIONS

@@ -7,16 +7,16 @@ import json
 import pytest
 
 from supertuner.core.types import GIB
-from supertuner.plan.forecast.model import Fit, Pace, Timing
-from supertuner.plan.forecast.report import as_json, page, verdict
-from supertuner.plan.forecast.storage import Stored
-from supertuner.plan.placement.plan_step import place
-from supertuner.plan.placement.throughput import Limits
-from tests.plan.making_forecasts import a_forecast, a_phase, a_room, a_table
+from supertuner.plan.forecast.model import FitStatus, RunTiming, TimingScenario
+from supertuner.plan.forecast.report import forecast_json, report_lines, verdict_text
+from supertuner.plan.forecast.storage import StorageItem
+from supertuner.plan.placement.plan_step import plan_step
+from supertuner.plan.placement.throughput import MemoryLimits
+from tests.plan.making_forecasts import a_capacity, a_forecast, a_phase, a_table
 
 
 def test_a_run_that_fits_says_by_how_much_and_how_long_it_takes() -> None:
-    line = verdict(a_forecast(a_phase("train high_noise", 62.0)))
+    line = verdict_text(a_forecast(a_phase("train high_noise", 62.0)))
     assert line.startswith("modelled: fits GH200 96 GB: train high_noise needs 62.0 GiB of 96.0 GiB GPU memory")
     assert "34.0 GiB to spare" in line
     assert "a step takes at least 20 s, the run at least 11.3 h" in line
@@ -24,53 +24,56 @@ def test_a_run_that_fits_says_by_how_much_and_how_long_it_takes() -> None:
 
 def test_a_run_that_does_not_fit_says_what_is_missing() -> None:
     forecast = a_forecast(a_phase("encode text", 11.0), a_phase("train model", 258.0))
-    assert forecast.judged.fit is Fit.DOES_NOT
-    assert "does not fit GH200 96 GB: train model needs 258 GiB of 96.0 GiB GPU memory, 162 GiB too much" in verdict(
-        forecast
+    assert forecast.verdict.fit is FitStatus.DOES_NOT_FIT
+    assert (
+        "does not fit GH200 96 GB: train model needs 258 GiB of 96.0 GiB GPU memory, 162 GiB too much"
+        in verdict_text(forecast)
     )
 
 
 def test_nearly_full_is_called_tight() -> None:
     forecast = a_forecast(a_phase(gpu_gib=94.0))
-    assert forecast.judged.fit is Fit.TIGHT
-    assert "tightly" in verdict(forecast)
+    assert forecast.verdict.fit is FitStatus.TIGHT
+    assert "tightly" in verdict_text(forecast)
 
 
 def test_what_the_allocator_reserves_is_what_must_fit() -> None:
     phase = a_phase(gpu_gib=90.0)
     reserved = type(phase)(phase.name, phase.gpu, int(97 * GIB))
-    assert a_forecast(reserved).judged.fit is Fit.DOES_NOT
+    assert a_forecast(reserved).verdict.fit is FitStatus.DOES_NOT_FIT
 
 
 def test_host_memory_can_be_what_does_not_fit() -> None:
-    stored = (Stored("datasets[clips], staged", "memory", 500 * GIB, "files"),)
-    judged = a_forecast(a_phase(gpu_gib=20.0), stored=stored).judged
-    assert (judged.fit, judged.where) == (Fit.DOES_NOT, "host memory")
+    stored = (StorageItem("datasets[clips], staged", "memory", 500 * GIB, "files"),)
+    judged = a_forecast(a_phase(gpu_gib=20.0), stored=stored).verdict
+    assert (judged.fit, judged.where) == (FitStatus.DOES_NOT_FIT, "host memory")
 
 
 def test_on_one_pool_everything_is_counted_together() -> None:
-    room = a_room("gb10")
-    stored = (Stored("datasets[clips], staged", "memory", 70 * GIB, "files"),)
-    assert a_forecast(a_phase(gpu_gib=60.0), room=room).judged.fit is Fit.FITS
-    judged = a_forecast(a_phase(gpu_gib=60.0), room=room, stored=stored).judged
-    assert (judged.fit, judged.where, judged.need_bytes) == (Fit.DOES_NOT, "the pool", 130 * GIB)
+    room = a_capacity("gb10")
+    stored = (StorageItem("datasets[clips], staged", "memory", 70 * GIB, "files"),)
+    assert a_forecast(a_phase(gpu_gib=60.0), capacity=room).verdict.fit is FitStatus.FITS
+    judged = a_forecast(a_phase(gpu_gib=60.0), capacity=room, stored=stored).verdict
+    assert (judged.fit, judged.where, judged.need_bytes) == (FitStatus.DOES_NOT_FIT, "the pool", 130 * GIB)
 
 
 def test_a_card_whose_host_nobody_knows_is_judged_by_its_own_memory() -> None:
-    room = a_room("rtx-4090")
-    assert a_forecast(a_phase(gpu_gib=20.0), room=room).judged.fit is Fit.FITS
-    assert a_forecast(a_phase(gpu_gib=30.0), room=room).judged.fit is Fit.DOES_NOT
+    room = a_capacity("rtx-4090")
+    assert a_forecast(a_phase(gpu_gib=20.0), capacity=room).verdict.fit is FitStatus.FITS
+    assert a_forecast(a_phase(gpu_gib=30.0), capacity=room).verdict.fit is FitStatus.DOES_NOT_FIT
 
 
 def test_without_a_gpu_everything_is_in_host_memory() -> None:
-    room = a_room("cpu", host_gib=32)
-    judged = a_forecast(a_phase(gpu_gib=20.0), room=room).judged
-    assert (judged.fit, judged.where, judged.need_bytes) == (Fit.FITS, "host memory", 21 * GIB)
-    assert a_forecast(a_phase(gpu_gib=20.0), room=a_room("cpu")).judged.fit is Fit.UNKNOWN
+    room = a_capacity("cpu", host_gib=32)
+    judged = a_forecast(a_phase(gpu_gib=20.0), capacity=room).verdict
+    assert (judged.fit, judged.where, judged.need_bytes) == (FitStatus.FITS, "host memory", 21 * GIB)
+    assert a_forecast(a_phase(gpu_gib=20.0), capacity=a_capacity("cpu")).verdict.fit is FitStatus.UNKNOWN
 
 
 def test_the_page_names_every_phase_and_class_and_says_that_it_is_modelled() -> None:
-    text = "\n".join(page(a_forecast(a_phase("encode media", 9.0, certain=False), a_phase("train model", 40.0))))
+    text = "\n".join(
+        report_lines(a_forecast(a_phase("encode media", 9.0, certain=False), a_phase("train model", 40.0)))
+    )
     for words in ("encode media *", "train model", "frozen", "activations", "cache of latents", "modelled throughout"):
         assert words in text
     assert "gradients" not in text, "a class that no phase has takes no column"
@@ -78,27 +81,27 @@ def test_the_page_names_every_phase_and_class_and_says_that_it_is_modelled() -> 
 
 def test_a_size_that_is_not_known_is_not_counted_as_nothing() -> None:
     stored = (
-        Stored("datasets[cats], staged", "memory", None, "not there: say --samples N"),
-        Stored("batches on their way", "memory", GIB, "3 micro-batches"),
+        StorageItem("datasets[cats], staged", "memory", None, "not there: say --samples N"),
+        StorageItem("batches on their way", "memory", GIB, "3 micro-batches"),
     )
-    text = "\n".join(page(a_forecast(stored=stored)))
+    text = "\n".join(report_lines(a_forecast(stored=stored)))
     assert "not known" in text and "at least 1.0 GiB" in text and "say --samples N" in text
 
 
 def test_times_are_given_at_the_peaks_and_at_a_share_of_them() -> None:
     paces = (
-        Pace(1.0, 20.0, 18.0, "compute", None, None, None),
-        Pace(0.4, 50.0, 45.0, "compute", None, None, None),
+        TimingScenario(1.0, 20.0, 18.0, "compute", None, None, None),
+        TimingScenario(0.4, 50.0, 45.0, "compute", None, None, None),
     )
-    timing = Timing(paces, 4, 4, 4, None, None, left_out=("how long the run is: say --samples N",))
-    text = "\n".join(page(a_forecast(timing=timing)))
+    timing = RunTiming(paces, 4, 4, 4, None, None, left_out=("how long the run is: say --samples N",))
+    text = "\n".join(report_lines(a_forecast(timing=timing)))
     assert "at the peaks" in text and "at 40% of them" in text
     assert "not in it: how long the run is: say --samples N" in text
     assert "training:" not in text
 
 
 def test_programs_get_everything_as_json() -> None:
-    document = json.loads(json.dumps(as_json(a_forecast())))
+    document = json.loads(json.dumps(forecast_json(a_forecast())))
     assert document["modelled"] is True and document["fits"] is True
     assert document["judged"]["spare_bytes"] == 56 * GIB
     assert document["phases"][0]["gpu"]["activations"] == 10 * GIB
@@ -108,18 +111,18 @@ def test_programs_get_everything_as_json() -> None:
 
 def test_a_plan_that_does_not_fit_is_json_all_the_same() -> None:
     table = a_table(saved=400)
-    plan = place(table, a_room().machine, Limits(GIB, GIB))
+    plan = plan_step(table, a_capacity().machine, MemoryLimits(GIB, GIB))
     assert not plan.fits
-    text = json.dumps(as_json(a_forecast(plans={"train model": plan})), allow_nan=False)
+    text = json.dumps(forecast_json(a_forecast(plans={"train model": plan})), allow_nan=False)
     assert json.loads(text)["plans"]["train model"]["fits"] is False
 
 
 def test_a_phase_that_follows_a_plan_is_judged_by_it() -> None:
     table = a_table(saved=30)
-    plan = place(table, a_room().machine)
-    assert plan.fits and plan.modelled is not None and not plan.does_nothing
+    plan = plan_step(table, a_capacity().machine)
+    assert plan.fits and plan.modelled is not None and not plan.keeps_all_on_gpu
     forecast = a_forecast(a_phase("train model", 150.0, plan=plan), plans={"train model": plan})
-    assert forecast.judged.fit is not Fit.DOES_NOT
+    assert forecast.verdict.fit is not FitStatus.DOES_NOT_FIT
     assert forecast.phases[0].host_bytes == plan.modelled.host_peak_bytes
-    text = "\n".join(page(forecast))
+    text = "\n".join(report_lines(forecast))
     assert "by its plan" in text and "by the plan that it follows" in text

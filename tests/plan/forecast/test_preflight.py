@@ -10,26 +10,26 @@ import pytest
 import torch
 
 from supertuner.config.settings.tree import RunConfig
-from supertuner.config.sources.load import load
+from supertuner.config.sources.load import load_config
 from supertuner.core.errors import TrainError
-from supertuner.core.events import Event, Noted, Silence, Warned
-from supertuner.core.host import Host
+from supertuner.core.events import Event, NoteEvent, NullSink, WarningEvent
+from supertuner.core.host import HostFacts
 from supertuner.plan.forecast import preflight as module
-from supertuner.plan.forecast.preflight import before_training
-from supertuner.plan.forecast.target_machine import known
+from supertuner.plan.forecast.preflight import preflight_check
+from supertuner.plan.forecast.target_machine import known_machine_capacity
 from tests.train.runs import config as a_run
 
 CPU = torch.device("cpu")
 
 
-class Told:
+class RecordingSink:
     def __init__(self) -> None:
         self.events: list[Event] = []
 
     def emit(self, event: Event, /) -> None:
         self.events.append(event)
 
-    def text(self, kind: type[Noted] | type[Warned] = Noted) -> str:
+    def text(self, kind: type[NoteEvent] | type[WarningEvent] = NoteEvent) -> str:
         return "\n".join(event.message for event in self.events if isinstance(event, kind))
 
 
@@ -40,31 +40,35 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def configured(folder: Path, **forecast: Any) -> RunConfig:
     made = a_run(folder, "run", train={"mixed_precision": "bf16", "batch_size": 2, "max_steps": 2})
-    return load(made).config.model_copy(
-        update={"forecast": load(made).config.forecast.model_copy(update={"before_training": "always", **forecast})}
+    return load_config(made).config.model_copy(
+        update={
+            "forecast": load_config(made).config.forecast.model_copy(update={"before_training": "always", **forecast})
+        }
     )
 
 
-def of_a_gpu(monkeypatch: pytest.MonkeyPatch, mib: int) -> None:
+def with_small_gpu(monkeypatch: pytest.MonkeyPatch, mib: int) -> None:
     """This machine has a GH200 with so little memory."""
-    monkeypatch.setattr(module, "_room", lambda device, host: replace(known("gh200-96"), gpu_bytes=mib << 20))
+    monkeypatch.setattr(
+        module, "_room", lambda device, host: replace(known_machine_capacity("gh200-96"), gpu_bytes=mib << 20)
+    )
 
 
-def begin(config: RunConfig, **more: Any) -> Told:
-    told = Told()
-    before_training(config, CPU, host=Host(), sink=told, progress=Silence(), **more)
+def begin(config: RunConfig, **more: Any) -> RecordingSink:
+    told = RecordingSink()
+    preflight_check(config, CPU, host=HostFacts(), sink=told, progress=NullSink(), **more)
     return told
 
 
 def test_a_run_that_fits_says_so_in_one_line(folder: Path) -> None:
     told = begin(configured(folder))
     (event,) = told.events
-    assert isinstance(event, Noted) and event.what == "forecast"
+    assert isinstance(event, NoteEvent) and event.what == "forecast"
     assert event.message.startswith("modelled: fits this machine: ") and "\n" not in event.message
 
 
 def test_a_run_that_cannot_fit_is_refused_with_what_would_help(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    of_a_gpu(monkeypatch, 66)
+    with_small_gpu(monkeypatch, 66)
     with pytest.raises(TrainError) as refused:
         begin(configured(folder))
     text = str(refused.value)
@@ -76,13 +80,13 @@ def test_a_run_that_cannot_fit_is_refused_with_what_would_help(folder: Path, mon
 def test_it_begins_all_the_same_if_told_to_and_is_warned(
     folder: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    of_a_gpu(monkeypatch, 66)
+    with_small_gpu(monkeypatch, 66)
     config = configured(folder, refuse=how != "setting")
-    assert "does not fit" in begin(config, anyway=how == "flag").text(Warned)
+    assert "does not fit" in begin(config, anyway=how == "flag").text(WarningEvent)
 
 
 def test_overflow_is_counted_where_it_is_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    of_a_gpu(monkeypatch, 66)
+    with_small_gpu(monkeypatch, 66)
     config = configured(folder)
     overflow = config.memory.overflow.model_copy(update={"enabled": True})
     spilling = config.model_copy(update={"memory": config.memory.model_copy(update={"overflow": overflow})})

@@ -10,58 +10,58 @@ from pathlib import Path
 
 import pytest
 
-from supertuner.config.sources.load import load
-from supertuner.core.events import Silence
+from supertuner.config.sources.load import load_config
+from supertuner.core.events import NullSink
 from supertuner.core.types import GIB, MIB, MediaKind
 from supertuner.data.ordering.buckets import Bucket
 from supertuner.models import loading
-from supertuner.plan.forecast.dataset_sizes import course
-from supertuner.plan.forecast.storage import stored
-from supertuner.plan.forecast.survey import survey
-from supertuner.plan.forecast.target_machine import known
-from supertuner.plan.forecast.traces import Traces
+from supertuner.plan.forecast.dataset_sizes import forecast_schedule
+from supertuner.plan.forecast.storage import list_storage
+from supertuner.plan.forecast.survey import survey_datasets
+from supertuner.plan.forecast.target_machine import known_machine_capacity
+from supertuner.plan.forecast.traces import CachedTraceProvider
 
 CONFIGS = Path(__file__).parents[3] / "examples"
 SQUARE = Bucket(MediaKind.IMAGE, 1024, 1024, 1, channels=3)
 
 
 @pytest.fixture(scope="module")
-def traces() -> Traces:
-    config = load(CONFIGS / "wan22_lycoris_pictures.yaml", check_paths=False).config
-    return Traces(config, known("gh200-96"), Silence(), Silence())
+def traces() -> CachedTraceProvider:
+    config = load_config(CONFIGS / "wan22_lycoris_pictures.yaml", check_paths=False).config
+    return CachedTraceProvider(config, known_machine_capacity("gh200-96"), NullSink(), NullSink())
 
 
-def test_a_picture_is_half_a_mebibyte_and_a_caption_at_most_four(traces: Traces) -> None:
-    sizes = traces.sizes()
-    assert sizes.latents(SQUARE) == 16 * 128 * 128 * 2
-    assert sizes.longest_text == 512 * 4096 * 2 and sizes.token_bytes == 4096 * 2
-    assert traces.tokens(SQUARE) == 64 * 64
+def test_a_picture_is_half_a_mebibyte_and_a_caption_at_most_four(traces: CachedTraceProvider) -> None:
+    sizes = traces.encoded_sizes()
+    assert sizes.latent_bytes(SQUARE) == 16 * 128 * 128 * 2
+    assert sizes.longest_caption_bytes == 512 * 4096 * 2 and sizes.token_bytes == 4096 * 2
+    assert traces.tokens_per_sample(SQUARE) == 64 * 64
 
 
-def test_a_clip_of_81_frames_in_720p_is_75600_tokens(traces: Traces) -> None:
+def test_a_clip_of_81_frames_in_720p_is_75600_tokens(traces: CachedTraceProvider) -> None:
     clip = Bucket(MediaKind.VIDEO, 1280, 720, 81, channels=3)
-    assert traces.tokens(clip) == 21 * 45 * 80 == 75_600
-    assert traces.sizes().latents(clip) == 16 * 21 * 90 * 160 * 2
+    assert traces.tokens_per_sample(clip) == 21 * 45 * 80 == 75_600
+    assert traces.encoded_sizes().latent_bytes(clip) == 16 * 21 * 90 * 160 * 2
 
 
-def test_two_experts_are_57_gigabytes_and_the_seeds_260_latents_136_megabytes(traces: Traces) -> None:
+def test_two_experts_are_57_gigabytes_and_the_seeds_260_latents_136_megabytes(traces: CachedTraceProvider) -> None:
     weights = sum(
         2 * parameter.numel()
         for expert in traces.model.experts
-        for parameter in loading.skeleton(traces.model, expert.part).parameters()
+        for parameter in loading.build_meta_module(traces.model, expert.component).parameters()
     )
     assert weights / 1e9 == pytest.approx(57.2, abs=0.2)
-    assert 260 * (traces.sizes().latents(SQUARE) or 0) / 1e6 == pytest.approx(136.3, abs=0.1)
+    assert 260 * (traces.encoded_sizes().latent_bytes(SQUARE) or 0) / 1e6 == pytest.approx(136.3, abs=0.1)
 
 
-def test_the_whole_of_the_seeds_run_takes_little_beside_the_gpu(traces: Traces) -> None:
-    config = load(CONFIGS / "wan22_lycoris_pictures.yaml", check_paths=False).config
-    held = survey(config, 260)
-    found = {one.what: one for one in stored(config, held, traces.sizes(), (), 6 * MIB)}
+def test_the_whole_of_the_seeds_run_takes_little_beside_the_gpu(traces: CachedTraceProvider) -> None:
+    config = load_config(CONFIGS / "wan22_lycoris_pictures.yaml", check_paths=False).config
+    held = survey_datasets(config, 260)
+    found = {one.what: one for one in list_storage(config, held, traces.encoded_sizes(), (), 6 * MIB)}
     latents, text = found["cache of latents"].nbytes, found["cache of text"].nbytes
     assert latents is not None and latents < 140 * MIB, "not 8 to 10 GB"
     assert text is not None and text < 1.1 * GIB, "not 2 to 3 GB, however long captions are"
-    whole = course(config, held)
+    whole = forecast_schedule(config, held)
     assert whole is not None and (whole.total_steps, whole.total_samples) == (1300, 5200)
 
 
@@ -70,9 +70,9 @@ def test_the_whole_of_the_seeds_run_takes_little_beside_the_gpu(traces: Traces) 
     [("sdxl", "stabilityai/stable-diffusion-xl-base-1.0", True), ("flux", "black-forest-labs/FLUX.1-dev", False)],
 )
 def test_a_denoiser_of_convolutions_is_told_from_one_of_attention(family: str, path: str, much: bool) -> None:
-    config = load(None, sets=[f"model.family={family}", f"model.path={path}"], environ={}).config
-    traces = Traces(config, known("gh200-96"), Silence(), Silence())
-    assert traces.convolves(traces.model.experts[0]) is much
+    config = load_config(None, sets=[f"model.family={family}", f"model.path={path}"], environ={}).config
+    traces = CachedTraceProvider(config, known_machine_capacity("gh200-96"), NullSink(), NullSink())
+    assert traces.is_convolutional(traces.model.experts[0]) is much
 
 
 @pytest.mark.parametrize(
@@ -85,6 +85,6 @@ def test_a_denoiser_of_convolutions_is_told_from_one_of_attention(family: str, p
     ],
 )
 def test_tokens_of_a_picture_are_those_of_the_models_cards(family: str, path: str, side: int, tokens: int) -> None:
-    config = load(None, sets=[f"model.family={family}", f"model.path={path}"], environ={}).config
-    traces = Traces(config, known("gh200-96"), Silence(), Silence())
-    assert traces.tokens(Bucket(MediaKind.IMAGE, side, side, 1, channels=3)) == tokens
+    config = load_config(None, sets=[f"model.family={family}", f"model.path={path}"], environ={}).config
+    traces = CachedTraceProvider(config, known_machine_capacity("gh200-96"), NullSink(), NullSink())
+    assert traces.tokens_per_sample(Bucket(MediaKind.IMAGE, side, side, 1, channels=3)) == tokens

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from supertuner.config.sources.load import load
-from supertuner.core.events import Silence
-from supertuner.core.host import Host
+from supertuner.config.sources.load import load_config
+from supertuner.core.events import NullSink
+from supertuner.core.host import HostFacts
 from supertuner.data.opened import open_corpus
-from supertuner.optim.schedule import course_of
+from supertuner.optim.schedule import build_training_schedule
 from supertuner.plan.forecast import survey as module
-from supertuner.plan.forecast.dataset_sizes import course, shapes_drawn
-from supertuner.plan.forecast.survey import survey
+from supertuner.plan.forecast.dataset_sizes import bucket_draw_shares, forecast_schedule
+from supertuner.plan.forecast.survey import survey_datasets
 from supertuner.tools.sample_data import make_sample_data
 
 
@@ -39,27 +39,27 @@ def test_what_is_seen_is_what_staging_finds(tmp_path: Path) -> None:
     sizes = [(64, 64)] * 5 + [(96, 48)] * 3 + [(48, 96)]
     data = {"instance_data_dir": str(pictures(tmp_path / "data", sizes)), "resolution": 64, "bucket_step": 16}
     train = {"batch_size": 2, "num_epochs": 3}
-    config = load(configured(tmp_path, {**data, "repeats": 2}, train=train)).config
-    (found,) = survey(config)
-    with open_corpus(config, host=Host(), sink=Silence(), progress=Silence()) as corpus:
-        groups = {group.bucket: len(group.members) for group in corpus.order.groups}
-        real = course_of(config, corpus.order.epoch_begin, 1)
-    assert {one.bucket: one.samples for one in found.filled} == groups
+    config = load_config(configured(tmp_path, {**data, "repeats": 2}, train=train)).config
+    (found,) = survey_datasets(config)
+    with open_corpus(config, host=HostFacts(), sink=NullSink(), progress=NullSink()) as corpus:
+        groups = {group.bucket: len(group.sample_indices) for group in corpus.order.groups}
+        real = build_training_schedule(config, corpus.order.epoch_begin, 1)
+    assert {one.bucket: one.samples for one in found.bucket_counts} == groups
     assert found.samples == 9
-    planned = course(config, [found])
+    planned = forecast_schedule(config, [found])
     assert planned is not None and (planned.total_samples, planned.total_steps) == (
         real.total_samples,
         real.total_steps,
     )
     taken = sum(file.stat().st_blocks * 512 for file in (tmp_path / "arenas").rglob("*") if file.is_file())
     assert found.stored_bytes is not None and 0.5 < found.stored_bytes / taken < 2
-    shares = shapes_drawn([found])
+    shares = bucket_draw_shares([found])
     assert sum(share for share in shares.values() if share is not None) == pytest.approx(1.0)
 
 
 def test_pictures_clips_and_sounds_are_counted(tmp_path: Path) -> None:
     made = make_sample_data(tmp_path / "data", images=6, videos=2, sounds=2)
-    found = survey(load(made.config).config)
+    found = survey_datasets(load_config(made.config).config)
     assert [one.samples for one in found] == [6, 2, 2]
     assert all(one.captions is not None and one.captions.total_bytes for one in found)
 
@@ -68,29 +68,29 @@ def test_of_many_files_some_are_read_and_stand_for_all(tmp_path: Path, monkeypat
     folder = pictures(tmp_path / "data", [(64, 64), (64, 64), (96, 48), (64, 64)] * 10)
     monkeypatch.setattr(module, "MOST_FILES", 10)
     data = {"instance_data_dir": str(folder), "resolution": 64, "bucket_step": 16}
-    (found,) = survey(load(configured(tmp_path, data)).config)
+    (found,) = survey_datasets(load_config(configured(tmp_path, data)).config)
     assert found.samples == 40
-    assert "10 of them were looked at" in found.known
+    assert "10 of them were looked at" in found.explanation
 
 
 def test_a_dataset_that_is_elsewhere_is_as_large_as_is_said_or_unknown(tmp_path: Path) -> None:
     data = {"id": "cats", "instance_data_dir": "/nowhere/cats", "resolution": 1024}
-    loaded = load(configured(tmp_path, data, train={"num_epochs": 2}), check_paths=False).config
-    (unknown,) = survey(loaded)
-    assert unknown.samples is None and unknown.stored_bytes is None and "say --samples N" in unknown.known
-    assert course(loaded, [unknown]) is None
-    (said,) = survey(loaded, samples=260)
+    loaded = load_config(configured(tmp_path, data, train={"num_epochs": 2}), check_paths=False).config
+    (unknown,) = survey_datasets(loaded)
+    assert unknown.samples is None and unknown.stored_bytes is None and "say --samples N" in unknown.explanation
+    assert forecast_schedule(loaded, [unknown]) is None
+    (said,) = survey_datasets(loaded, samples=260)
     assert said.samples == 260
-    planned = course(loaded, [said])
+    planned = forecast_schedule(loaded, [said])
     assert planned is not None and planned.total_samples == 520
-    assert said.filled[0].bucket.width * said.filled[0].bucket.height >= 1024 * 1024
+    assert said.bucket_counts[0].bucket.width * said.bucket_counts[0].bucket.height >= 1024 * 1024
 
 
 def test_a_run_that_ends_by_steps_has_a_length_without_its_data(tmp_path: Path) -> None:
     data = {"id": "cats", "instance_data_dir": "/nowhere/cats", "resolution": 1024}
     train = {"max_steps": 50, "gradient_accumulation_steps": 4}
-    config = load(configured(tmp_path, data, train=train), check_paths=False).config
-    planned = course(config, survey(config))
+    config = load_config(configured(tmp_path, data, train=train), check_paths=False).config
+    planned = forecast_schedule(config, survey_datasets(config))
     assert planned is not None and planned.total_samples == 200
 
 
@@ -100,13 +100,15 @@ def test_what_changes_from_turn_to_turn_is_cached_as_the_settings_say(tmp_path: 
     turns = {}
     for mode in ("static", "refresh_each_epoch", "disable_cache"):
         settings = {**data, "augmentations_cache_mode": mode, **({"variations": 3} if mode == "static" else {})}
-        (found,) = survey(load(configured(tmp_path, settings)).config)
-        turns[mode] = (found.media_turns, found.text_turns)
+        (found,) = survey_datasets(load_config(configured(tmp_path, settings)).config)
+        turns[mode] = (found.cached_media_variants, found.cached_text_variants)
     assert turns == {"static": (3, 1), "refresh_each_epoch": (2, 1), "disable_cache": (0, 1)}
 
 
 def test_a_broken_file_is_no_sample_and_no_error(tmp_path: Path) -> None:
     folder = pictures(tmp_path / "data", [(64, 64)] * 3)
     (folder / "999.png").write_bytes(b"not a picture")
-    (found,) = survey(load(configured(tmp_path, {"instance_data_dir": str(folder), "resolution": 64})).config)
+    (found,) = survey_datasets(
+        load_config(configured(tmp_path, {"instance_data_dir": str(folder), "resolution": 64})).config
+    )
     assert found.samples == 3

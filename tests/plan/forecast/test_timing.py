@@ -9,35 +9,35 @@ import pytest
 from supertuner.config.settings.tree import RunConfig
 from supertuner.core.types import GIB
 from supertuner.memory.machines import MACHINES
-from supertuner.optim.schedule import course_of
-from supertuner.plan.forecast.context import as_configured, plain_seconds, scaled
-from supertuner.plan.forecast.timing import Repeated, Steps, Whole, timing
-from supertuner.plan.placement.plan_step import place
-from supertuner.plan.placement.step_table import StepTable, Work
-from supertuner.plan.placement.throughput import Limits, Rates
+from supertuner.optim.schedule import build_training_schedule
+from supertuner.plan.forecast.context import configured_choice, scale_tokens, window_seconds_without_plan
+from supertuner.plan.forecast.timing import ExpertSteps, RepeatedWork, RunWork, forecast_timing
+from supertuner.plan.placement.plan_step import plan_step
+from supertuner.plan.placement.step_table import OperatorWork, StepTable
+from supertuner.plan.placement.throughput import MachineRates, MemoryLimits
 from tests.plan.making_forecasts import a_table
 
 GH200 = MACHINES["gh200-96"]
-RATES = Rates.of(GH200)
-LIMITS = Limits.of(GH200)
+RATES = MachineRates.from_machine(GH200)
+LIMITS = MemoryLimits.from_machine(GH200)
 
 
-def steps_of(table: StepTable, planned: bool = False) -> Steps:
-    plan = place(table, GH200, LIMITS) if planned else None
-    return Steps(table, as_configured(table, False), plan, tokens=1000)
+def steps_of(table: StepTable, planned: bool = False) -> ExpertSteps:
+    plan = plan_step(table, GH200, LIMITS) if planned else None
+    return ExpertSteps(table, configured_choice(table, False), plan, tokens=1000)
 
 
-def a_whole(*experts: Steps, steps: int = 10, every: int = 1) -> Whole:
+def a_whole(*experts: ExpertSteps, steps: int = 10, every: int = 1) -> RunWork:
     config = RunConfig.model_validate({"train": {"max_steps": steps, "gradient_accumulation_steps": 2}})
-    encoding = (Repeated((Work(990e12, 0.0, 0.0, 1), Work(0.0, 0.0, 3705e9, 1)), 5),)
-    return Whole(experts, {1000: 1.0}, course_of(config, lambda epochs: 0, 1), 1, encoding, (), every)
+    encoding = (RepeatedWork((OperatorWork(990e12, 0.0, 0.0, 1), OperatorWork(0.0, 0.0, 3705e9, 1)), 5),)
+    return RunWork(experts, {1000: 1.0}, build_training_schedule(config, lambda epochs: 0, 1), 1, encoding, (), every)
 
 
 def test_a_run_takes_its_windows_and_pieces_take_what_limits_them() -> None:
     table = a_table(saved=2, micro_batches=2)
-    found = timing(a_whole(steps_of(table)), GH200, LIMITS, RATES, (1.0, 0.5))
+    found = forecast_timing(a_whole(steps_of(table)), GH200, LIMITS, RATES, (1.0, 0.5))
     full, half = found.paces
-    assert full.step_s == pytest.approx(plain_seconds(table, as_configured(table, False), RATES))
+    assert full.step_s == pytest.approx(window_seconds_without_plan(table, configured_choice(table, False), RATES))
     assert full.training_s == pytest.approx(10 * full.step_s)
     assert full.encoding_s == pytest.approx(5 * (1.0 + 1.0)), "compute limits one piece, memory the other"
     assert half.training_s == pytest.approx(2 * (full.training_s or 0))
@@ -48,8 +48,8 @@ def test_a_run_takes_its_windows_and_pieces_take_what_limits_them() -> None:
 def test_a_plan_that_is_followed_decides_the_time() -> None:
     table = a_table(saved=30, micro_batches=2)
     steps = steps_of(table, planned=True)
-    assert steps.plan is not None and steps.plan.modelled is not None and not steps.plan.does_nothing
-    found = timing(a_whole(steps), GH200, LIMITS, RATES, (1.0,)).paces[0]
+    assert steps.plan is not None and steps.plan.modelled is not None and not steps.plan.keeps_all_on_gpu
+    found = forecast_timing(a_whole(steps), GH200, LIMITS, RATES, (1.0,)).paces[0]
     assert found.step_s == pytest.approx(steps.plan.modelled.seconds)
 
 
@@ -59,7 +59,7 @@ def test_an_expert_that_waits_at_home_is_fetched_at_every_change() -> None:
     assert planned.plan is not None and planned.plan.idle_at_home
     stays = replace(planned, plan=replace(planned.plan, idle_at_home=False))
     often, seldom, never = (
-        timing(a_whole(one, one, every=every), GH200, LIMITS, RATES, (1.0,)).paces[0].training_s or 0.0
+        forecast_timing(a_whole(one, one, every=every), GH200, LIMITS, RATES, (1.0,)).paces[0].training_s or 0.0
         for one, every in ((planned, 1), (planned, 5), (stays, 1))
     )
     once = 37 * GIB / 375e9
@@ -69,16 +69,18 @@ def test_an_expert_that_waits_at_home_is_fetched_at_every_change() -> None:
 
 def test_a_run_whose_length_is_not_known_has_steps_and_no_hours() -> None:
     whole = replace(a_whole(steps_of(a_table(saved=2))), course=None, encoding=None)
-    found = timing(whole, GH200, LIMITS, RATES, (1.0,))
+    found = forecast_timing(whole, GH200, LIMITS, RATES, (1.0,))
     assert found.steps is None and found.paces[0].step_s > 0
     assert found.paces[0].training_s is None and found.paces[0].encoding_s is None and found.paces[0].total_s is None
 
 
 def test_batches_of_several_sizes_take_their_mean() -> None:
     large = a_table(saved=4)
-    small = scaled(large, 0.5)
-    steps = Steps(large, as_configured(large, False), None, 2000, {1000: small})
+    small = scale_tokens(large, 0.5)
+    steps = ExpertSteps(large, configured_choice(large, False), None, 2000, {1000: small})
     mixed = replace(a_whole(steps), shares={2000: 0.5, 1000: 0.5})
-    times = [timing(replace(mixed, shares={n: 1.0}), GH200, LIMITS, RATES, (1.0,)).paces[0] for n in (2000, 1000)]
-    both = timing(mixed, GH200, LIMITS, RATES, (1.0,)).paces[0]
+    times = [
+        forecast_timing(replace(mixed, shares={n: 1.0}), GH200, LIMITS, RATES, (1.0,)).paces[0] for n in (2000, 1000)
+    ]
+    both = forecast_timing(mixed, GH200, LIMITS, RATES, (1.0,)).paces[0]
     assert both.training_s == pytest.approx(sum(one.training_s or 0 for one in times) / 2, rel=0.02)

@@ -6,20 +6,25 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.paging_model import paged
-from benchmarks.plan_baselines import baselines, block_swapping, checkpointing
+from benchmarks.paging_model import simulate_paging
+from benchmarks.plan_baselines import best_block_swapping, best_checkpointing, compute_baselines
 from supertuner.core.types import GIB
 from supertuner.memory.machines import MACHINES
-from supertuner.plan.placement.choice import Step
-from supertuner.plan.placement.plan import Fate
-from supertuner.plan.placement.step_table import Work
-from supertuner.plan.placement.throughput import Limits, Rates
+from supertuner.plan.placement.choice import TimedStep
+from supertuner.plan.placement.plan import ActivationPolicy
+from supertuner.plan.placement.step_table import OperatorWork
+from supertuner.plan.placement.throughput import MachineRates, MemoryLimits
 from tests.plan.making_steps import AMPLE, PLAIN, ROUND, a_step
 
 GH200 = MACHINES["gh200-96"]
-SPEEDS = Rates.of(GH200)
+SPEEDS = MachineRates.from_machine(GH200)
 LARGE = replace(
-    PLAIN, frozen_bytes=2 * GIB, saved_bytes=4 * GIB, input_bytes=GIB // 4, forward=Work(1e13), backward=Work(2e13)
+    PLAIN,
+    frozen_bytes=2 * GIB,
+    saved_bytes=4 * GIB,
+    input_bytes=GIB // 4,
+    forward=OperatorWork(1e13),
+    backward=OperatorWork(2e13),
 )
 """Ten milliseconds forward, twenty backward."""
 SIX = a_step(*[LARGE] * 6, update_s=0.0)
@@ -27,27 +32,29 @@ COMPUTED_S = 6 * 3e13 / 990e12
 
 
 def test_where_everything_fits_all_but_checkpointing_take_the_steps_own_time() -> None:
-    found = baselines(SIX, GH200, Limits.of(GH200))
+    found = compute_baselines(SIX, GH200, MemoryLimits.from_machine(GH200))
     assert found.all_in_hbm == pytest.approx(COMPUTED_S) == found.block_swapping
     assert found.paging is not None and found.paging.seconds == pytest.approx(COMPUTED_S)
-    assert found.paging.link_s == 0 and found.paging.fates is Fate.KEEP
+    assert found.paging.link_s == 0 and found.paging.activations is ActivationPolicy.KEEP
     assert found.checkpointing == pytest.approx(COMPUTED_S + 6 * 1e13 / 990e12)
 
 
 def test_paging_beyond_the_gpu_moves_what_has_no_room_and_waits_for_it() -> None:
-    limits = Limits(14 * GIB, 64 * GIB)  # 12 GiB of weights alone
-    found = paged(Step.of(SIX, SPEEDS), GH200, limits)
+    limits = MemoryLimits(14 * GIB, 64 * GIB)  # 12 GiB of weights alone
+    found = simulate_paging(TimedStep.from_table(SIX, SPEEDS), GH200, limits)
     assert found is not None and found.link_s > 0
     assert found.seconds >= COMPUTED_S + found.link_s
 
 
 def test_paging_beyond_both_memories_does_not_fit() -> None:
-    assert paged(Step.of(SIX, SPEEDS), GH200, Limits(10 * GIB, 4 * GIB)) is None
+    assert simulate_paging(TimedStep.from_table(SIX, SPEEDS), GH200, MemoryLimits(10 * GIB, 4 * GIB)) is None
 
 
 def test_the_seeds_policy_reads_the_batch_where_it_is() -> None:
-    step = Step.of(replace(SIX, batch_bytes=2 * GIB), SPEEDS)
-    plain, seeds = (paged(step, GH200, Limits.of(GH200), latents_at_home=home) for home in (False, True))
+    step = TimedStep.from_table(replace(SIX, batch_bytes=2 * GIB), SPEEDS)
+    plain, seeds = (
+        simulate_paging(step, GH200, MemoryLimits.from_machine(GH200), batch_on_host=home) for home in (False, True)
+    )
     assert plain is not None and seeds is not None
     assert plain.link_s == 0 and seeds.link_s == pytest.approx(2 * GIB / 375e9)
 
@@ -56,13 +63,17 @@ def test_block_swapping_swaps_as_few_blocks_as_it_can_and_waits_for_each_twice()
     # 300 bytes of weights and no activations; the GPU has 250. With one block at home there are 200 and its slot of
     # 100: no room. With two, 100 and one slot: 200. Each is waited for forward and backward, one second each.
     blocks = [replace(PLAIN, saved_bytes=0, input_bytes=0)] * 3
-    found = block_swapping(Step.of(a_step(*blocks), ROUND), Limits(250, 10**6))
+    found = best_block_swapping(TimedStep.from_table(a_step(*blocks), ROUND), MemoryLimits(250, 10**6))
     assert found is not None and sum(found.choice.streamed) == 2
     assert found.seconds == pytest.approx(19 + 4)
 
 
 def test_checkpointing_everywhere_recomputes_all_that_it_can() -> None:
     fixed = replace(PLAIN, recomputable=False)
-    found = checkpointing(Step.of(a_step(PLAIN, fixed, PLAIN), ROUND), AMPLE)
-    assert found is not None and found.choice.fates == (Fate.RECOMPUTE, Fate.KEEP, Fate.RECOMPUTE)
+    found = best_checkpointing(TimedStep.from_table(a_step(PLAIN, fixed, PLAIN), ROUND), AMPLE)
+    assert found is not None and found.choice.activations == (
+        ActivationPolicy.RECOMPUTE,
+        ActivationPolicy.KEEP,
+        ActivationPolicy.RECOMPUTE,
+    )
     assert found.seconds == pytest.approx(19 + 2 + 2)

@@ -15,25 +15,25 @@ from hypothesis import strategies as st
 from benchmarks.workloads import WORKLOADS, table
 from supertuner.core.types import GIB
 from supertuner.memory.machines import MACHINES
-from supertuner.plan.placement.choice import Choice, Step
-from supertuner.plan.placement.fast_simulate import judge
-from supertuner.plan.placement.plan import Fate, Plan, Residence, Stepping
-from supertuner.plan.placement.plan_step import place
-from supertuner.plan.placement.replay import replay
-from supertuner.plan.placement.search import search, spread
-from supertuner.plan.placement.step_table import StepTable, Work
-from supertuner.plan.placement.throughput import Limits, Rates
+from supertuner.plan.placement.choice import PlacementChoice, TimedStep
+from supertuner.plan.placement.fast_simulate import evaluate_choice
+from supertuner.plan.placement.plan import ActivationPolicy, MemoryPlan, OptimizerPlacement, WeightPlacement
+from supertuner.plan.placement.plan_step import plan_step
+from supertuner.plan.placement.replay import replay_plan
+from supertuner.plan.placement.search import evenly_spread_order, search_placement
+from supertuner.plan.placement.step_table import OperatorWork, StepTable
+from supertuner.plan.placement.throughput import MachineRates, MemoryLimits
 from tests.plan.making_steps import PLAIN, ROUND, a_step, rates, tables
 
 GH200 = MACHINES["gh200-96"]
 LARGE = replace(
-    PLAIN, frozen_bytes=GIB, saved_bytes=8 * GIB, input_bytes=GIB // 2, forward=Work(1e14), backward=Work(2e14),
+    PLAIN, frozen_bytes=GIB, saved_bytes=8 * GIB, input_bytes=GIB // 2, forward=OperatorWork(1e14), backward=OperatorWork(2e14),
     forward_peak_bytes=GIB, backward_peak_bytes=GIB,
 )  # fmt: skip
 """A tenth of a second forward on a GH200; its activations cross the link in 50 ms, there and back."""
 
 
-def fates(plan: Plan) -> Counter[Fate]:
+def fates(plan: MemoryPlan) -> Counter[ActivationPolicy]:
     return Counter(block.activations for block in plan.blocks)
 
 
@@ -41,20 +41,25 @@ def fates(plan: Plan) -> Counter[Fate]:
 @given(st.data())
 def test_of_a_small_step_no_choice_is_better_than_the_one_that_is_found(data: st.DataObject) -> None:
     # The optimizer's own work is nothing: a host that steps faster than a GPU would be no machine of ours.
-    small, speeds = replace(data.draw(tables(most=2)), update=Work()), data.draw(rates())
-    limits = Limits(data.draw(st.integers(60, 300)), data.draw(st.integers(0, 400)))
-    step = Step.of(small, speeds)
-    found = search(step, limits, 0.0)
+    small, speeds = replace(data.draw(tables(most=2)), update=OperatorWork()), data.draw(rates())
+    limits = MemoryLimits(data.draw(st.integers(60, 300)), data.draw(st.integers(0, 400)))
+    step = TimedStep.from_table(small, speeds)
+    found = search_placement(step, limits, 0.0)
     best = math.inf
     per_block = [
-        list(product([False, True], list(Fate) if block.recomputable else [Fate.KEEP, Fate.SEND]))
+        list(
+            product(
+                [False, True],
+                list(ActivationPolicy) if block.recomputable else [ActivationPolicy.KEEP, ActivationPolicy.SEND],
+            )
+        )
         for block in small.blocks
     ]
-    places = list(Stepping) if any(step.trained) else [Stepping.GPU]
+    places = list(OptimizerPlacement) if any(step.trained_bytes) else [OptimizerPlacement.GPU]
     for blocks in product(*per_block):
         for ahead, stepping, idle in product(range(4), places, (False, True)):
-            choice = Choice(tuple(b[0] for b in blocks), tuple(b[1] for b in blocks), ahead, stepping, idle)
-            best = min(best, judge(step, choice, limits).seconds)
+            choice = PlacementChoice(tuple(b[0] for b in blocks), tuple(b[1] for b in blocks), ahead, stepping, idle)
+            best = min(best, evaluate_choice(step, choice, limits).seconds)
     took = math.inf if found is None else found.seconds
     # of two that take as long it takes the one that moves less, which may cost a thousandth of the traffic
     assert took <= best * 1.02 + 0.01 if math.isfinite(best) else took == math.inf
@@ -62,131 +67,138 @@ def test_of_a_small_step_no_choice_is_better_than_the_one_that_is_found(data: st
 
 @settings(max_examples=25, deadline=None)
 @given(tables(most=12), rates(), st.integers(50, 600), st.integers(0, 900))
-def test_a_plan_never_needs_more_than_its_limits(drawn: StepTable, speeds: Rates, gpu: int, host: int) -> None:
-    limits = Limits(gpu, host)
-    plan = place(drawn, GH200, limits, rates=speeds)
+def test_a_plan_never_needs_more_than_its_limits(drawn: StepTable, speeds: MachineRates, gpu: int, host: int) -> None:
+    limits = MemoryLimits(gpu, host)
+    plan = plan_step(drawn, GH200, limits, rates=speeds)
     assert plan.modelled is not None
     if plan.fits:
         assert plan.modelled.gpu_peak_bytes <= gpu and plan.modelled.host_peak_bytes <= host
-        replayed = replay(drawn, plan, GH200, limits, rates=speeds)
+        replayed = replay_plan(drawn, plan, GH200, limits, rates=speeds)
         assert replayed.gpu_peak_bytes <= gpu
         assert replayed.seconds == pytest.approx(plan.modelled.seconds)
         assert plan.modelled.seconds >= plan.modelled.bound_s * (1 - 1e-9)
 
 
 def test_where_everything_fits_the_plan_does_nothing_and_costs_nothing() -> None:
-    plan = place(a_step(LARGE, LARGE, LARGE, update_s=0.0, idle_bytes=4 * GIB), GH200)
-    assert plan.does_nothing and plan.modelled is not None
+    plan = plan_step(a_step(LARGE, LARGE, LARGE, update_s=0.0, idle_bytes=4 * GIB), GH200)
+    assert plan.keeps_all_on_gpu and plan.modelled is not None
     assert plan.modelled.seconds == pytest.approx(plan.modelled.bound_s)
 
 
 def test_an_idle_expert_leaves_before_anything_else_does() -> None:
-    plan = place(a_step(*[LARGE] * 8, update_s=0.0, idle_bytes=40 * GIB), GH200)
-    assert plan.idle_at_home and fates(plan) == {Fate.KEEP: 8}
+    plan = plan_step(a_step(*[LARGE] * 8, update_s=0.0, idle_bytes=40 * GIB), GH200)
+    assert plan.idle_at_home and fates(plan) == {ActivationPolicy.KEEP: 8}
     assert any("back in 115 ms" in reason for reason in plan.reasons)
 
 
 def test_activations_that_hide_behind_work_are_sent_and_not_recomputed() -> None:
-    plan = place(a_step(*[LARGE] * 40), GH200)
-    assert fates(plan)[Fate.SEND] >= 25 and not fates(plan)[Fate.RECOMPUTE]
+    plan = plan_step(a_step(*[LARGE] * 40), GH200)
+    assert fates(plan)[ActivationPolicy.SEND] >= 25 and not fates(plan)[ActivationPolicy.RECOMPUTE]
     assert plan.modelled is not None and plan.modelled.seconds <= 1.002 * plan.modelled.bound_s
-    assert "making them again would take" in next(b.reason for b in plan.blocks if b.activations is Fate.SEND)
+    assert "making them again would take" in next(
+        b.reason for b in plan.blocks if b.activations is ActivationPolicy.SEND
+    )
 
 
 def test_what_host_memory_has_no_room_for_is_recomputed() -> None:
-    plan = place(a_step(*[LARGE] * 40), GH200, Limits(96 * GIB, 100 * GIB))
-    assert fates(plan)[Fate.SEND] in (11, 12) and fates(plan)[Fate.RECOMPUTE] >= 15
+    plan = plan_step(a_step(*[LARGE] * 40), GH200, MemoryLimits(96 * GIB, 100 * GIB))
+    assert fates(plan)[ActivationPolicy.SEND] in (11, 12) and fates(plan)[ActivationPolicy.RECOMPUTE] >= 15
     assert plan.modelled is not None and plan.modelled.seconds <= 1.03 * plan.modelled.bound_s
 
 
 def test_a_link_that_is_slower_than_recomputing_is_left_alone() -> None:
-    slow = replace(Rates.of(GH200), to_host_bytes_s=5e9, to_device_bytes_s=5e9)
-    plan = place(a_step(*[LARGE] * 40), GH200, rates=slow)
-    assert fates(plan)[Fate.RECOMPUTE] >= 25
+    slow = replace(MachineRates.from_machine(GH200), to_host_bytes_s=5e9, to_device_bytes_s=5e9)
+    plan = plan_step(a_step(*[LARGE] * 40), GH200, rates=slow)
+    assert fates(plan)[ActivationPolicy.RECOMPUTE] >= 25
 
 
 def test_weights_beyond_the_gpu_are_streamed_ahead() -> None:
     heavy = replace(LARGE, frozen_bytes=4 * GIB, saved_bytes=GIB, input_bytes=GIB // 8)
-    plan = place(a_step(*[heavy] * 30), GH200)
-    streamed = [block for block in plan.blocks if block.weights is Residence.STREAMED]
+    plan = plan_step(a_step(*[heavy] * 30), GH200)
+    streamed = [block for block in plan.blocks if block.weights is WeightPlacement.STREAMED]
     assert 5 <= len(streamed) < 30 and plan.ahead >= 1
     assert "nothing goes back" in streamed[0].reason
 
 
 def test_an_optimizer_too_large_for_the_gpu_steps_where_it_is_quickest() -> None:
-    plan = place(table("flux-full"), GH200)
-    assert plan.stepping is Stepping.STREAMED and any("crosses the link in 576 ms" in reason for reason in plan.reasons)
-    quick = replace(Rates.of(GH200), host_bytes_s=1e15)
-    assert place(table("flux-full"), GH200, rates=quick).stepping is Stepping.HOST
+    plan = plan_step(table("flux-full"), GH200)
+    assert plan.stepping is OptimizerPlacement.STREAMED and any(
+        "crosses the link in 576 ms" in reason for reason in plan.reasons
+    )
+    quick = replace(MachineRates.from_machine(GH200), host_bytes_s=1e15)
+    assert plan_step(table("flux-full"), GH200, rates=quick).stepping is OptimizerPlacement.HOST
 
 
 def test_an_optimizer_that_steps_all_at_once_must_find_room_for_all_at_once() -> None:
     full = table("flux-full")
-    assert place(full, GH200).stepping is Stepping.STREAMED
-    assert place(replace(full, by_pieces=False), GH200).stepping is Stepping.HOST
+    assert plan_step(full, GH200).stepping is OptimizerPlacement.STREAMED
+    assert plan_step(replace(full, by_pieces=False), GH200).stepping is OptimizerPlacement.HOST
 
 
 def test_what_stands_around_the_blocks_stays_where_it_is() -> None:
     around = replace(LARGE, name="(before)", frozen_bytes=6 * GIB, recomputable=False)
     step = a_step(*[replace(LARGE, frozen_bytes=4 * GIB)] * 30)
-    plan = place(replace(step, blocks=(around, *step.blocks, replace(around, name="(after)"))), GH200)
-    assert plan.fits and any(block.weights is Residence.STREAMED for block in plan.blocks)
+    plan = plan_step(replace(step, blocks=(around, *step.blocks, replace(around, name="(after)"))), GH200)
+    assert plan.fits and any(block.weights is WeightPlacement.STREAMED for block in plan.blocks)
     for block in (plan.blocks[0], plan.blocks[-1]):
-        assert (block.weights, block.activations) == (Residence.GPU, Fate.KEEP)
+        assert (block.weights, block.activations) == (WeightPlacement.GPU, ActivationPolicy.KEEP)
 
 
 def test_on_one_pool_nothing_is_sent_and_nothing_streamed() -> None:
-    plan = place(a_step(*[LARGE] * 40, idle_bytes=GIB), MACHINES["gb10"])
-    assert plan.fits and not fates(plan)[Fate.SEND] and not plan.idle_at_home
-    assert all(block.weights is Residence.GPU for block in plan.blocks)
+    plan = plan_step(a_step(*[LARGE] * 40, idle_bytes=GIB), MACHINES["gb10"])
+    assert plan.fits and not fates(plan)[ActivationPolicy.SEND] and not plan.idle_at_home
+    assert all(block.weights is WeightPlacement.GPU for block in plan.blocks)
 
 
 def test_what_does_not_fit_says_by_how_much() -> None:
-    plan = place(a_step(*[replace(LARGE, saved_bytes=200 * GIB)] * 4), GH200)
+    plan = plan_step(a_step(*[replace(LARGE, saved_bytes=200 * GIB)] * 4), GH200)
     assert not plan.fits and plan.modelled is not None and plan.modelled.seconds == math.inf
     assert plan.modelled.gpu_peak_bytes > 200 * GIB
     assert "it lacks 1" in plan.reasons[0] and "GiB of GPU memory" in plan.reasons[0]
 
 
 def test_a_card_whose_host_nobody_knows_is_given_nothing_to_put_there() -> None:
-    plan = place(a_step(*[LARGE] * 40), MACHINES["h100-80-pcie"])
+    plan = plan_step(a_step(*[LARGE] * 40), MACHINES["h100-80-pcie"])
     assert plan.modelled is not None and plan.modelled.host_peak_bytes == 0
     assert any("not known" in reason for reason in plan.reasons)
 
 
 def test_a_machine_with_an_unknown_figure_gets_a_plan_without_a_time() -> None:
-    plan = place(a_step(*[LARGE] * 60), MACHINES["gb200"])
+    plan = plan_step(a_step(*[LARGE] * 60), MACHINES["gb200"])
     assert plan.fits and plan.modelled is None
     assert any("to_device_bytes_s" in reason for reason in plan.reasons)
 
 
 def test_the_same_step_gives_the_same_plan() -> None:
-    assert place(table("wan-full"), GH200) == place(table("wan-full"), GH200)
+    assert plan_step(table("wan-full"), GH200) == plan_step(table("wan-full"), GH200)
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_full_size_plans_on_a_gh200_are_near_the_bound_and_quickly_made(name: str) -> None:
     begin = time.process_time()
-    plan = place(table(name), GH200)
+    plan = plan_step(table(name), GH200)
     assert time.process_time() - begin < 5
     assert plan.modelled is not None and plan.modelled.seconds <= 1.10 * plan.modelled.bound_s
 
 
 def test_a_longer_beginning_of_a_spread_order_fills_the_gaps() -> None:
-    order = spread(range(8))
+    order = evenly_spread_order(range(8))
     assert sorted(order) == list(range(8)) and order[:4] == [0, 4, 2, 6]
-    assert sorted(spread(range(5))) == list(range(5))
+    assert sorted(evenly_spread_order(range(5))) == list(range(5))
 
 
 def test_a_link_that_slows_down_changes_the_plan() -> None:
     """What counters say goes in as rates: the plan is made anew from them."""
     step = a_step(*[LARGE] * 40)
-    before, after = place(step, GH200), place(step, GH200, rates=replace(ROUND, **_slower(Rates.of(GH200), 20)))
-    assert fates(after)[Fate.SEND] < fates(before)[Fate.SEND]
+    before, after = (
+        plan_step(step, GH200),
+        plan_step(step, GH200, rates=replace(ROUND, **_slower(MachineRates.from_machine(GH200), 20))),
+    )
+    assert fates(after)[ActivationPolicy.SEND] < fates(before)[ActivationPolicy.SEND]
 
 
-def _slower(known: Rates, times: float) -> dict[str, float | None]:
+def _slower(known: MachineRates, times: float) -> dict[str, float | None]:
     up, down = known.to_device_bytes_s, known.to_host_bytes_s
     assert up is not None and down is not None
-    fields = {name: getattr(known, name) for name in Rates.__slots__}
+    fields = {name: getattr(known, name) for name in MachineRates.__slots__}
     return {**fields, "to_device_bytes_s": up / times, "to_host_bytes_s": down / times}

@@ -13,9 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from supertuner.core.types import MIB
-from supertuner.plan.placement.step_table import Work
-from supertuner.plan.trace.caching_allocator import Block, CachingAllocator, Full, reserved
-from supertuner.plan.trace.record import Kind, Pass, Stretch, Trace
+from supertuner.plan.placement.step_table import OperatorWork
+from supertuner.plan.trace.caching_allocator import (
+    AllocatorBlock,
+    AllocatorOutOfMemory,
+    CachingAllocator,
+    simulate_allocator,
+)
+from supertuner.plan.trace.record import ExecutionTrace, StepPass, TensorKind, TraceSpan
 
 
 @pytest.mark.parametrize(
@@ -33,82 +38,82 @@ from supertuner.plan.trace.record import Kind, Pass, Stretch, Trace
 )
 def test_a_first_request_is_served_from_a_segment_of_its_class(asked: int, allocated: int, segment: int) -> None:
     allocator = CachingAllocator()
-    allocator.take(asked)
-    assert (allocator.allocated, allocator.reserved) == (allocated, segment)
+    allocator.allocate(asked)
+    assert (allocator.allocated_bytes, allocator.reserved_bytes) == (allocated, segment)
 
 
 def test_a_rest_of_a_megabyte_is_not_split_off() -> None:
     """What is left of a large block counts as allocated: it is no use to anybody."""
     allocator = CachingAllocator()
-    allocator.take(13 * MIB)
-    assert allocator.allocated == 14 * MIB
+    allocator.allocate(13 * MIB)
+    assert allocator.allocated_bytes == 14 * MIB
 
 
 def test_the_smallest_block_that_fits_is_taken() -> None:
     allocator = CachingAllocator()
-    wide, wall, narrow = allocator.take(60 * MIB), allocator.take(30 * MIB), allocator.take(40 * MIB)
-    allocator.give_back(wide)
-    allocator.give_back(narrow)
-    assert allocator.take(38 * MIB).nbytes == 38 * MIB
-    assert allocator.reserved == 130 * MIB
-    assert allocator.take(60 * MIB).address == wide.address != wall.address
+    wide, wall, narrow = allocator.allocate(60 * MIB), allocator.allocate(30 * MIB), allocator.allocate(40 * MIB)
+    allocator.free(wide)
+    allocator.free(narrow)
+    assert allocator.allocate(38 * MIB).nbytes == 38 * MIB
+    assert allocator.reserved_bytes == 130 * MIB
+    assert allocator.allocate(60 * MIB).address == wide.address != wall.address
 
 
 def test_free_neighbours_are_one_block_again() -> None:
     allocator = CachingAllocator()
-    parts = [allocator.take(4 * MIB) for _ in range(5)]
-    assert allocator.reserved == 20 * MIB
+    parts = [allocator.allocate(4 * MIB) for _ in range(5)]
+    assert allocator.reserved_bytes == 20 * MIB
     for index in (1, 3, 2, 0, 4):
-        allocator.give_back(parts[index])
-    allocator.take(20 * MIB)
-    assert allocator.reserved == 20 * MIB
+        allocator.free(parts[index])
+    allocator.allocate(20 * MIB)
+    assert allocator.reserved_bytes == 20 * MIB
 
 
 def test_what_is_full_gives_free_segments_back_before_it_refuses() -> None:
     allocator = CachingAllocator(limit_bytes=100 * MIB)
-    small = [allocator.take(30 * MIB) for _ in range(3)]
+    small = [allocator.allocate(30 * MIB) for _ in range(3)]
     for block in small:
-        allocator.give_back(block)
-    allocator.take(80 * MIB)
-    assert (allocator.retries, allocator.reserved) == (1, 80 * MIB)
-    with pytest.raises(Full):
-        allocator.take(30 * MIB)
+        allocator.free(block)
+    allocator.allocate(80 * MIB)
+    assert (allocator.retries, allocator.reserved_bytes) == (1, 80 * MIB)
+    with pytest.raises(AllocatorOutOfMemory):
+        allocator.allocate(30 * MIB)
 
 
 @given(st.lists(st.tuples(st.integers(1, 40 * MIB), st.integers(0, 20)), max_size=60))
 def test_nothing_overlaps_and_everything_comes_back(asked: list[tuple[int, int]]) -> None:
     allocator = CachingAllocator()
-    live: list[tuple[Block, int]] = []
+    live: list[tuple[AllocatorBlock, int]] = []
     for nbytes, victim in asked:
-        block = allocator.take(nbytes)
+        block = allocator.allocate(nbytes)
         assert nbytes <= block.nbytes
         live.append((block, nbytes))
         if victim < len(live) - 1:
-            allocator.give_back(live.pop(victim)[0])
+            allocator.free(live.pop(victim)[0])
         spans = sorted((one.address, one.address + one.nbytes) for one, _ in live)
         assert all(end <= begin for (_, end), (begin, _) in pairwise(spans))
-        assert allocator.allocated == sum(one.nbytes for one, _ in live) <= allocator.reserved
+        assert allocator.allocated_bytes == sum(one.nbytes for one, _ in live) <= allocator.reserved_bytes
     for block, _ in live:
-        allocator.give_back(block)
-    assert allocator.allocated == 0
-    assert sum(size for listed in allocator._free.values() for size, _ in listed) == allocator.reserved
+        allocator.free(block)
+    assert allocator.allocated_bytes == 0
+    assert sum(size for listed in allocator._free_sizes.values() for size, _ in listed) == allocator.reserved_bytes
 
 
-def trace_of(tensors: list[tuple[int, int, int, Kind]], end: int, update: int) -> Trace:
+def trace_of(tensors: list[tuple[int, int, int, TensorKind]], end: int, update: int) -> ExecutionTrace:
     """(bytes, birth, death, class) of each tensor."""
     nbytes, birth, death, kind = zip(*tensors, strict=True)
-    return Trace(
+    return ExecutionTrace(
         phase="train model",
         device="cuda",
-        granule=512,
+        alignment_bytes=512,
         blocks=("(before)", "(after)"),
         nbytes=np.array(nbytes, dtype=np.int64),
         birth=np.array(birth, dtype=np.int64),
         death=np.array(death, dtype=np.int64),
         kind=np.array(kind, dtype=np.uint8),
         block=np.zeros(len(tensors), dtype=np.int16),
-        stretches=(Stretch(0, Pass.UPDATE, update, end, Work(), ()),),
-        inputs=np.zeros((0, 2), dtype=np.int64),
+        spans=(TraceSpan(0, StepPass.UPDATE, update, end, OperatorWork(), ()),),
+        block_inputs=np.zeros((0, 2), dtype=np.int64),
         end=end,
     )
 
@@ -116,13 +121,13 @@ def trace_of(tensors: list[tuple[int, int, int, Kind]], end: int, update: int) -
 def test_state_that_the_first_update_makes_lies_between_what_comes_and_goes() -> None:
     weights, activation, gradient = 100 * MIB, 60 * MIB, 20 * MIB
     tensors = [
-        (weights, 0, 9, Kind.TRAINED),
-        (40 * MIB, 0, 9, Kind.STATE),
-        (activation, 1, 3, Kind.ACTIVATION),
-        (gradient, 2, 5, Kind.GRADIENT),
-        (30 * MIB, 4, 6, Kind.TEMPORARY),
+        (weights, 0, 9, TensorKind.TRAINED),
+        (40 * MIB, 0, 9, TensorKind.STATE),
+        (activation, 1, 3, TensorKind.ACTIVATION),
+        (gradient, 2, 5, TensorKind.GRADIENT),
+        (30 * MIB, 4, 6, TensorKind.TEMPORARY),
     ]
-    found = reserved(trace_of(tensors, 9, 4))
+    found = simulate_allocator(trace_of(tensors, 9, 4))
     assert found.allocated_bytes == weights + 40 * MIB + activation + gradient
     # 40 of state go into what the first activation left; the second window needs a new place for its own.
     assert found.reserved_bytes == weights + activation + gradient + 30 * MIB + activation
@@ -130,6 +135,6 @@ def test_state_that_the_first_update_makes_lies_between_what_comes_and_goes() ->
 
 
 def test_a_step_that_does_not_fit_says_so() -> None:
-    tensors = [(100 * MIB, 0, 9, Kind.FROZEN), (60 * MIB, 1, 3, Kind.ACTIVATION)]
-    assert not reserved(trace_of(tensors, 9, 9), limit_bytes=150 * MIB).fits
-    assert reserved(trace_of(tensors, 9, 9), limit_bytes=160 * MIB).fits
+    tensors = [(100 * MIB, 0, 9, TensorKind.FROZEN), (60 * MIB, 1, 3, TensorKind.ACTIVATION)]
+    assert not simulate_allocator(trace_of(tensors, 9, 9), limit_bytes=150 * MIB).fits
+    assert simulate_allocator(trace_of(tensors, 9, 9), limit_bytes=160 * MIB).fits

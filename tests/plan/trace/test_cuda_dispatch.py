@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from supertuner.plan.trace import cuda_dispatch as cuda_ways
-from supertuner.plan.trace.cuda_dispatch import as_on_cuda
+from supertuner.plan.trace.cuda_dispatch import dispatch_as_cuda
 
 HOPPER, BLACKWELL_SMALL = (9, 0), (12, 1)
 RARE = {
@@ -25,7 +25,7 @@ RARE = {
 """What CUDA casts and no model here has: recurrent cells, norms by an old name, kernels that nobody calls by name."""
 
 
-class Seen(TorchDispatchMode):
+class OperatorRecorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
@@ -50,23 +50,33 @@ def cast_on(key: str) -> set[str]:
 
 def test_the_lists_name_what_this_torch_casts_on_cuda_and_not_on_the_cpu() -> None:
     """A new release of torch that casts more, or less, is noticed here."""
-    listed = {*cuda_ways.IN_FP32, *cuda_ways.SUMMED_IN_FP32, *cuda_ways.LOWERED, *cuda_ways.WIDENED}
+    listed = {
+        *cuda_ways.AUTOCAST_FP32,
+        *cuda_ways.AUTOCAST_FP32_OUTPUT,
+        *cuda_ways.AUTOCAST_LOWER_PRECISION,
+        *cuda_ways.AUTOCAST_PROMOTE,
+    }
     assert listed == cast_on("AutocastCUDA") - cast_on("AutocastCPU") - RARE
 
 
 def test_what_is_left_alone_is_cast_on_the_cpu_only() -> None:
-    assert set(cuda_ways.LEFT_ALONE) <= cast_on("AutocastCPU") - cast_on("AutocastCUDA")
+    assert set(cuda_ways.NOT_CAST_ON_CUDA) <= cast_on("AutocastCPU") - cast_on("AutocastCUDA")
 
 
 def test_every_operator_of_the_lists_exists() -> None:
-    for name in (*cuda_ways.IN_FP32, *cuda_ways.SUMMED_IN_FP32, *cuda_ways.LOWERED, *cuda_ways.WIDENED):
-        assert isinstance(cuda_ways.operator(name), torch._ops.OpOverload)
+    for name in (
+        *cuda_ways.AUTOCAST_FP32,
+        *cuda_ways.AUTOCAST_FP32_OUTPUT,
+        *cuda_ways.AUTOCAST_LOWER_PRECISION,
+        *cuda_ways.AUTOCAST_PROMOTE,
+    ):
+        assert isinstance(cuda_ways.find_operator(name), torch._ops.OpOverload)
 
 
 @pytest.mark.usefixtures("fake")
 def test_norms_and_powers_are_fp32_under_autocast_as_on_cuda() -> None:
     values = torch.empty(2, 8, 16, dtype=torch.bfloat16)
-    with as_on_cuda(HOPPER), torch.autocast("cpu", torch.bfloat16):
+    with dispatch_as_cuda(HOPPER), torch.autocast("cpu", torch.bfloat16):
         assert F.layer_norm(values, (16,)).dtype == torch.float32
         assert values.pow(2).dtype == torch.float32
         assert F.rms_norm(values, (16,)).dtype == torch.float32
@@ -81,16 +91,16 @@ def test_norms_and_powers_are_fp32_under_autocast_as_on_cuda() -> None:
 @pytest.mark.usefixtures("fake")
 def test_without_autocast_nothing_is_cast() -> None:
     values = torch.empty(2, 8, 16, dtype=torch.bfloat16)
-    with as_on_cuda(HOPPER):
+    with dispatch_as_cuda(HOPPER):
         assert F.layer_norm(values, (16,)).dtype == torch.bfloat16
 
 
 @pytest.mark.usefixtures("fake")
 def test_outside_it_is_as_before() -> None:
     values = torch.empty(2, 8, 16, dtype=torch.bfloat16)
-    with as_on_cuda(HOPPER):
+    with dispatch_as_cuda(HOPPER):
         pass
-    with torch.autocast("cpu", torch.bfloat16), Seen() as seen:
+    with torch.autocast("cpu", torch.bfloat16), OperatorRecorder() as seen:
         assert F.layer_norm(values, (16,)).dtype == torch.bfloat16
         F.scaled_dot_product_attention(*(torch.empty(1, 2, 16, 64, dtype=torch.bfloat16) for _ in range(3)))
         torch.stack([values, values.float()])
@@ -100,7 +110,7 @@ def test_outside_it_is_as_before() -> None:
 
 @pytest.mark.usefixtures("fake")
 def test_it_ends_with_an_error_too() -> None:
-    with pytest.raises(ZeroDivisionError), as_on_cuda(HOPPER):
+    with pytest.raises(ZeroDivisionError), dispatch_as_cuda(HOPPER):
         raise ZeroDivisionError
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.empty(4, dtype=torch.bfloat16).exp().dtype == torch.bfloat16
@@ -122,7 +132,7 @@ def test_attention_is_computed_and_differentiated_by_the_chips_kernel(
 ) -> None:
     query, key, value = (torch.empty(2, 4, 64, 32, dtype=dtype, requires_grad=True) for _ in range(3))
     mask = torch.empty(2, 1, 64, 64, dtype=torch.bool) if masked else None
-    with as_on_cuda(capability), Seen() as seen:
+    with dispatch_as_cuda(capability), OperatorRecorder() as seen:
         result = F.scaled_dot_product_attention(query, key, value, mask)
         result.sum().backward()
     assert [name for name in seen.names if "attention" in name] == [expected, f"{expected}_backward"]
@@ -132,7 +142,7 @@ def test_attention_is_computed_and_differentiated_by_the_chips_kernel(
 @pytest.mark.usefixtures("fake")
 def test_heads_of_odd_width_are_padded_for_flash_attention() -> None:
     query = torch.empty(1, 2, 16, 20, dtype=torch.bfloat16)
-    with as_on_cuda(HOPPER), Seen() as seen:
+    with dispatch_as_cuda(HOPPER), OperatorRecorder() as seen:
         assert F.scaled_dot_product_attention(query, query, query).shape == query.shape
     assert seen.names.count("constant_pad_nd") == 3
 
@@ -140,7 +150,7 @@ def test_heads_of_odd_width_are_padded_for_flash_attention() -> None:
 @pytest.mark.usefixtures("fake")
 def test_an_rms_norm_is_one_kernel_each_way() -> None:
     values, weight = torch.empty(4, 64, requires_grad=True), torch.empty(64, requires_grad=True)
-    with as_on_cuda(HOPPER), Seen() as seen:
+    with dispatch_as_cuda(HOPPER), OperatorRecorder() as seen:
         F.rms_norm(values, (64,), weight).sum().backward()
     assert {"_fused_rms_norm", "_fused_rms_norm_backward"} <= set(seen.names)
     assert values.grad is not None and weight.grad is not None
@@ -149,6 +159,6 @@ def test_an_rms_norm_is_one_kernel_each_way() -> None:
 @pytest.mark.usefixtures("fake")
 def test_an_rms_norm_of_two_number_formats_is_taken_apart() -> None:
     values, weight = torch.empty(4, 64, dtype=torch.bfloat16), torch.empty(64)
-    with as_on_cuda(HOPPER), Seen() as seen:
+    with dispatch_as_cuda(HOPPER), OperatorRecorder() as seen:
         assert F.rms_norm(values, (64,), weight).dtype == torch.bfloat16
     assert "_fused_rms_norm" not in seen.names

@@ -10,11 +10,11 @@ from supertuner.config.settings.model import ModelSettings
 from supertuner.config.settings.tree import RunConfig
 from supertuner.core.errors import ModelError
 from supertuner.models import loading
-from supertuner.models.blocks import blocks_of
-from supertuner.models.published import PUBLISHED, described
-from supertuner.models.table import PIPELINES
-from supertuner.plan.trace.shapes import Shaper, hollowed
-from tests.models.families.pipelines import Written
+from supertuner.models.blocks import named_blocks
+from supertuner.models.published import PUBLISHED, describe_model
+from supertuner.models.table import FAMILY_BY_PIPELINE
+from supertuner.plan.trace.shapes import EncoderShapeProbe, without_weights
+from tests.models.families.pipelines import WrittenPipeline
 
 BILLIONS = {
     "wan-ai/wan2.2-t2v-a14b-diffusers": {"transformer": 14.29, "vae": 0.127, "text_encoder": 5.68},
@@ -36,38 +36,38 @@ def tensors(module: nn.Module) -> dict[str, tuple[torch.Size, torch.dtype]]:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_a_hollow_part_has_the_tensors_of_a_loaded_one(written: Written, dtype: torch.dtype) -> None:
+def test_a_hollow_part_has_the_tensors_of_a_loaded_one(written: WrittenPipeline, dtype: torch.dtype) -> None:
     for part in written.model.configs:
         if part and not part.startswith(("tokenizer", "scheduler")):
-            loaded = loading.module(written.model, part, dtype)
-            hollow = loading.module(hollowed(written.model), part, dtype)
+            loaded = loading.load_module(written.model, part, dtype)
+            hollow = loading.load_module(without_weights(written.model), part, dtype)
             assert tensors(hollow) == tensors(loaded), part
             assert all(one.is_meta for one in hollow.parameters()), part
 
 
-def test_shapes_of_any_size_are_those_that_the_encoders_make(written: Written) -> None:
+def test_shapes_of_any_size_are_those_that_the_encoders_make(written: WrittenPipeline) -> None:
     family, model = written.family, written.model
-    shaper = Shaper(RunConfig(), family, model)
-    encoder = family.media_encoder(model, torch.device("cpu"))
+    shaper = EncoderShapeProbe(RunConfig(), family, model)
+    encoder = family.build_media_encoder(model, torch.device("cpu"))
     *leading, height, width = written.case.shape
     longer = [leading, [*leading[:1], 9]] if len(leading) == 2 else [leading]
     for front in longer:
         for shape in ((*front, height, width), (*front, 2 * height, 3 * width)):
-            if family.why_not(model, shape):
+            if family.unsupported_reason(model, shape):
                 continue
             made = encoder.encode(torch.zeros(1, *shape, dtype=torch.uint8))
-            learnt = shaper.encoded(shape)
+            learnt = shaper.encoded_specs(shape)
             assert {name: one.shape for name, one in learnt.items()} == {
                 name: tuple(one.shape[1:]) for name, one in made.items()
             }
 
 
-def test_a_batch_is_told_what_the_longest_caption_says(written: Written) -> None:
+def test_a_batch_is_told_what_the_longest_caption_says(written: WrittenPipeline) -> None:
     family, model = written.family, written.model
     caption = "word " * 2000
     one = written.text_encoder(torch.float32).encode([caption])[0]
     said = family.pad_text(model, [one])
-    learnt = Shaper(RunConfig(), family, model).text(1)
+    learnt = EncoderShapeProbe(RunConfig(), family, model).text_specs(1)
     assert {name: field.shape for name, field in learnt.items()} == {
         name: tuple(tensor.shape[1:]) for name, tensor in said.items()
     }
@@ -75,37 +75,39 @@ def test_a_batch_is_told_what_the_longest_caption_says(written: Written) -> None
 
 @pytest.mark.parametrize("name", BILLIONS)
 def test_a_published_model_has_as_many_parameters_as_its_authors_say(name: str) -> None:
-    family = PIPELINES[PUBLISHED[name]["index"]["_class_name"]]
-    _, model, known = described(ModelSettings.model_validate({"family": family, "path": name}))
+    family = FAMILY_BY_PIPELINE[PUBLISHED[name]["index"]["_class_name"]]
+    _, model, known = describe_model(ModelSettings.model_validate({"family": family, "path": name}))
     assert "nothing downloaded" in known
     for part, billions in BILLIONS[name].items():
-        module = loading.module(model, part, torch.bfloat16)
+        module = loading.load_module(model, part, torch.bfloat16)
         assert sum(one.numel() for one in module.parameters()) / 1e9 == pytest.approx(billions, rel=0.002), part
 
 
 def test_every_published_model_is_read_by_its_family() -> None:
     for name, known in PUBLISHED.items():
-        family, model, _ = described(
-            ModelSettings.model_validate({"family": PIPELINES[known["index"]["_class_name"]], "path": name})
+        family, model, _ = describe_model(
+            ModelSettings.model_validate({"family": FAMILY_BY_PIPELINE[known["index"]["_class_name"]], "path": name})
         )
-        assert model.source.hollow and model.source.path == name
+        assert model.source.without_weights and model.source.path == name
         for expert in model.experts:
-            assert blocks_of(loading.skeleton(model, expert.part)), name
-        assert family.why_not(model, (3, 81, 704, 1280) if family.name == "wan2.2" else (3, 1024, 1024)) is None
+            assert named_blocks(loading.build_meta_module(model, expert.component)), name
+        assert (
+            family.unsupported_reason(model, (3, 81, 704, 1280) if family.name == "wan2.2" else (3, 1024, 1024)) is None
+        )
 
 
 def test_a_name_that_nobody_knows_is_told_with_its_neighbour() -> None:
     settings = ModelSettings(family="flux", path="black-forest-labs/FLUX.1-dew")
     with pytest.raises(ModelError, match=r"did you mean black-forest-labs/flux\.1-dev"):
-        described(settings)
+        describe_model(settings)
 
 
 def test_a_stranger_is_told_who_is_known_of_its_family() -> None:
     with pytest.raises(ModelError, match=r"of sdxl are known .*stable-diffusion-xl-base.* config files"):
-        described(ModelSettings(family="sdxl", path="somebody/else"))
+        describe_model(ModelSettings(family="sdxl", path="somebody/else"))
 
 
 def test_blocks_of_a_unet_come_in_the_order_of_its_forward_pass() -> None:
-    _, model, _ = described(ModelSettings(family="sdxl", path="stabilityai/stable-diffusion-xl-base-1.0"))
-    names = list(blocks_of(loading.skeleton(model, "unet")))
+    _, model, _ = describe_model(ModelSettings(family="sdxl", path="stabilityai/stable-diffusion-xl-base-1.0"))
+    names = list(named_blocks(loading.build_meta_module(model, "unet")))
     assert names == [*(f"down_blocks.{n}" for n in range(3)), "mid_block", *(f"up_blocks.{n}" for n in range(3))]

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from supertuner.tools.baseline.record import Job, Start, Step
+from supertuner.tools.baseline.record import MeasuredJob, MeasuredStep, StartupTimes
 from supertuner.tools.baseline.store import Baseline
 
 MIB = 1 << 20
@@ -26,7 +26,7 @@ def job(
     hints: Mapping[str, int] | None = None,
     windows: Sequence[int] = (4,),
     between_s: float = 0.001,
-) -> Job:
+) -> MeasuredJob:
     """Steps of `step_s`, each off by `noise`; `weather` is how much slower the machine is at a step."""
     draw = random.Random(seed)
     made = []
@@ -34,10 +34,10 @@ def job(
         seconds = step_s * weather(at) * draw.lognormvariate(0, noise)
         window = windows[at % len(windows)]
         expert = "high_noise" if at % 2 == 0 else "low_noise"
-        made.append(Step(at + 1, window, expert, loss(at), seconds, 0.0, seconds + between_s))
-    return Job(
+        made.append(MeasuredStep(at + 1, window, expert, loss(at), seconds, 0.0, seconds + between_s))
+    return MeasuredJob(
         steps=tuple(made),
-        start=Start(first_step_s - step_s, first_step_s, cold),
+        start=StartupTimes(first_step_s - step_s, first_step_s, cold),
         peaks=peaks if peaks is not None else {"process.resident": 500 * MIB},
         hints=hints or {},
         memory=("residency hints off: the run computes on cpu",),
@@ -48,7 +48,7 @@ def job(
     )
 
 
-def jobs(count: int = 3, *, apart: float = 0.005, seed: int = 0, step_s: float = 0.1, **more: Any) -> list[Job]:
+def jobs(count: int = 3, *, apart: float = 0.005, seed: int = 0, step_s: float = 0.1, **more: Any) -> list[MeasuredJob]:
     """Repeats; from one process to the next a step differs by `apart`."""
     draw = random.Random(seed)
     return [job(step_s=step_s * draw.lognormvariate(0, apart), seed=seed * 100 + at, **more) for at in range(count)]

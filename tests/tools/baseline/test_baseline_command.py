@@ -11,12 +11,12 @@ from typer.testing import CliRunner, Result
 
 from supertuner.cli import app
 from supertuner.core.errors import BaselineError, OptionError
-from supertuner.core.events import Silence
+from supertuner.core.events import NullSink
 from supertuner.tools.baseline import capturing, checking, code, ratios
-from supertuner.tools.baseline.judging import Verdict
-from supertuner.tools.baseline.statistics import Interval
-from supertuner.tools.baseline.store import load, save
-from supertuner.tools.shapes import BASE
+from supertuner.tools.baseline.judging import RegressionVerdict
+from supertuner.tools.baseline.statistics import RatioInterval
+from supertuner.tools.baseline.store import load_baseline, save_baseline
+from supertuner.tools.shapes import BASE_MODEL
 from tests.tools.baseline.baselining import baseline, jobs
 
 pytestmark = pytest.mark.timeout(900)  # whole trainings, which wait for others on a busy machine
@@ -33,7 +33,7 @@ def write_config(folder: Path) -> Path:
         json.dumps(
             {
                 "run": {"name": "mine", "output_dir": "runs"},
-                "model": {"family": "wan2.2", "path": str(BASE)},
+                "model": {"family": "wan2.2", "path": str(BASE_MODEL)},
                 "arena": {"home": "arenas"},
                 "cache_config": {"persistent_cache": True, "cache_dir": "cache"},
                 "datasets": [{"id": "a", "instance_data_dir": str(PICTURES), "resolution": 32, "bucket_step": 16}],
@@ -62,7 +62,7 @@ def captured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 def test_a_capture_keeps_what_a_training_took(captured: tuple[Path, str]) -> None:
     folder, said = captured
-    found = load(folder / "baseline" / "now")
+    found = load_baseline(folder / "baseline" / "now")
     (one,) = found.jobs
     assert [step.step for step in one.steps] == list(range(1, 13))
     assert all(0 < step.seconds <= step.wall_s for step in one.steps)
@@ -114,7 +114,7 @@ def test_a_failed_capture_says_why_and_leaves_nothing(tmp_path: Path) -> None:
     given["model"]["path"] = "no/such/model"
     config.write_text(json.dumps(given))
     with pytest.raises(BaselineError, match=r"(?s)exit code 1.*no/such/model"):
-        capturing.capture(tmp_path / "baseline", "now", config, environ=dict(os.environ), progress=Silence())
+        capturing.capture_baseline(tmp_path / "baseline", "now", config, environ=dict(os.environ), progress=NullSink())
     assert not (tmp_path / "baseline").exists() or not list((tmp_path / "baseline").iterdir())
     assert not [path for path in (tmp_path / "runs").glob("*") if path.is_dir()]
 
@@ -131,7 +131,7 @@ def test_a_failed_capture_says_why_and_leaves_nothing(tmp_path: Path) -> None:
 )
 def test_the_exit_code_of_a_comparison(tmp_path: Path, after: list, exit_code: int, says: str) -> None:
     for name, made in (("before", jobs(seed=1, windows=[s.window for s in after[0].steps])), ("after", after)):
-        save(tmp_path / name, baseline(name, jobs=tuple(made)), "", {})
+        save_baseline(tmp_path / name, baseline(name, jobs=tuple(made)), "", {})
     done = supertuner("compare", "before", "after", "--dir", tmp_path)
     assert done.exit_code == exit_code, done.output
     assert done.output.splitlines()[2].startswith(says)
@@ -141,7 +141,7 @@ def test_the_exit_code_of_a_comparison(tmp_path: Path, after: list, exit_code: i
 
 def test_another_limit_is_another_verdict(tmp_path: Path) -> None:
     for name, step_s in (("before", 0.1), ("after", 0.115)):
-        save(tmp_path / name, baseline(name, jobs=tuple(jobs(seed=len(name), step_s=step_s))), "", {})
+        save_baseline(tmp_path / name, baseline(name, jobs=tuple(jobs(seed=len(name), step_s=step_s))), "", {})
     assert supertuner("compare", "before", "after", "--dir", tmp_path).exit_code == 1
     assert supertuner("compare", "before", "after", "--dir", tmp_path, "--limit", "30").exit_code == 0
 
@@ -149,7 +149,7 @@ def test_another_limit_is_another_verdict(tmp_path: Path) -> None:
 def test_baselines_are_listed_with_what_they_are_worth(tmp_path: Path) -> None:
     assert supertuner("ls", "--dir", tmp_path).output == f"no baseline in {tmp_path}\n"
     for name in ("before", "after"):
-        save(tmp_path / name, baseline(name), "", {})
+        save_baseline(tmp_path / name, baseline(name), "", {})
     lines = supertuner("ls", "--dir", tmp_path).output.splitlines()
     assert [line.split()[1] for line in lines[2:]] == ["after", "before"]
     assert "3 × 100" in lines[2] and "500 MiB" in lines[2] and "at 0123456789" in lines[2]
@@ -157,7 +157,7 @@ def test_baselines_are_listed_with_what_they_are_worth(tmp_path: Path) -> None:
 
 def test_a_launcher_that_starts_many_is_refused() -> None:
     with pytest.raises(OptionError, match="without torchrun"):
-        capturing.require_alone(
+        capturing.require_single_process(
             {
                 "RANK": "0",
                 "WORLD_SIZE": "2",
@@ -170,7 +170,7 @@ def test_a_launcher_that_starts_many_is_refused() -> None:
 
 
 def test_old_code_is_run_beside_only_where_it_is_here() -> None:
-    head = code.commit_of("HEAD")
+    head = code.resolve_commit("HEAD")
 
     def why(commit: str | None, **more: bool) -> tuple[bool, str]:
         found = checking._old_code(baseline(commit=commit), None, more.get("stored", False), {})
@@ -180,51 +180,51 @@ def test_old_code_is_run_beside_only_where_it_is_here() -> None:
     assert why("f" * 40)[0] is False
     if head is not None:
         assert "not committed" in why(head + "+")[1]
-        earlier = code.commit_of("HEAD~1")
+        earlier = code.resolve_commit("HEAD~1")
         if earlier is not None:
             assert why(earlier)[0] is True and why(earlier, stored=True)[0] is False
 
 
 def test_another_revision_is_written_out_beside_and_not_checked_out() -> None:
-    head = code.commit_of("HEAD")
+    head = code.resolve_commit("HEAD")
     if head is None:
         pytest.skip("no checkout")
-    with code.other("HEAD", {"PYTHONPATH": "/mine"}) as command:
-        assert command.code is not None and (command.code / "supertuner/tools/baseline/job.py").is_file()
-        assert command.environ["PYTHONPATH"] == f"{command.code}:/mine"
-        assert list(command.code.rglob("_bulk_io*.so")) or not list(code.PACKAGE.rglob("_bulk_io*.so"))
-        folder = command.code
+    with code.other_code("HEAD", {"PYTHONPATH": "/mine"}) as command:
+        assert command.code_path is not None and (command.code_path / "supertuner/tools/baseline/job.py").is_file()
+        assert command.environ["PYTHONPATH"] == f"{command.code_path}:/mine"
+        assert list(command.code_path.rglob("_bulk_io*.so")) or not list(code.PACKAGE_DIR.rglob("_bulk_io*.so"))
+        folder = command.code_path
     assert not folder.exists()
 
 
 @pytest.mark.parametrize("what", ["no-such-revision", "--help", ""])
 def test_code_that_is_nowhere_is_refused(what: str) -> None:
-    with pytest.raises(BaselineError, match="no folder with a supertuner"), code.other(what, {}):
+    with pytest.raises(BaselineError, match="no folder with a supertuner"), code.other_code(what, {}):
         pass
 
 
 def test_a_revision_without_the_package_is_refused_with_words() -> None:
-    first = code._git("rev-list", "--max-parents=0", "HEAD").splitlines()
-    if not first or code._git("ls-tree", first[0], "setup.py"):
+    first = code._git_output("rev-list", "--max-parents=0", "HEAD").splitlines()
+    if not first or code._git_output("ls-tree", first[0], "setup.py"):
         pytest.skip("no checkout, or one that begins with the package")
-    with pytest.raises(BaselineError, match=r"git cannot write out .*; name a later"), code.other(first[0], {}):
+    with pytest.raises(BaselineError, match=r"git cannot write out .*; name a later"), code.other_code(first[0], {}):
         pass
 
 
 def test_ratios_are_judged_by_ratios_and_hold_no_times(tmp_path: Path) -> None:
-    def made(step: float, losses: tuple[float, ...] = (1.0, 0.9, 0.8)) -> ratios.Ratios:
-        steps = Interval(step, step - 0.01, step + 0.01)
-        figures = {"step": steps, "time per sample": steps, "start": Interval(0.0, -1.0, 1.0)}
-        return ratios.Ratios("2026-01-31T09:30:00+00:00", 3, figures, losses, {"torch": "2.13"}, 5, "in turns")
+    def made(step: float, losses: tuple[float, ...] = (1.0, 0.9, 0.8)) -> ratios.PeerRatios:
+        steps = RatioInterval(step, step - 0.01, step + 0.01)
+        figures = {"step": steps, "time per sample": steps, "start": RatioInterval(0.0, -1.0, 1.0)}
+        return ratios.PeerRatios("2026-01-31T09:30:00+00:00", 3, figures, losses, {"torch": "2.13"}, 5, "in turns")
 
-    file = tmp_path / ratios.RATIOS
-    ratios.save(file, made(0.08))
-    kept = ratios.load(file)
+    file = tmp_path / ratios.RATIOS_FILE
+    ratios.save_ratios(file, made(0.08))
+    kept = ratios.load_ratios(file)
     assert kept.figures["step"].middle == pytest.approx(0.08) and kept.losses == (1.0, 0.9, 0.8)
     assert not [name for name in json.loads(file.read_text()) if "second" in name or name.endswith("_s")]
-    assert ratios.against(kept, made(0.09), 0.05).verdict is Verdict.SAME
-    assert ratios.against(kept, made(0.20), 0.05).verdict is Verdict.WORSE
-    assert ratios.against(kept, made(0.08, (1.0, 0.7, 0.6)), 0.05).learns_otherwise
+    assert ratios.compare_ratios(kept, made(0.09), 0.05).verdict is RegressionVerdict.SAME
+    assert ratios.compare_ratios(kept, made(0.20), 0.05).verdict is RegressionVerdict.WORSE
+    assert ratios.compare_ratios(kept, made(0.08, (1.0, 0.7, 0.6)), 0.05).losses_differ
     file.write_text("{}")
     with pytest.raises(BaselineError, match="capture it again"):
-        ratios.load(file)
+        ratios.load_ratios(file)

@@ -10,8 +10,8 @@ import pytest
 
 from supertuner.cli import main
 from supertuner.tools.baseline import ratios
-from supertuner.tools.baseline.statistics import Interval
-from supertuner.tools.baseline.store import _canonical, _digest, save
+from supertuner.tools.baseline.statistics import RatioInterval
+from supertuner.tools.baseline.store import _canonical, _digest, save_baseline
 from tests.tools.baseline.baselining import baseline
 
 Run = Callable[..., tuple[int, str]]
@@ -21,11 +21,11 @@ Run = Callable[..., tuple[int, str]]
 def run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     """`supertuner baseline …` in a folder with a baseline `one` and ratios `beside`: exit code, and all it said."""
     monkeypatch.chdir(tmp_path)
-    save(tmp_path / "baseline" / "one", baseline(), "", {})
+    save_baseline(tmp_path / "baseline" / "one", baseline(), "", {})
     (tmp_path / "baseline" / "beside").mkdir()
-    figures = {name: Interval(0.0, -0.01, 0.01) for name in ratios.KEPT}
-    kept = ratios.Ratios("2026-01-31T09:30:00+00:00", 3, figures, (1.0, 0.9, 0.8), {}, 5, "in turns")
-    ratios.save(tmp_path / "baseline" / "beside" / "ratios.json", kept)
+    figures = {name: RatioInterval(0.0, -0.01, 0.01) for name in ratios.COMPARED_FIGURES}
+    kept = ratios.PeerRatios("2026-01-31T09:30:00+00:00", 3, figures, (1.0, 0.9, 0.8), {}, 5, "in turns")
+    ratios.save_ratios(tmp_path / "baseline" / "beside" / "ratios.json", kept)
     (tmp_path / "peer.py").write_text("")
     (tmp_path / "run.json").write_text("{}")
 

@@ -10,95 +10,104 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from supertuner.tools.baseline.judging import Judged, Terms, Verdict, judge
-from supertuner.tools.baseline.losses import Likeness
-from supertuner.tools.baseline.record import Job
-from supertuner.tools.baseline.statistics import Interval, blocks, interval, quantile
+from supertuner.tools.baseline.judging import ComparisonResult, ComparisonTerms, RegressionVerdict, judge_jobs
+from supertuner.tools.baseline.losses import LossAgreement
+from supertuner.tools.baseline.record import MeasuredJob
+from supertuner.tools.baseline.statistics import RatioInterval, confidence_interval, quantile, reduce_blocks
 from supertuner.tools.baseline.verdict import as_json, as_markdown, headline
 from tests.tools.baseline.baselining import MIB, job, jobs
 
 
-def judged(old: list[Job], new: list[Job], turn_steps: int = 5, limit: float = 0.05) -> Judged:
-    return judge(old, new, Terms(turn_steps, limit), precision="fp32", how="as a test does")
+def judged(
+    old: list[MeasuredJob], new: list[MeasuredJob], turn_steps: int = 5, limit: float = 0.05
+) -> ComparisonResult:
+    return judge_jobs(old, new, ComparisonTerms(turn_steps, limit), precision="fp32", method="as a test does")
 
 
-def verdicts(found: Judged) -> dict[str, Verdict]:
+def verdicts(found: ComparisonResult) -> dict[str, RegressionVerdict]:
     return {one.name: one.verdict for one in found.figures}
 
 
 @pytest.mark.parametrize("turn_steps", [5, 0, -1])
 def test_steps_that_take_a_tenth_longer_are_worse_and_the_same_steps_are_not(turn_steps: int) -> None:
     slow = judged(jobs(seed=1), jobs(seed=2, step_s=0.11), turn_steps)
-    assert verdicts(slow)["step"] is verdicts(slow)["time per sample"] is Verdict.WORSE
-    assert slow.verdict is Verdict.WORSE and not slow.learns_otherwise
+    assert verdicts(slow)["step"] is verdicts(slow)["time per sample"] is RegressionVerdict.WORSE
+    assert slow.verdict is RegressionVerdict.WORSE and not slow.losses_differ
     same = judged(jobs(seed=1), jobs(seed=2), turn_steps)
-    assert same.verdict is Verdict.SAME, headline(same)
+    assert same.verdict is RegressionVerdict.SAME, headline(same)
     quick = judged(jobs(seed=1), jobs(seed=2, step_s=0.09), turn_steps)
-    assert verdicts(quick)["step"] is Verdict.BETTER and quick.verdict is Verdict.BETTER
+    assert verdicts(quick)["step"] is RegressionVerdict.BETTER and quick.verdict is RegressionVerdict.BETTER
 
 
 def test_weather_that_both_sides_saw_is_no_difference() -> None:
     """The machine is three times as slow for a while; in turns, both sides have the same steps in it."""
     storm = [1.0 if at % 50 < 30 else 3.0 for at in range(100)]
     old, new = (jobs(seed=seed, weather=storm.__getitem__) for seed in (1, 2))
-    assert judged(old, new).verdict is Verdict.SAME
+    assert judged(old, new).verdict is RegressionVerdict.SAME
 
 
 def test_noise_that_hides_the_limit_is_undecided_not_fine() -> None:
-    def drunk(seed: int) -> list[Job]:
+    def drunk(seed: int) -> list[MeasuredJob]:
         return jobs(seed=seed, apart=0.2, noise=0.4, steps=20, windows=tuple(range(1, 21)))
 
     found = judged(drunk(1), drunk(2))
-    assert verdicts(found)["step"] is Verdict.UNDECIDED
-    assert found.verdict is Verdict.UNDECIDED and "noise is too large" in " ".join(headline(found))
+    assert verdicts(found)["step"] is RegressionVerdict.UNDECIDED
+    assert found.verdict is RegressionVerdict.UNDECIDED and "noise is too large" in " ".join(headline(found))
 
 
 def test_where_others_disturb_the_quickest_steps_tell() -> None:
     """Others take the machine away from every second step or so, and never give anything."""
 
-    def disturbed(seed: int, step_s: float) -> list[Job]:
+    def disturbed(seed: int, step_s: float) -> list[MeasuredJob]:
         draw = random.Random(seed)
         hit = [[draw.choice((1.0, 1.0, 2.0, 3.5, 5.0)) for _ in range(100)] for _ in range(3)]
         return [job(step_s=step_s, noise=0.01, seed=seed + at, weather=hit[at].__getitem__) for at in range(3)]
 
     found = judged(disturbed(1, 0.1), disturbed(2, 0.12), turn_steps=-1)
     step = next(one for one in found.figures if one.name == "step")
-    assert step.verdict is Verdict.WORSE and "quickest" in step.note
-    assert step.found.ratio == pytest.approx(1.2, rel=0.03)
+    assert step.verdict is RegressionVerdict.WORSE and "quickest" in step.note
+    assert step.interval.ratio == pytest.approx(1.2, rel=0.03)
 
 
 def test_saves_between_steps_count_in_the_time_per_sample_and_not_in_the_step() -> None:
     found = verdicts(judged(jobs(seed=1), jobs(seed=2, between_s=0.02)))
-    assert found["step"] is Verdict.SAME and found["time per sample"] is Verdict.WORSE
+    assert found["step"] is RegressionVerdict.SAME and found["time per sample"] is RegressionVerdict.WORSE
 
 
 def test_steps_of_other_sizes_are_compared_by_sample() -> None:
     found = judged(jobs(seed=1, windows=(4,)), jobs(seed=2, windows=(8,), step_s=0.2), turn_steps=-1)
     step = next(one for one in found.figures if one.name == "step")
-    assert step.unit == "s/sample" and step.verdict is Verdict.SAME
-    assert found.losses.likeness is Likeness.INCOMPARABLE and not found.regressed
+    assert step.unit == "s/sample" and step.verdict is RegressionVerdict.SAME
+    assert found.losses.likeness is LossAgreement.INCOMPARABLE and not found.regressed
 
 
 def test_more_memory_is_worse_and_a_little_more_is_nothing() -> None:
-    def using(*mib: int) -> list[Job]:
+    def using(*mib: int) -> list[MeasuredJob]:
         return [
             job(seed=at, peaks={"process.resident": m * MIB, "process.shared": 2 * MIB}) for at, m in enumerate(mib)
         ]
 
-    assert verdicts(judged(using(500, 501, 499), using(600, 601, 599)))["peak process.resident"] is Verdict.WORSE
-    assert verdicts(judged(using(100, 101, 99), using(110, 111, 109)))["peak process.resident"] is Verdict.SAME
+    assert (
+        verdicts(judged(using(500, 501, 499), using(600, 601, 599)))["peak process.resident"] is RegressionVerdict.WORSE
+    )
+    assert (
+        verdicts(judged(using(100, 101, 99), using(110, 111, 109)))["peak process.resident"] is RegressionVerdict.SAME
+    )
     assert "peak process.shared" not in verdicts(judged(using(500, 501), using(500, 501)))
 
 
 def test_starts_are_compared_like_with_like() -> None:
-    def starting(*pairs: tuple[float, bool]) -> list[Job]:
+    def starting(*pairs: tuple[float, bool]) -> list[MeasuredJob]:
         return [job(seed=at, first_step_s=s, cold=cold) for at, (s, cold) in enumerate(pairs)]
 
     ready = [(8.0, False), (8.1, False), (7.9, False)]
     mixed = [(30.0, True), (8.0, False), (8.1, False)]
-    assert verdicts(judged(starting(*ready), starting(*mixed)))["start"] in (Verdict.SAME, Verdict.UNJUDGED)
+    assert verdicts(judged(starting(*ready), starting(*mixed)))["start"] in (
+        RegressionVerdict.SAME,
+        RegressionVerdict.UNJUDGED,
+    )
     slow = starting((12.0, False), (12.1, False), (11.9, False))
-    assert verdicts(judged(starting(*ready), slow))["start"] is Verdict.WORSE
+    assert verdicts(judged(starting(*ready), slow))["start"] is RegressionVerdict.WORSE
     only_cold = starting((30.0, True), (31.0, True), (29.0, True))
     assert "start" not in verdicts(judged(starting(*ready), only_cold))
 
@@ -107,7 +116,7 @@ def test_a_start_that_is_too_noisy_decides_nothing() -> None:
     old = [job(seed=at, first_step_s=s) for at, s in enumerate((6.0, 9.0, 15.0))]
     new = [job(seed=at + 9, first_step_s=s) for at, s in enumerate((7.0, 16.0, 9.0))]
     found = judged(old, new)
-    assert verdicts(found)["start"] is Verdict.UNJUDGED and found.verdict is Verdict.SAME
+    assert verdicts(found)["start"] is RegressionVerdict.UNJUDGED and found.verdict is RegressionVerdict.SAME
 
 
 def test_hints_that_fail_now_are_a_finding_of_their_own() -> None:
@@ -117,10 +126,10 @@ def test_hints_that_fail_now_are_a_finding_of_their_own() -> None:
 
 def test_other_losses_are_told_apart_from_slower_steps() -> None:
     other = judged(jobs(seed=1), jobs(seed=2, loss=lambda at: 1.1 / (at + 1)))
-    assert other.regressed and other.learns_otherwise and not other.worse
+    assert other.regressed and other.losses_differ and not other.worse
     assert headline(other)[0].startswith("LEARNS SOMETHING ELSE") and "WORSE" not in " ".join(headline(other))
     slower = judged(jobs(seed=1), jobs(seed=2, step_s=0.12))
-    assert headline(slower)[0].startswith("WORSE: step +") and not slower.learns_otherwise
+    assert headline(slower)[0].startswith("WORSE: step +") and not slower.losses_differ
     document = as_json("title", other)
     assert document["verdict"] == "worse" and document["learns_otherwise"] is True and not document["slower_or_larger"]
 
@@ -130,10 +139,10 @@ def test_losses_apart_by_rounding_that_grows_are_the_same_and_a_jump_is_not() ->
         return (1 + 1e-7 * 1.1**at if at > 10 else 1.0) / (at + 1)
 
     grown = judged(jobs(seed=1), jobs(seed=2, loss=drifting)).losses
-    assert (grown.likeness, grown.first_difference) == (Likeness.ROUNDING, 12)
+    assert (grown.likeness, grown.first_difference) == (LossAgreement.ROUNDING, 12)
     jump = judged(jobs(seed=1), jobs(seed=2, loss=lambda at: (1 if at < 40 else 1.01) / (at + 1))).losses
-    assert (jump.likeness, jump.first_difference) == (Likeness.DIFFERENT, 41)
-    assert judged(jobs(seed=1), jobs(seed=2)).losses.likeness is Likeness.IDENTICAL
+    assert (jump.likeness, jump.first_difference) == (LossAgreement.DIFFERENT, 41)
+    assert judged(jobs(seed=1), jobs(seed=2)).losses.likeness is LossAgreement.IDENTICAL
 
 
 def test_a_loss_that_is_no_number_is_different_unless_it_always_was() -> None:
@@ -141,14 +150,14 @@ def test_a_loss_that_is_no_number_is_different_unless_it_always_was() -> None:
         return None if at == 7 else 1.0
 
     was = jobs(seed=1, loss=broken)
-    assert judged(was, jobs(seed=2, loss=broken)).losses.likeness is Likeness.IDENTICAL
-    assert judged(was, jobs(seed=2, loss=lambda at: 1.0)).losses.likeness is Likeness.DIFFERENT
+    assert judged(was, jobs(seed=2, loss=broken)).losses.likeness is LossAgreement.IDENTICAL
+    assert judged(was, jobs(seed=2, loss=lambda at: 1.0)).losses.likeness is LossAgreement.DIFFERENT
 
 
 def test_runs_that_never_repeat_to_the_bit_are_their_own_measure() -> None:
     """Kernels that add up in any order: repeats differ by 0.2 % from the first step on."""
 
-    def loose(seed: int) -> list[Job]:
+    def loose(seed: int) -> list[MeasuredJob]:
         made = []
         for at in range(3):
             draw = random.Random(seed * 10 + at)
@@ -156,8 +165,8 @@ def test_runs_that_never_repeat_to_the_bit_are_their_own_measure() -> None:
             made.append(job(seed=seed + at, loss=losses.__getitem__))
         return made
 
-    assert judged(loose(1), loose(2)).losses.likeness is Likeness.ROUNDING
-    assert judged(loose(1), jobs(seed=2, loss=lambda at: 1.2 / (at + 1))).losses.likeness is Likeness.DIFFERENT
+    assert judged(loose(1), loose(2)).losses.likeness is LossAgreement.ROUNDING
+    assert judged(loose(1), jobs(seed=2, loss=lambda at: 1.2 / (at + 1))).losses.likeness is LossAgreement.DIFFERENT
 
 
 def test_the_report_names_every_figure_with_its_interval_and_says_how_it_was_measured() -> None:
@@ -174,14 +183,14 @@ def test_an_interval_holds_the_truth_nineteen_times_in_twenty() -> None:
     held = 0
     for _ in range(400):
         middles = [draw.gauss(0.0, 0.01) for _ in range(3)]
-        found = interval([[draw.gauss(middle, 0.02) for _ in range(10)] for middle in middles])
+        found = confidence_interval([[draw.gauss(middle, 0.02) for _ in range(10)] for middle in middles])
         held += found.low <= 0.0 <= found.high
     assert held >= 0.93 * 400
 
 
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=50), st.integers(1, 60))
 def test_blocks_are_whole_and_in_order(values: list[float], size: int) -> None:
-    found = blocks(values, size, sums=True)
+    found = reduce_blocks(values, size, sums=True)
     assert len(found) == max(1, len(values) // size) if size <= len(values) else len(found) == 1
     assert math.isclose(found[0], math.fsum(values[: min(size, len(values))]))
 
@@ -193,17 +202,17 @@ def test_quantiles_go_from_the_least_to_the_most(values: list[float]) -> None:
 
 
 def test_a_difference_is_as_uncertain_as_both_sides_together() -> None:
-    found = Interval(0.3, 0.26, 0.34).minus(Interval(0.1, 0.07, 0.13))
+    found = RatioInterval(0.3, 0.26, 0.34).minus(RatioInterval(0.1, 0.07, 0.13))
     assert found.middle == pytest.approx(0.2) and found.high - found.middle == pytest.approx(0.05)
 
 
-def nan_from(step: int) -> list[Job]:
+def nan_from(step: int) -> list[MeasuredJob]:
     return jobs(seed=step, loss=lambda at: None if at + 1 >= step else 1.0 / (at + 1))
 
 
 def test_losses_that_are_no_numbers_at_the_same_steps_are_the_same_and_the_first_of_them_is_named() -> None:
     found = judged(nan_from(60), nan_from(60))
-    assert found.losses.likeness is Likeness.IDENTICAL
+    assert found.losses.likeness is LossAgreement.IDENTICAL
     assert (
         "41 before and 41 now of 100 are no numbers (NaN or infinite), first at steps 60 and 60" in found.losses.words
     )
@@ -217,7 +226,7 @@ def test_losses_that_are_no_numbers_on_one_side_are_told_in_words_and_in_json(st
         (nan_from(step), jobs(seed=1), f"{101 - step} before and none now of 100"),
     ):
         found = judged(old, new)
-        assert found.learns_otherwise and words in found.losses.words and "inf%" not in as_markdown("", found)
+        assert found.losses_differ and words in found.losses.words and "inf%" not in as_markdown("", found)
         assert (found.losses.first_difference, found.losses.there) == (step, None)
         json.dumps(as_json("", found), allow_nan=False)
 
@@ -225,7 +234,7 @@ def test_losses_that_are_no_numbers_on_one_side_are_told_in_words_and_in_json(st
 def test_one_repeat_with_a_loss_that_is_no_number_does_not_explain_every_other_loss() -> None:
     old = [*jobs(2, seed=1), nan_from(60)[0]]
     other = judged(old, jobs(seed=2, loss=lambda at: 2.0 / (at + 1)))
-    assert other.learns_otherwise, other.losses.words
+    assert other.losses_differ, other.losses.words
     same = judged(old, jobs(seed=2))
-    assert same.losses.likeness is Likeness.ROUNDING and same.losses.first_difference == 60
+    assert same.losses.likeness is LossAgreement.ROUNDING and same.losses.first_difference == 60
     assert "41 before and none now of 100" in same.losses.words

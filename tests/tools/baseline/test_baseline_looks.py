@@ -8,17 +8,17 @@ from collections import Counter
 import pytest
 
 from supertuner.core.errors import OptionError
-from supertuner.tools.baseline.checking import Asked
-from supertuner.tools.baseline.judging import Verdict, judge
-from supertuner.tools.baseline.record import Job
-from supertuner.tools.baseline.rounds import due, looks
-from supertuner.tools.baseline.statistics import student
+from supertuner.tools.baseline.checking import ComparisonOptions
+from supertuner.tools.baseline.judging import RegressionVerdict, judge_jobs
+from supertuner.tools.baseline.record import MeasuredJob
+from supertuner.tools.baseline.rounds import count_looks, is_judged_after
+from supertuner.tools.baseline.statistics import student_t_quantile
 from tests.tools.baseline.baselining import job
 
 STEPS = 40
 
 
-def pair(draw: random.Random, slower: float, apart: float) -> list[Job]:
+def pair(draw: random.Random, slower: float, apart: float) -> list[MeasuredJob]:
     """A round on a busy machine: weather that differs by 10 % from round to round and drifts within each, for both;
     processes that differ by `apart`; and every seventh step or so hit by somebody else."""
     level, drift = draw.lognormvariate(0, 0.1), draw.uniform(-0.2, 0.2)
@@ -41,43 +41,43 @@ def pair(draw: random.Random, slower: float, apart: float) -> list[Job]:
     return made
 
 
-def check(seed: int, *, slower: float, apart: float) -> tuple[Verdict, int]:
+def check(seed: int, *, slower: float, apart: float) -> tuple[RegressionVerdict, int]:
     """What `check` does, on made-up rounds: the verdict, and after how many of them."""
-    draw, asked, pairs = random.Random(seed), Asked(), []
+    draw, asked, pairs = random.Random(seed), ComparisonOptions(), []
     while True:
         pairs.append(pair(draw, slower, apart))
         at = len(pairs)
-        if at < asked.most and not due(at, asked.rounds):
+        if at < asked.max_rounds and not is_judged_after(at, asked.rounds):
             continue
         old, new = zip(*pairs, strict=True)
-        found = judge(old, new, asked.terms(turn_steps=5), precision="fp32", how="")
-        if not found.undecided or at >= asked.most:
+        found = judge_jobs(old, new, asked.comparison_terms(turn_steps=5), precision="fp32", method="")
+        if not found.undecided or at >= asked.max_rounds:
             return found.verdict, at
 
 
 def test_equal_code_is_called_worse_at_most_once_in_twenty_checks_however_often_it_is_looked_at() -> None:
     found = Counter(check(seed, slower=1.0, apart=0.07)[0] for seed in range(100))
-    assert found[Verdict.WORSE] <= 5, found
+    assert found[RegressionVerdict.WORSE] <= 5, found
 
 
 def test_a_step_that_takes_15_percent_longer_is_found_in_few_rounds() -> None:
     found = [check(seed, slower=1.15, apart=0.02) for seed in range(40)]
-    assert all(verdict is Verdict.WORSE for verdict, _ in found)
+    assert all(verdict is RegressionVerdict.WORSE for verdict, _ in found)
     assert sum(rounds for _, rounds in found) / len(found) < 5
 
 
 def test_looks_are_as_many_as_there_may_be_and_none_is_at_a_single_round() -> None:
-    assert looks(3, 9) == 3 and looks(3, 3) == 1 and looks(2, 5) == 3
-    assert looks(1, 1) == 1 and looks(1, 3) == 2
-    assert not due(1, 1) and due(2, 1) and due(6, 3) and not due(7, 3)
+    assert count_looks(3, 9) == 3 and count_looks(3, 3) == 1 and count_looks(2, 5) == 3
+    assert count_looks(1, 1) == 1 and count_looks(1, 3) == 2
+    assert not is_judged_after(1, 1) and is_judged_after(2, 1) and is_judged_after(6, 3) and not is_judged_after(7, 3)
 
 
 def test_fewer_rounds_at_most_than_at_least_are_refused() -> None:
     with pytest.raises(OptionError, match=r"--most 2 is below --repeats 3; raise it"):
-        Asked(rounds=3, most=2)
+        ComparisonOptions(rounds=3, max_rounds=2)
 
 
 def test_students_quantiles_are_those_of_the_tables() -> None:
     tables = {1: (12.706, 63.657), 2: (4.303, 9.925), 3: (3.182, 5.841), 8: (2.306, 3.355), 30: (2.042, 2.750)}
     for freedom, known in tables.items():
-        assert [round(student(tail, freedom), 3) for tail in (0.025, 0.005)] == list(known)
+        assert [round(student_t_quantile(tail, freedom), 3) for tail in (0.025, 0.005)] == list(known)

@@ -13,14 +13,21 @@ from pathlib import Path
 import pytest
 
 from supertuner.core.errors import BaselineError
-from supertuner.core.events import Measured, Noted, Silence
+from supertuner.core.events import MeasurementEvent, NoteEvent, NullSink
 from supertuner.sinks import training
-from supertuner.tools.baseline.capturing import Scenario
-from supertuner.tools.baseline.judging import Terms, Verdict, judge
-from supertuner.tools.baseline.record import Order, read_job, write_job
-from supertuner.tools.baseline.recorder import Recorder
-from supertuner.tools.baseline.rounds import Pairs, Side, both_fit, run_rounds, turn_steps_of
-from supertuner.tools.baseline.turns import Command, Running, ended_by_sigterm, memory_of, run_alone, run_in_turns
+from supertuner.tools.baseline.capturing import BaselineScenario
+from supertuner.tools.baseline.judging import ComparisonTerms, RegressionVerdict, judge_jobs
+from supertuner.tools.baseline.record import MeasurementRequest, read_job, write_job
+from supertuner.tools.baseline.recorder import MeasurementRecorder
+from supertuner.tools.baseline.rounds import ComparisonSide, JobPairs, both_fit, choose_turn_steps, run_rounds
+from supertuner.tools.baseline.turns import (
+    JobCommand,
+    MeasuredProcess,
+    exit_on_sigterm,
+    read_process_memory,
+    run_job,
+    run_jobs_in_turns,
+)
 from tests.tools.baseline.baselining import MIB, job
 
 # A process that computes nothing: steps that sleep, and a log of when each one was.
@@ -46,8 +53,8 @@ write_job(Path(order.out), Job(tuple(recorder.steps), recorder.start(), {}, {}, 
 """
 
 
-def worker(steps: int = 12, sleep_s: float = 0.002, title: str = "a worker") -> Command:
-    return Command(title, (sys.executable, "-c", WORKER, str(steps), str(sleep_s)), dict(os.environ))
+def worker(steps: int = 12, sleep_s: float = 0.002, title: str = "a worker") -> JobCommand:
+    return JobCommand(title, (sys.executable, "-c", WORKER, str(steps), str(sleep_s)), dict(os.environ))
 
 
 def gone(pid: int) -> bool:
@@ -60,8 +67,8 @@ def gone(pid: int) -> bool:
 
 
 def test_two_processes_never_run_a_step_at_the_same_time(tmp_path: Path) -> None:
-    orders = [Order(out=str(tmp_path / name), begun=0.0) for name in "ab"]
-    jobs = run_in_turns([worker(), worker()], orders, turn_steps=4)
+    orders = [MeasurementRequest(out=str(tmp_path / name), begun=0.0) for name in "ab"]
+    jobs = run_jobs_in_turns([worker(), worker()], orders, turn_steps=4)
     assert [len(one.steps) for one in jobs] == [12, 12]
     a, b = (eval((tmp_path / name / "spans").read_text()) for name in "ab")
     assert all(end <= begin or other <= first for first, end in a for begin, other in b)
@@ -71,30 +78,35 @@ def test_two_processes_never_run_a_step_at_the_same_time(tmp_path: Path) -> None
 
 
 def test_a_process_alone_runs_through_and_its_memory_is_watched_from_outside(tmp_path: Path) -> None:
-    found = run_alone(worker(steps=10, sleep_s=0.05), Order(out=str(tmp_path / "a"), begun=0.0, turn_steps=3))
+    found = run_job(
+        worker(steps=10, sleep_s=0.05), MeasurementRequest(out=str(tmp_path / "a"), begun=0.0, turn_steps=3)
+    )
     assert len(found.steps) == 10 and found.peaks["process.anonymous"] > 40 * MIB
     assert found.start.began_s > 0 and found.start.first_step_s > found.start.began_s
 
 
 def test_what_a_failed_process_said_is_told_and_its_neighbour_is_ended(tmp_path: Path) -> None:
-    failing = Command("the new code", (sys.executable, "-c", "raise SystemExit('no such model')"), dict(os.environ))
-    orders = [Order(out=str(tmp_path / name), begun=0.0) for name in "ab"]
+    failing = JobCommand("the new code", (sys.executable, "-c", "raise SystemExit('no such model')"), dict(os.environ))
+    orders = [MeasurementRequest(out=str(tmp_path / name), begun=0.0) for name in "ab"]
     with pytest.raises(BaselineError, match=r"(?s)the new code ended with exit code 1.*no such model"):
-        run_in_turns([worker(), failing], orders, turn_steps=4)
+        run_jobs_in_turns([worker(), failing], orders, turn_steps=4)
     assert not [
         path for path in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path) in path.read_text(errors="replace")
     ]
 
 
 def test_a_peer_that_leaves_nothing_is_told_what_it_is_to_leave(tmp_path: Path) -> None:
-    silent = Command("my_loop.py", (sys.executable, "-c", ""), dict(os.environ))
+    silent = JobCommand("my_loop.py", (sys.executable, "-c", ""), dict(os.environ))
     with pytest.raises(BaselineError, match=r"my_loop.py ended without an error and left no job.json.*quickstart_peer"):
-        run_alone(silent, Order(out=str(tmp_path / "a"), begun=0.0))
+        run_job(silent, MeasurementRequest(out=str(tmp_path / "a"), begun=0.0))
 
 
 def test_a_process_that_waits_for_its_turn_is_killed_when_we_leave(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), Running(worker(), Order(str(tmp_path / "a"), 0.0, turn_steps=2)) as running:
-        assert running.until_turn_ends()
+    with (
+        pytest.raises(KeyboardInterrupt),
+        MeasuredProcess(worker(), MeasurementRequest(str(tmp_path / "a"), 0.0, turn_steps=2)) as running,
+    ):
+        assert running.wait_for_turn_end()
         pid = running._process.pid
         raise KeyboardInterrupt
     assert gone(pid)
@@ -127,7 +139,7 @@ def test_nobody_is_left_behind_by_a_kill_that_we_cannot_see(tmp_path: Path, turn
 
 def test_sigterm_leaves_through_everything_that_must_be_put_away() -> None:
     left = []
-    with pytest.raises(SystemExit) as ended, ended_by_sigterm():
+    with pytest.raises(SystemExit) as ended, exit_on_sigterm():
         try:
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(10)
@@ -143,48 +155,59 @@ def test_time_in_the_recorder_and_in_others_turns_is_in_no_figure() -> None:
     def pass_time(seconds: float) -> None:
         now[0] += seconds
 
-    recorder = Recorder(90.0, 2, clock=lambda: now[0], stop=lambda: pass_time(1000), after_step=lambda: pass_time(50))
+    recorder = MeasurementRecorder(
+        90.0, 2, clock=lambda: now[0], stop=lambda: pass_time(1000), after_step=lambda: pass_time(50)
+    )
 
     def step(seconds: float, between: float) -> None:
         pass_time(seconds + between)
         figures = dict(step=1, samples=4, samples_in_window=4, loss=0.5, grad_norm=1.0, rate=1e-4, expert="model")
-        recorder.emit(training.stepped(**figures, seconds=seconds, waited_s=0.1))
+        recorder.emit(training.train_step_event(**figures, seconds=seconds, waited_s=0.1))
 
-    recorder.emit(Measured("cache.latents", {"entries": 4, "made": 0}))
-    recorder.emit(training.began(step=0, steps=4, samples=0, samples_total=16))
+    recorder.emit(MeasurementEvent("cache.latents", {"entries": 4, "made": 0}))
+    recorder.emit(training.train_begin_event(step=0, steps=4, samples=0, samples_total=16))
     for between in (0.25, 0.5, 0.75):
         step(2.0, between)
-    recorder.emit(Noted("checkpoint", "saved"))
+    recorder.emit(NoteEvent("checkpoint", "saved"))
     assert [one.seconds for one in recorder.steps] == [2.0, 2.0, 2.0]
     assert [one.wall_s for one in recorder.steps] == [2.25, 2.5, 2.75]
-    assert (recorder.start().began_s, recorder.start().first_step_s, recorder.start().cold) == (10.0, 12.0, False)
+    assert (recorder.startup_times().began_s, recorder.startup_times().first_step_s, recorder.startup_times().cold) == (
+        10.0,
+        12.0,
+        False,
+    )
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf"), None])
 def test_a_loss_that_is_no_number_is_none_whoever_gives_it(tmp_path: Path, loss: float | None) -> None:
-    recorder = Recorder(0.0)
-    recorder.stepped(window=4, expert="model", loss=loss, seconds=1.0)
+    recorder = MeasurementRecorder(0.0)
+    recorder.record_step(window=4, expert="model", loss=loss, seconds=1.0)
     write_job(tmp_path, replace(job(), steps=tuple(recorder.steps)))
     assert read_job(tmp_path).steps[0].loss is None
 
 
 def test_peaks_come_from_the_runs_own_telemetry_and_encoding_makes_a_start_cold() -> None:
-    recorder = Recorder(0.0)
+    recorder = MeasurementRecorder(0.0)
     for reserved in (5, 9, 7):
-        recorder.emit(Measured("memory", {"step": 1, "torch.reserved_peak_bytes": reserved, "hints.applied": 3}))
-    recorder.emit(Measured("cache.text", {"entries": 4, "made": 4}))
-    assert recorder.peaks.found == {"gpu.reserved": 9} and recorder.cold
+        recorder.emit(
+            MeasurementEvent("memory", {"step": 1, "torch.reserved_peak_bytes": reserved, "hints.applied": 3})
+        )
+    recorder.emit(MeasurementEvent("cache.text", {"entries": 4, "made": 4}))
+    assert recorder.peaks.bytes_by_kind == {"gpu.reserved": 9} and recorder.cold
 
 
 def test_rounds_go_on_while_the_noise_does_not_let_tell_and_change_who_is_first(tmp_path: Path) -> None:
     asked: list[int] = []
 
-    def undecided(pairs: Pairs) -> bool:
+    def undecided(pairs: JobPairs) -> bool:
         asked.append(len(pairs.new))
         return len(pairs.new) < 4
 
-    sides = [Side(worker(6, title=name), Scenario(tmp_path, (), 6, tmp_path / "runs", name)) for name in ("old", "new")]
-    found = run_rounds(*sides, tmp_path, turn_steps=3, rounds=2, most=9, undecided=undecided, progress=Silence())
+    sides = [
+        ComparisonSide(worker(6, title=name), BaselineScenario(tmp_path, (), 6, tmp_path / "runs", name))
+        for name in ("old", "new")
+    ]
+    found = run_rounds(*sides, tmp_path, turn_steps=3, rounds=2, max_rounds=9, undecided=undecided, progress=NullSink())
     assert asked == [2, 4] and (len(found.old), len(found.new)) == (4, 4)
     first = [min(eval((tmp_path / f"{side}-{at}" / "spans").read_text())) for at in (1, 2) for side in ("old", "new")]
     assert first[0] < first[1] and first[3] < first[2]
@@ -193,19 +216,21 @@ def test_rounds_go_on_while_the_noise_does_not_let_tell_and_change_who_is_first(
 def test_a_slower_process_is_found_worse_by_real_clocks(tmp_path: Path) -> None:
     """Steps of 10 and of 20 ms: no noise of a machine hides that in turns of 5."""
     sides = [
-        Side(worker(20, sleep_s, title=name), Scenario(tmp_path, (), 20, tmp_path / "runs", name))
+        ComparisonSide(worker(20, sleep_s, title=name), BaselineScenario(tmp_path, (), 20, tmp_path / "runs", name))
         for name, sleep_s in (("old", 0.01), ("new", 0.02))
     ]
-    pairs = run_rounds(*sides, tmp_path, turn_steps=5, rounds=2, most=2, undecided=lambda _: False, progress=Silence())
-    found = judge(pairs.old, pairs.new, Terms(turn_steps=5), precision="fp32", how="")
-    assert {one.name: one.verdict for one in found.figures}["step"] is not Verdict.SAME
-    assert next(one.found.ratio for one in found.figures if one.name == "step") > 1.3
+    pairs = run_rounds(
+        *sides, tmp_path, turn_steps=5, rounds=2, max_rounds=2, undecided=lambda _: False, progress=NullSink()
+    )
+    found = judge_jobs(pairs.old, pairs.new, ComparisonTerms(turn_steps=5), precision="fp32", method="")
+    assert {one.name: one.verdict for one in found.figures}["step"] is not RegressionVerdict.SAME
+    assert next(one.interval.ratio for one in found.figures if one.name == "step") > 1.3
 
 
 def test_turns_are_short_for_quick_steps_and_single_steps_for_slow_ones() -> None:
-    assert turn_steps_of([job(step_s=0.03, noise=0)], 1000) == 10
-    assert turn_steps_of([job(step_s=0.03, noise=0)], 50) == 5
-    assert turn_steps_of([job(step_s=20.0, noise=0)], 1000) == 1
+    assert choose_turn_steps([job(step_s=0.03, noise=0)], 1000) == 10
+    assert choose_turn_steps([job(step_s=0.03, noise=0)], 50) == 5
+    assert choose_turn_steps([job(step_s=20.0, noise=0)], 1000) == 1
 
 
 def test_two_that_do_not_fit_into_memory_together_run_one_after_the_other() -> None:
@@ -223,5 +248,5 @@ def test_two_that_do_not_fit_into_memory_together_run_one_after_the_other() -> N
 
 
 def test_a_process_that_has_just_ended_has_no_memory() -> None:
-    assert memory_of(Path("/proc/0/status")) == {}
-    assert memory_of(Path("/proc/self/status"))["process.anonymous"] > 0
+    assert read_process_memory(Path("/proc/0/status")) == {}
+    assert read_process_memory(Path("/proc/self/status"))["process.anonymous"] > 0

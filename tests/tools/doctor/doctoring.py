@@ -8,14 +8,14 @@ from pathlib import Path
 
 from supertuner.core.types import GIB
 from supertuner.memory.driver import Device, Missing
-from supertuner.tools.doctor.check import Check, Mark
+from supertuner.tools.doctor.check import CheckResult, CheckStatus
 from supertuner.tools.doctor.checks import all_checks
-from supertuner.tools.doctor.situation import Situation, look
-from supertuner.tools.doctor.torch_probe import TorchFacts
+from supertuner.tools.doctor.situation import SystemSnapshot, take_snapshot
+from supertuner.tools.doctor.torch_probe import TorchProbeResult
 from tests.memory.machine_files import GH200, Said, folder_host, gh200_files
 
-STOCK = TorchFacts(version="2.13.0+cu130", cuda="13.0", sees=1, patched=False)
-CPU_TORCH = TorchFacts(version="2.13.0+cpu")
+STOCK = TorchProbeResult(version="2.13.0+cu130", cuda="13.0", sees=1, patched=False)
+CPU_TORCH = TorchProbeResult(version="2.13.0+cpu")
 NO_DRIVER = Missing("no NVIDIA driver (libcuda.so.1) here")
 NO_NVML = Missing("no NVML here")
 WELL: Mapping[str, str | bytes] = {"proc/sys/kernel/numa_balancing": "0\n", "dev/shm/here": ""}
@@ -27,13 +27,13 @@ def situation(
     *devices: Device,
     files: Mapping[str, str | bytes] | None = None,
     environ: Mapping[str, str] | None = None,
-    torch: TorchFacts = STOCK,
+    torch: TorchProbeResult = STOCK,
     version: int = 13000,
-) -> Situation:
+) -> SystemSnapshot:
     """A GH200 in good order; `files` are laid over its kernel files, `devices` stand in for its GPU."""
     host = folder_host(root, {**gh200_files(), **WELL, **(files or {})})
     driver = Said(*(devices or (GH200,)), version=version)
-    found = look(
+    found = take_snapshot(
         host,
         driver,  # type: ignore[arg-type]
         NO_NVML,
@@ -42,21 +42,21 @@ def situation(
         torch=lambda environ: torch,
     )
     # The size of a test's file system and this process's limits are not the machine's that is described.
-    sizes = replace(found.around, shm_bytes=287 * GIB, shm_free=280 * GIB, folder_free=900 * GIB, open_files=65536)
+    sizes = replace(found.resources, shm_bytes=287 * GIB, shm_free=280 * GIB, folder_free=900 * GIB, open_files=65536)
     return replace(found, around=sizes)
 
 
-def without_gpu(root: Path, torch: TorchFacts = CPU_TORCH, **environ: str) -> Situation:
+def without_gpu(root: Path, torch: TorchProbeResult = CPU_TORCH, **environ: str) -> SystemSnapshot:
     host = folder_host(root, {**gh200_files(), **WELL})
-    return look(host, NO_DRIVER, NO_NVML, environ, folder=root, torch=lambda environ: torch)
+    return take_snapshot(host, NO_DRIVER, NO_NVML, environ, folder=root, torch=lambda environ: torch)
 
 
-def check(found: Situation, name: str) -> Check:
+def check(found: SystemSnapshot, name: str) -> CheckResult:
     named = [one for one in all_checks(found) if one.name == name]
     assert len(named) == 1, f"{name}: {len(named)} checks"
     return named[0]
 
 
-def troubles(found: Situation) -> dict[str, Check]:
+def troubles(found: SystemSnapshot) -> dict[str, CheckResult]:
     """Checks that are a warning or worse, by name."""
-    return {one.name: one for one in all_checks(found) if one.mark in (Mark.WARNING, Mark.BAD)}
+    return {one.name: one for one in all_checks(found) if one.status in (CheckStatus.WARNING, CheckStatus.BAD)}

@@ -10,7 +10,7 @@ from typer.main import get_command
 
 from supertuner.cli import app
 from supertuner.config.sources import key_path as place
-from supertuner.tools.doctor.checks import REQUIREMENTS, required
+from supertuner.tools.doctor.checks import REQUIREMENTS, parse_requirements
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 PAGES = ("doctor.md", "troubleshooting.md", "deployment.md")
@@ -67,7 +67,7 @@ def test_every_requirement_is_on_the_page_and_every_list_of_them_is_valid() -> N
     assert re.findall(r"`([a-z0-9-]+)`", first_cells) == list(REQUIREMENTS)
     for page in PAGES:
         for names in re.findall(r"--require ([a-z0-9,-]+)", (DOCS / page).read_text()):
-            assert required(names)
+            assert parse_requirements(names)
 
 
 def test_troubleshooting_has_a_cause_and_a_remedy_for_every_symptom() -> None:

@@ -18,17 +18,17 @@ from typer.testing import CliRunner
 
 from supertuner.cli import app
 from supertuner.core.errors import SuperTunerError
-from supertuner.core.events import Silence
+from supertuner.core.events import NullSink
 from supertuner.core.types import JSON
 from supertuner.memory.emulator.superchip import Superchip
 from supertuner.memory.machines import MACHINES
 from supertuner.memory.telemetry.nvml import NvmlGpu
 from supertuner.tools.doctor import report
-from supertuner.tools.doctor.allocation import Trial
+from supertuner.tools.doctor.allocation import AllocationTestResult
 from supertuner.tools.doctor.allocation_checks import allocation_checks
-from supertuner.tools.doctor.allocation_plan import Declined
-from supertuner.tools.doctor.checks import REQUIREMENTS, Examined, all_checks
-from supertuner.tools.doctor.machine import try_memory
+from supertuner.tools.doctor.allocation_plan import AllocationTestSkipped
+from supertuner.tools.doctor.checks import REQUIREMENTS, DoctorFindings, all_checks
+from supertuner.tools.doctor.machine import run_allocation_test
 from tests.fakes.building import environment
 from tests.memory.machine_files import folder_host, gh200_files
 from tests.tools.doctor.doctoring import situation, without_gpu
@@ -39,19 +39,19 @@ FREE_KEYS = ("host.uvm_parameters", "environment.allocator")
 """Objects whose keys are the machine's, or the user's, own."""
 
 
-def examined(root: Path) -> Examined:
+def examined(root: Path) -> DoctorFindings:
     """A GH200 with everything in its report: NVML's word, an allocation test, on the modelled superchip."""
     chip = Superchip(MACHINES["gh200-96"])
     named = [replace(device, name="NVIDIA GH200 480GB") for device in chip.devices()]
     found = situation(root / "machine", *named, environ={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
     nvml = NvmlGpu(0, "NVIDIA GH200 480GB", "GPU-1", 96 << 30, 1980, 900.0)
     gpus = tuple(replace(gpu, nvml=nvml) for gpu in found.facts.gpus)
-    found = replace(found, facts=replace(found.facts, gpus=gpus), behind=replace(found.behind, body="model"))
-    trial = try_memory(
-        found.facts, chip, folder_host(root / "host", gh200_files()), 1.1, Silence(), lambda: chip.seconds
+    found = replace(found, facts=replace(found.facts, gpus=gpus), behind=replace(found.driver, body="model"))
+    trial = run_allocation_test(
+        found.facts, chip, folder_host(root / "host", gh200_files()), 1.1, NullSink(), lambda: chip.seconds
     )
-    assert isinstance(trial, Trial) and trial.passed
-    return Examined(found, (*all_checks(found), *allocation_checks(trial, "modelled")), trial)
+    assert isinstance(trial, AllocationTestResult) and trial.passed
+    return DoctorFindings(found, (*all_checks(found), *allocation_checks(trial, "modelled")), trial)
 
 
 def fields(value: JSON, path: str = "") -> Iterator[str]:
@@ -75,13 +75,13 @@ def documented() -> set[str]:
 
 
 def test_every_field_of_the_report_is_documented_and_every_documented_field_is_there(tmp_path: Path) -> None:
-    found = set(fields(report.document(examined(tmp_path), ["ats"], [])))
+    found = set(fields(report.build_report(examined(tmp_path), ["ats"], [])))
     assert found == documented()
 
 
 def test_without_a_gpu_the_report_has_the_same_shape(tmp_path: Path) -> None:
     found = without_gpu(tmp_path)
-    bare = report.document(Examined(found, all_checks(found), Declined("no GPU")), [], [])
+    bare = report.build_report(DoctorFindings(found, all_checks(found), AllocationTestSkipped("no GPU")), [], [])
     top = {path.split(".")[0].split("[")[0] for path in documented()}
     assert set(bare) == top
     assert bare["gpus"] == [] and isinstance(bare["allocation"], dict)
@@ -89,16 +89,16 @@ def test_without_a_gpu_the_report_has_the_same_shape(tmp_path: Path) -> None:
 
 
 def test_the_report_says_which_body_of_the_driver_spoke(tmp_path: Path) -> None:
-    made = report.document(examined(tmp_path), [], [], made_at=datetime(2026, 11, 16, tzinfo=UTC))
+    made = report.build_report(examined(tmp_path), [], [], made_at=datetime(2026, 11, 16, tzinfo=UTC))
     assert made["driver"]["body"] == "model"  # type: ignore[index, call-overload]
     assert made["made_at"] == "2026-11-16T00:00:00+00:00" and made["schema"] == 1
 
 
 def test_a_report_survives_names_that_are_not_text(tmp_path: Path) -> None:
     found = without_gpu(tmp_path)
-    odd = replace(found, around=replace(found.around, folder="/data/\udcff"))
+    odd = replace(found, around=replace(found.resources, folder="/data/\udcff"))
     path = tmp_path / "report.json"
-    report.write(path, report.document(Examined(odd, (), Declined("x")), [], []))
+    report.write_report(path, report.build_report(DoctorFindings(odd, (), AllocationTestSkipped("x")), [], []))
     assert json.loads(path.read_bytes())["report"] == "supertuner doctor"
 
 
@@ -107,46 +107,46 @@ def test_a_report_survives_names_that_are_not_text(tmp_path: Path) -> None:
 
 def test_a_report_of_ours_may_be_replaced_and_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
-    assert report.place_for(path, overwrite=False) == path
-    report.write(path, {"report": report.OURS})
-    assert report.place_for(path, overwrite=False) == path
+    assert report.report_path(path, overwrite=False) == path
+    report.write_report(path, {"report": report.REPORT_KIND})
+    assert report.report_path(path, overwrite=False) == path
     for foreign in (b"", b"my notes", b"{}", b'{"report": "another"}', b"[1]", b"\xff\xfe", b"[" * 100_000):
         path.write_bytes(foreign)
         with pytest.raises(SuperTunerError, match="is no report of `supertuner doctor`"):
-            report.place_for(path, overwrite=False)
+            report.report_path(path, overwrite=False)
         assert path.read_bytes() == foreign
-        assert report.place_for(path, overwrite=True) == path
+        assert report.report_path(path, overwrite=True) == path
 
 
 def test_a_missing_folder_and_what_is_no_file_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SuperTunerError, match="is not a folder; make it first"):
-        report.place_for(tmp_path / "missing" / "report.json", overwrite=True)
+        report.report_path(tmp_path / "missing" / "report.json", overwrite=True)
     with pytest.raises(SuperTunerError, match="is not a file"):
-        report.place_for(tmp_path, overwrite=True)
+        report.report_path(tmp_path, overwrite=True)
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(SuperTunerError, match="is not a file"):
-        report.place_for(tmp_path / "pipe", overwrite=True)
+        report.report_path(tmp_path / "pipe", overwrite=True)
     (tmp_path / "stdout").symlink_to(tmp_path / "pipe")
     for standard_output in (tmp_path / "stdout", Path("-")):
         with pytest.raises(SuperTunerError, match="use --json to have the report on standard output"):
-            report.place_for(standard_output, overwrite=True)
+            report.report_path(standard_output, overwrite=True)
 
 
 def test_a_link_stays_a_link_and_its_target_gets_the_report(tmp_path: Path) -> None:
     (tmp_path / "link.json").symlink_to(tmp_path / "target.json")
-    target = report.place_for(tmp_path / "link.json", overwrite=False)
-    report.write(target, {"report": report.OURS})
-    assert (tmp_path / "link.json").is_symlink() and report.is_ours(tmp_path / "target.json")
+    target = report.report_path(tmp_path / "link.json", overwrite=False)
+    report.write_report(target, {"report": report.REPORT_KIND})
+    assert (tmp_path / "link.json").is_symlink() and report.is_doctor_report(tmp_path / "target.json")
     (tmp_path / "target.json").write_text("notes")
     with pytest.raises(SuperTunerError, match="no report of"):
-        report.place_for(tmp_path / "link.json", overwrite=False)
+        report.report_path(tmp_path / "link.json", overwrite=False)
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root writes everywhere")
 def test_a_folder_that_may_not_be_written_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(SuperTunerError, match="cannot be written there"):
-        report.place_for(tmp_path / "report.json", overwrite=False)
+        report.report_path(tmp_path / "report.json", overwrite=False)
 
 
 # ---- the command
@@ -228,7 +228,7 @@ def test_a_driver_that_fails_when_it_is_asked_costs_a_line_and_not_the_rest(
 
 
 def test_the_seeds_name_for_it_takes_the_same_options_and_replaces_the_last_report(tmp_path: Path) -> None:
-    report.write(tmp_path / report.DEFAULT_NAME, {"report": report.OURS})
+    report.write_report(tmp_path / report.DEFAULT_NAME, {"report": report.REPORT_KIND})
     done = doctor(
         "--oversubscription-scale", "1.5", "--skip-allocation", command=str(ROOT / "gh200_diagnostic.py"), cwd=tmp_path
     )

@@ -14,24 +14,24 @@ from types import TracebackType
 import pytest
 import torch
 
-from supertuner.config.sources.load import load
-from supertuner.core.errors import CheckpointError, NotFinite, RunFolderError
-from supertuner.core.events import Event, Noted, Silence, Warned
-from supertuner.core.host import Host
-from supertuner.distributed.process_group import Alone
+from supertuner.config.sources.load import load_config
+from supertuner.core.errors import CheckpointError, NonFiniteError, RunFolderError
+from supertuner.core.events import Event, NoteEvent, NullSink, WarningEvent
+from supertuner.core.host import HostFacts
+from supertuner.distributed.process_group import SingleProcess
 from supertuner.train import loop
 from supertuner.train.checkpoint import async_saver as saver
 from supertuner.train.checkpoint import save as checkpoint
 from supertuner.train.checkpoint import save_job as one_save
-from supertuner.train.checkpoint.async_saver import Saver
-from supertuner.train.checkpoint.state import contents
-from supertuner.train.run import Run
-from supertuner.train.setup import Outside, open_run
+from supertuner.train.checkpoint.async_saver import CheckpointSaver
+from supertuner.train.checkpoint.state import collect_contents
+from supertuner.train.run import TrainingRun
+from supertuner.train.setup import RunContext, open_run
 from tests.train.runs import config
 
 
 @dataclass
-class Heard:
+class RecordingSink:
     events: list[Event] = field(default_factory=list)
     threads: set[int] = field(default_factory=set)
 
@@ -40,10 +40,10 @@ class Heard:
         self.threads.add(threading.get_ident())
 
     def text(self) -> str:
-        return "\n".join(f"{e.what}: {e.message}" for e in self.events if isinstance(e, Warned | Noted))
+        return "\n".join(f"{e.what}: {e.message}" for e in self.events if isinstance(e, WarningEvent | NoteEvent))
 
 
-class Gate(Host):
+class GatedHost(HostFacts):
     """A machine that takes its time to say how much room a disk has: nothing is written until it is open."""
 
     open, reached = threading.Event(), threading.Event()
@@ -51,80 +51,80 @@ class Gate(Host):
     def free_bytes(self, folder: Path) -> int:
         self.reached.set()
         assert self.open.wait(60)
-        return Host().free_bytes(folder)
+        return HostFacts().free_bytes(folder)
 
 
-class Small(Host):
+class LimitedHost(HostFacts):
     """A machine with little left of something."""
 
     disk: int | None = None
     memory: int | None = None
 
     def free_bytes(self, folder: Path) -> int:
-        return Host().free_bytes(folder) if self.disk is None else self.disk
+        return HostFacts().free_bytes(folder) if self.disk is None else self.disk
 
     def memory_available(self) -> int | None:
-        return Host().memory_available() if self.memory is None else self.memory
+        return HostFacts().memory_available() if self.memory is None else self.memory
 
 
-class NoDisk(Small):
+class HostWithoutDisk(LimitedHost):
     disk = 100
 
 
-class NoMemory(Small):
+class HostWithoutMemory(LimitedHost):
     memory = 1000
 
 
 @pytest.fixture(scope="module")
-def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainingRun]:
     """A run of two experts with a moving average that has trained three steps."""
     folder = tmp_path_factory.mktemp("saver")
     file = config(folder, "run", validation={"at_start": False, "every_steps": None, "at_end": False})
-    settings = load(file).config
+    settings = load_config(file).config
     (folder / "made").mkdir()
-    with open_run(settings, "run", folder / "made", Outside(Silence(), Silence(), Host())) as run:
-        with run.feed() as feed:
+    with open_run(settings, "run", folder / "made", RunContext(NullSink(), NullSink(), HostFacts())) as run:
+        with run.dataloader() as feed:
             for _, window in zip(range(3), feed, strict=False):
-                loop._train(run, window)
+                loop._train_step(run, window)
         yield run
 
 
 @pytest.fixture
-def run(opened: Run, tmp_path: Path) -> Iterator[Run]:
+def run(opened: TrainingRun, tmp_path: Path) -> Iterator[TrainingRun]:
     """The same in a folder of its own. Steps are counted up by tests, nothing more is trained."""
     before = opened.folder, opened.sink, opened.progress, opened.host, opened.step
-    opened.folder, opened.sink = tmp_path, Heard()
+    opened.folder, opened.sink = tmp_path, RecordingSink()
     yield opened
     opened.folder, opened.sink, opened.progress, opened.host, opened.step = before
 
 
-def heard(run: Run) -> Heard:
-    assert isinstance(run.sink, Heard)
+def heard(run: TrainingRun) -> RecordingSink:
+    assert isinstance(run.sink, RecordingSink)
     return run.sink
 
 
-def folder(run: Run) -> Path:
-    return run.folder / checkpoint.FOLDER
+def folder(run: TrainingRun) -> Path:
+    return run.folder / checkpoint.CHECKPOINTS_DIR
 
 
-def steps(run: Run) -> list[int]:
+def steps(run: TrainingRun) -> list[int]:
     assert not [name for name in os.listdir(folder(run)) if name.startswith(".")], "nothing half done is left"
-    found = checkpoint.find(folder(run))
+    found = checkpoint.find_checkpoints(folder(run))
     assert all(one.problem is None for one in found)
     return [one.step for one in found]
 
 
-def gated(run: Run) -> Gate:
-    run.host = gate = Gate()
+def gated(run: TrainingRun) -> GatedHost:
+    run.host = gate = GatedHost()
     for event in (gate.open, gate.reached):
         event.clear()
     return gate
 
 
 @contextmanager
-def disturbed(run: Run) -> Iterator[None]:
+def disturbed(run: TrainingRun) -> Iterator[None]:
     """Every tensor of the run is another one inside."""
-    tensors = [one for part, found in contents(run).parts.items() for one in found.values() if part != "random"]
+    tensors = [one for part, found in collect_contents(run).parts.items() for one in found.values() if part != "random"]
     kept = [one.detach().clone() for one in tensors]
     with torch.no_grad():
         for one in tensors:
@@ -134,39 +134,43 @@ def disturbed(run: Run) -> Iterator[None]:
             one.copy_(value)
 
 
-def test_training_that_goes_on_changes_nothing_of_what_is_saved(run: Run) -> None:
-    expected = {name: {k: v.detach().clone() for k, v in part.items()} for name, part in contents(run).parts.items()}
+def test_training_that_goes_on_changes_nothing_of_what_is_saved(run: TrainingRun) -> None:
+    expected = {
+        name: {k: v.detach().clone() for k, v in part.items()} for name, part in collect_contents(run).parts.items()
+    }
     assert any(part.startswith("ema.") for part in expected)
     assert sum(len(part) for name, part in expected.items() if name.startswith("optimizer.")) > 10
     gate = gated(run)
-    with Saver(run) as saves:
+    with CheckpointSaver(run) as saves:
         saves.save()
         assert gate.reached.wait(60), "it is being written, and training goes on"
-        position = run.losses.position()
+        position = run.loss_log.position()
         with disturbed(run):
             run.step += 1
-            run.losses.append_line(b"later\n")
+            run.loss_log.append_line(b"later\n")
             gate.open.set()
             saves.wait()
             run.step -= 1
-    loaded = checkpoint.load(folder(run) / "step-00000003")
+    loaded = checkpoint.load_checkpoint(folder(run) / "step-00000003")
     assert loaded.state["step"] == 3 and loaded.state["losses"] == list(position)
     for name, part in expected.items():
-        found = loaded.part(name)
+        found = loaded.read_part(name)
         assert found.keys() == part.keys() and all(torch.equal(found[one], part[one]) for one in part), name
-    run.losses.cut(*position)
+    run.loss_log.truncate(*position)
 
 
-def test_saves_come_one_after_the_other_and_none_is_left_out(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saves_come_one_after_the_other_and_none_is_left_out(run: TrainingRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saver, "WAITED_TOLD_S", 0.0)
     gate = gated(run)
-    with Saver(run) as saves:
+    with CheckpointSaver(run) as saves:
         saves.save()
         assert gate.reached.wait(60)
         run.step += 1
         threading.Timer(0.1, gate.open.set).start()
         saves.save()
-        assert checkpoint.find(folder(run))[0].step == 3, "the earlier one was there before the later one began"
+        assert checkpoint.find_checkpoints(folder(run))[0].step == 3, (
+            "the earlier one was there before the later one began"
+        )
         run.step += 1
         saves.save()
     assert steps(run) == [4, 5], "keep: 2"
@@ -175,21 +179,21 @@ def test_saves_come_one_after_the_other_and_none_is_left_out(run: Run, monkeypat
     assert heard(run).threads == {threading.get_ident()}, "sinks hear of it from the thread that trains"
 
 
-def test_what_leaves_a_window_is_told_and_what_is_being_written_is_not_waited_for(run: Run) -> None:
+def test_what_leaves_a_window_is_told_and_what_is_being_written_is_not_waited_for(run: TrainingRun) -> None:
     gate = gated(run)
-    with Saver(run) as saves:
+    with CheckpointSaver(run) as saves:
         saves.save()
-        saves.settle()
+        saves.report_if_finished()
         assert "saved" not in heard(run).text()
         gate.open.set()
         saves.wait()
         assert "saved step 3" in heard(run).text() and steps(run) == [3]
-        saves.settle()
+        saves.report_if_finished()
         saves.wait()
     assert heard(run).text().count("saved") == 1
 
 
-class Shown:
+class RecordingProgress:
     """Progress that remembers what it was asked to show, and by whom."""
 
     def __init__(self) -> None:
@@ -198,7 +202,7 @@ class Shown:
         self.threads: set[int] = set()
         self.nbytes = self.done = 0
 
-    def phase(self, title: str, *, items: int = 0, nbytes: int = 0, noun: str = "files") -> Shown:
+    def phase(self, title: str, *, items: int = 0, nbytes: int = 0, noun: str = "files") -> RecordingProgress:
         self.titles.append(title)
         self.threads.add(threading.get_ident())
         self.nbytes = nbytes
@@ -209,7 +213,7 @@ class Shown:
         self.threads.add(threading.get_ident())
         self.done += nbytes
 
-    def __enter__(self) -> Shown:
+    def __enter__(self) -> RecordingProgress:
         return self
 
     def __exit__(
@@ -218,76 +222,76 @@ class Shown:
         pass
 
 
-def test_training_that_waits_shows_how_far_the_save_is(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_that_waits_shows_how_far_the_save_is(run: TrainingRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saver, "SHOWN_AFTER_S", 0.0)
-    run.progress = shown = Shown()
+    run.progress = shown = RecordingProgress()
 
-    def slow(save: one_save.Save, title: str, *, nbytes: int = 0, **more: object) -> one_save.Save:
+    def slow(save: one_save.SaveJob, title: str, *, nbytes: int = 0, **more: object) -> one_save.SaveJob:
         save.nbytes += nbytes
         assert shown.asked.wait(60)
         return save
 
-    monkeypatch.setattr(one_save.Save, "phase", slow)
-    with Saver(run) as saves:
+    monkeypatch.setattr(one_save.SaveJob, "phase", slow)
+    with CheckpointSaver(run) as saves:
         saves.save()
     assert shown.titles == ["saving step-00000003"] and shown.threads == {threading.get_ident()}
     assert shown.done == shown.nbytes > 1000
 
 
-def test_a_save_that_was_due_and_failed_ends_the_run_at_its_next_window(run: Run) -> None:
-    run.host = NoDisk()
-    with pytest.raises(CheckpointError, match="are missing; free some space"), Saver(run) as saves:
+def test_a_save_that_was_due_and_failed_ends_the_run_at_its_next_window(run: TrainingRun) -> None:
+    run.host = HostWithoutDisk()
+    with pytest.raises(CheckpointError, match="are missing; free some space"), CheckpointSaver(run) as saves:
         saves.save()
         while True:
-            saves.settle()
+            saves.report_if_finished()
 
 
-def test_a_save_that_failed_last_of_all_ends_the_run_all_the_same(run: Run) -> None:
-    run.host = NoDisk()
-    with pytest.raises(CheckpointError, match="are missing; free some space"), Saver(run) as saves:
+def test_a_save_that_failed_last_of_all_ends_the_run_all_the_same(run: TrainingRun) -> None:
+    run.host = HostWithoutDisk()
+    with pytest.raises(CheckpointError, match="are missing; free some space"), CheckpointSaver(run) as saves:
         saves.save()
 
 
-def test_a_save_somebody_asked_for_is_answered_once_it_is_on_disk(run: Run) -> None:
+def test_a_save_somebody_asked_for_is_answered_once_it_is_on_disk(run: TrainingRun) -> None:
     answers: list[tuple[Path | None, str, bool]] = []
 
     def answer(made: Path | None, why: str) -> None:
-        answers.append((made, why, made is not None and checkpoint.verify(made) == []))
+        answers.append((made, why, made is not None and checkpoint.verify_checkpoint(made) == []))
 
     gate = gated(run)
-    with Saver(run) as saves:
-        saves.ask(answer)
-        saves.ask(answer)
+    with CheckpointSaver(run) as saves:
+        saves.save_on_request(answer)
+        saves.save_on_request(answer)
         assert gate.reached.wait(60) and answers == []
         gate.open.set()
         saves.wait()
-        saves.ask(answer)
+        saves.save_on_request(answer)
     made = folder(run) / "step-00000003"
     assert answers == [(made, "", True)] * 3
     assert heard(run).text().count("saved step") == 1, "of one step one is enough"
 
 
-def test_a_save_somebody_asked_for_that_fails_is_refused_and_the_run_goes_on(run: Run) -> None:
+def test_a_save_somebody_asked_for_that_fails_is_refused_and_the_run_goes_on(run: TrainingRun) -> None:
     answers: list[tuple[Path | None, str]] = []
-    with Saver(run) as saves:
-        run.host = NoDisk()
-        saves.ask(lambda made, why: answers.append((made, why)))
+    with CheckpointSaver(run) as saves:
+        run.host = HostWithoutDisk()
+        saves.save_on_request(lambda made, why: answers.append((made, why)))
         saves.wait()
-        run.host = Host()
+        run.host = HostFacts()
         run.step += 1
         saves.save()
     assert [made for made, _ in answers] == [None] and "are missing" in answers[0][1]
     assert "request checkpoint" in heard(run).text() and steps(run) == [4]
 
 
-def test_an_interrupt_gives_up_what_is_being_written_and_leaves_the_last_one(run: Run) -> None:
+def test_an_interrupt_gives_up_what_is_being_written_and_leaves_the_last_one(run: TrainingRun) -> None:
     answers: list[str] = []
-    with pytest.raises(KeyboardInterrupt), Saver(run) as saves:
+    with pytest.raises(KeyboardInterrupt), CheckpointSaver(run) as saves:
         saves.save()
         saves.wait()
         gate = gated(run)
         run.step += 1
-        saves.ask(lambda made, why: answers.append(why))
+        saves.save_on_request(lambda made, why: answers.append(why))
         assert gate.reached.wait(60)
         threading.Timer(0.1, gate.open.set).start()
         raise KeyboardInterrupt
@@ -295,51 +299,51 @@ def test_an_interrupt_gives_up_what_is_being_written_and_leaves_the_last_one(run
     assert len(answers) == 1 and "given up" in answers[0]
 
 
-def test_an_error_in_training_waits_for_what_is_being_written(run: Run) -> None:
+def test_an_error_in_training_waits_for_what_is_being_written(run: TrainingRun) -> None:
     gate = gated(run)
-    with pytest.raises(NotFinite), Saver(run) as saves:
+    with pytest.raises(NonFiniteError), CheckpointSaver(run) as saves:
         saves.save()
         assert gate.reached.wait(60)
         threading.Timer(0.1, gate.open.set).start()
-        raise NotFinite("loss")
+        raise NonFiniteError("loss")
     assert steps(run) == [3] and "saved step 3" in heard(run).text()
 
 
-def test_an_error_in_training_is_told_even_if_the_save_fails_too(run: Run) -> None:
-    run.host = NoDisk()
-    with pytest.raises(NotFinite), Saver(run) as saves:
+def test_an_error_in_training_is_told_even_if_the_save_fails_too(run: TrainingRun) -> None:
+    run.host = HostWithoutDisk()
+    with pytest.raises(NonFiniteError), CheckpointSaver(run) as saves:
         saves.save()
-        raise NotFinite("loss")
+        raise NonFiniteError("loss")
     assert "are missing" in heard(run).text()
 
 
-def test_an_error_in_training_is_told_even_if_nothing_can_be_recorded_any_more(run: Run) -> None:
+def test_an_error_in_training_is_told_even_if_nothing_can_be_recorded_any_more(run: TrainingRun) -> None:
     class Full:
         def emit(self, event: Event, /) -> None:
             raise RunFolderError("events.jsonl cannot be written")
 
-    run.host, run.sink = NoDisk(), Full()
-    with pytest.raises(NotFinite), Saver(run) as saves:
+    run.host, run.sink = HostWithoutDisk(), Full()
+    with pytest.raises(NonFiniteError), CheckpointSaver(run) as saves:
         saves.save()
-        raise NotFinite("loss")
+        raise NonFiniteError("loss")
 
 
-def test_whoever_asked_is_answered_whatever_the_save_failed_of(run: Run) -> None:
-    class Broken(Host):
+def test_whoever_asked_is_answered_whatever_the_save_failed_of(run: TrainingRun) -> None:
+    class Broken(HostFacts):
         def free_bytes(self, folder: Path) -> int:
             raise RuntimeError("not a refusal of ours")
 
     answers: list[str] = []
     run.host = Broken()
-    with pytest.raises(RuntimeError, match="not a refusal of ours"), Saver(run) as saves:
-        saves.ask(lambda made, why: answers.append(why))
+    with pytest.raises(RuntimeError, match="not a refusal of ours"), CheckpointSaver(run) as saves:
+        saves.save_on_request(lambda made, why: answers.append(why))
         saves.wait()
     assert answers == ["not a refusal of ours"]
 
 
-def test_without_room_for_a_copy_training_waits_and_needs_no_memory(run: Run) -> None:
-    run.host = NoMemory()
-    with Saver(run) as saves:
+def test_without_room_for_a_copy_training_waits_and_needs_no_memory(run: TrainingRun) -> None:
+    run.host = HostWithoutMemory()
+    with CheckpointSaver(run) as saves:
         for _ in range(2):
             saves.save()
             assert steps(run)[-1] == run.step, "it is on disk already"
@@ -348,43 +352,43 @@ def test_without_room_for_a_copy_training_waits_and_needs_no_memory(run: Run) ->
     assert heard(run).text().count("training waits while checkpoints are written") == 1
 
 
-def test_processes_of_a_node_that_copy_together_need_room_for_all_copies(run: Run) -> None:
-    class Little(Small):
+def test_processes_of_a_node_that_copy_together_need_room_for_all_copies(run: TrainingRun) -> None:
+    class Little(LimitedHost):
         memory = 10_000
 
-    run.host, run.parallel = Little(), Alone(local_ranks=4)
-    with Saver(run) as saves:
-        assert saves._has_room(4_000)
-        saves._shared = True
-        assert saves._has_room(1_000) and not saves._has_room(4_000)
-        saves._shared = False
+    run.host, run.process_group = Little(), SingleProcess(local_world_size=4)
+    with CheckpointSaver(run) as saves:
+        assert saves._has_room_for_copy(4_000)
+        saves._sharded = True
+        assert saves._has_room_for_copy(1_000) and not saves._has_room_for_copy(4_000)
+        saves._sharded = False
 
 
-def test_a_save_in_the_foreground_is_the_same_bytes(run: Run) -> None:
-    with Saver(run) as saves:
+def test_a_save_in_the_foreground_is_the_same_bytes(run: TrainingRun) -> None:
+    with CheckpointSaver(run) as saves:
         saves.save()
     behind = {file.name: file.read_bytes() for file in (folder(run) / "step-00000003").iterdir()}
     os.rename(folder(run), run.folder / "other")
-    run.host = NoMemory()
-    with Saver(run) as saves:
+    run.host = HostWithoutMemory()
+    with CheckpointSaver(run) as saves:
         saves.save()
     assert {file.name: file.read_bytes() for file in (folder(run) / "step-00000003").iterdir()} == behind
 
 
-def test_the_memory_of_copies_is_used_again(run: Run) -> None:
-    with Saver(run) as saves:
+def test_the_memory_of_copies_is_used_again(run: TrainingRun) -> None:
+    with CheckpointSaver(run) as saves:
         held = set()
         for _ in range(4):
             saves.save()
             saves.wait()
             held.add(saves._copies.nbytes)
             run.step += 1
-    parts = contents(run).parts
+    parts = collect_contents(run).parts
     assert held == {sum(one.nbytes for part in parts.values() for one in part.values())}
 
 
 def test_the_logs_are_safe_on_disk_before_a_checkpoint_speaks_of_them(
-    run: Run, monkeypatch: pytest.MonkeyPatch
+    run: TrainingRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
     fsync, rename = os.fsync, os.rename
@@ -399,14 +403,14 @@ def test_the_logs_are_safe_on_disk_before_a_checkpoint_speaks_of_them(
 
     monkeypatch.setattr(os, "fsync", seen_fsync)
     monkeypatch.setattr(os, "rename", seen_rename)
-    with Saver(run) as saves:
+    with CheckpointSaver(run) as saves:
         saves.save()
     named = calls.index(str(folder(run) / "step-00000003"))
-    for log in (run.losses, run.validations):
+    for log in (run.loss_log, run.validation_log):
         assert str(log.path) in calls[:named]
 
 
-def test_a_running_job_answers_everybody_who_asked_for_a_checkpoint(run: Run) -> None:
+def test_a_running_job_answers_everybody_who_asked_for_a_checkpoint(run: TrainingRun) -> None:
     """Of a step that is due anyway: one save serves all of them."""
     requests = run.folder / "requests"
     requests.mkdir()
@@ -422,8 +426,8 @@ def test_a_running_job_answers_everybody_who_asked_for_a_checkpoint(run: Run) ->
     assert heard(run).text().count("saved step 4:") == 1
 
 
-def test_a_run_whose_disk_is_full_ends_with_what_is_missing(run: Run) -> None:
-    run.host = NoDisk()
+def test_a_run_whose_disk_is_full_ends_with_what_is_missing(run: TrainingRun) -> None:
+    run.host = HostWithoutDisk()
     with pytest.raises(CheckpointError, match=r"checkpoint of step 4 needs .* are missing; free some space"):
         loop.train(run)
     assert run.step in (5, 6), "at the next window, at the latest where the next save is due"

@@ -11,13 +11,20 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from supertuner.core.errors import CheckpointError
-from supertuner.core.host import Host
+from supertuner.core.host import HostFacts
 from supertuner.train.checkpoint import tensor_file
-from supertuner.train.checkpoint.save import find, latest, load, save, turn_back, verify
-from tests.train.checkpoints import Heard, bytes_of, parts_at, state_at, tree
+from supertuner.train.checkpoint.save import (
+    find_checkpoints,
+    load_checkpoint,
+    load_latest,
+    save_checkpoint,
+    set_aside_later_checkpoints,
+    verify_checkpoint,
+)
+from tests.train.checkpoints import RecordingSink, bytes_of, parts_at, state_at, tree
 
 
-class Full(Host):
+class FullDiskHost(HostFacts):
     """A machine whose disk has so much room."""
 
     def __init__(self, free: int) -> None:
@@ -32,11 +39,11 @@ class Full(Host):
 
 
 def put(folder: Path, step: int, seed: int = 0, keep: int = 9) -> Path:
-    return save(folder, step, parts_at(step, seed), state_at(step), keep=keep, host=Host())
+    return save_checkpoint(folder, step, parts_at(step, seed), state_at(step), keep=keep, host=HostFacts())
 
 
 def steps(folder: Path) -> list[int]:
-    return [found.step for found in find(folder)]
+    return [found.step for found in find_checkpoints(folder)]
 
 
 def flip(file: Path, at: int = -1) -> None:
@@ -47,13 +54,13 @@ def flip(file: Path, at: int = -1) -> None:
 
 def test_what_is_saved_comes_back_bit_for_bit(tmp_path: Path) -> None:
     put(tmp_path / "c", 40)
-    found = latest(tmp_path / "c")
+    found = load_latest(tmp_path / "c")
     assert found is not None and found.step == 40 and found.path == tmp_path / "c" / "step-00000040"
     assert found.state == state_at(40)
     expected = parts_at(40)
     assert set(found.parts) == set(expected) and len(found.parts) == 7
     for name, tensors in expected.items():
-        got = found.part(name)
+        got = found.read_part(name)
         assert set(got) == set(tensors)
         for key, tensor in tensors.items():
             assert got[key].dtype == tensor.dtype and torch.equal(got[key], tensor)
@@ -61,19 +68,19 @@ def test_what_is_saved_comes_back_bit_for_bit(tmp_path: Path) -> None:
 
 def test_tensors_come_back_aligned_as_torch_aligns_its_own(tmp_path: Path) -> None:
     odd = {f"{i}": torch.randn(i + 1) for i in range(9)}
-    made = save(tmp_path, 1, {"odd": odd}, {}, keep=1, host=Host())
-    assert all(tensor.data_ptr() % 64 == 0 for tensor in load(made).part("odd").values())
+    made = save_checkpoint(tmp_path, 1, {"odd": odd}, {}, keep=1, host=HostFacts())
+    assert all(tensor.data_ptr() % 64 == 0 for tensor in load_checkpoint(made).read_part("odd").values())
     assert any(tensor.data_ptr() % 64 for tensor in load_file(made / "odd.safetensors").values()), "or why we bother"
 
 
-@pytest.mark.parametrize("code", tensor_file.CODES)
+@pytest.mark.parametrize("code", tensor_file.DTYPE_BY_CODE)
 def test_every_dtype_survives_with_every_odd_shape(code: str, tmp_path: Path) -> None:
-    dtype = getattr(torch, tensor_file.CODES[code][0])
+    dtype = getattr(torch, tensor_file.DTYPE_BY_CODE[code][0])
     raw = torch.randint(0, 256 if code != "BOOL" else 2, (6 * 8,), dtype=torch.uint8)
     full = raw.view(dtype) if code != "BOOL" else raw.bool()
     tensors = {"full": full, "scalar": full[0].clone(), "empty": full[:0].reshape(0, 3), "strided": full[::2]}
-    made = save(tmp_path, 1, {"p": tensors}, {}, keep=1, host=Host())
-    got, by_library = load(made).part("p"), load_file(made / "p.safetensors")
+    made = save_checkpoint(tmp_path, 1, {"p": tensors}, {}, keep=1, host=HostFacts())
+    got, by_library = load_checkpoint(made).read_part("p"), load_file(made / "p.safetensors")
     for name, tensor in tensors.items():
         for other in (got[name], by_library[name]):
             assert (other.dtype, other.shape) == (tensor.dtype, tensor.shape)
@@ -95,9 +102,9 @@ def test_files_of_the_library_are_read_too(tmp_path: Path) -> None:
 def test_the_same_content_is_the_same_bytes_whatever_order_it_came_in(tmp_path: Path) -> None:
     parts = parts_at(40)
     turned = {name: dict(reversed(tensors.items())) for name, tensors in reversed(parts.items())}
-    first = save(tmp_path / "a", 40, parts, {"x": 1, "y": 0.1}, keep=1, host=Host())
+    first = save_checkpoint(tmp_path / "a", 40, parts, {"x": 1, "y": 0.1}, keep=1, host=HostFacts())
     os.utime(first / "state.json", (0, 0))
-    second = save(tmp_path / "b", 40, turned, {"y": 0.1, "x": 1}, keep=1, host=Host())
+    second = save_checkpoint(tmp_path / "b", 40, turned, {"y": 0.1, "x": 1}, keep=1, host=HostFacts())
     assert bytes_of(first) == bytes_of(second)
 
 
@@ -128,7 +135,7 @@ def test_a_damaged_one_of_the_same_step_is_replaced(tmp_path: Path) -> None:
     made = put(tmp_path, 40)
     before = bytes_of(made)
     flip(made / "ema.low_noise.safetensors")
-    assert verify(put(tmp_path, 40)) == [] and bytes_of(made) == before
+    assert verify_checkpoint(put(tmp_path, 40)) == [] and bytes_of(made) == before
 
 
 def test_a_damaged_newer_one_is_told_passed_over_and_left(tmp_path: Path) -> None:
@@ -136,8 +143,8 @@ def test_a_damaged_newer_one_is_told_passed_over_and_left(tmp_path: Path) -> Non
         put(tmp_path, step)
     flip(tmp_path / "step-00000060" / "optimizer.low_noise.safetensors")
     (tmp_path / "step-00000040" / "state.json").unlink()
-    before, heard = tree(tmp_path), Heard()
-    found = latest(tmp_path, heard)
+    before, heard = tree(tmp_path), RecordingSink()
+    found = load_latest(tmp_path, heard)
     assert found is not None and found.step == 20
     assert "checkpoint of step 60: passed over" in heard.text() and "optimizer.low_noise.safetensors" in heard.text()
     assert "checkpoint of step 40: passed over" in heard.text() and "state.json" in heard.text()
@@ -150,33 +157,36 @@ def test_saving_before_a_damaged_newer_one_keeps_what_was_saved(tmp_path: Path) 
     put(tmp_path, 40, keep=1)
     put(tmp_path, 50, keep=1)
     assert steps(tmp_path) == [50, 60]
-    found = latest(tmp_path)
+    found = load_latest(tmp_path)
     assert found is not None and found.step == 50
 
 
 def test_going_on_from_an_older_one_gives_the_later_ones_another_name(tmp_path: Path) -> None:
     for step in (20, 40, 60):
         put(tmp_path, step)
-    before, heard = bytes_of(tmp_path / "step-00000060"), Heard()
-    turn_back(tmp_path, 20, heard)
+    before, heard = bytes_of(tmp_path / "step-00000060"), RecordingSink()
+    set_aside_later_checkpoints(tmp_path, 20, heard)
     assert steps(tmp_path) == [20] and "step 40" in heard.text() and "unused-step-00000060" in heard.text()
-    found = latest(tmp_path)
+    found = load_latest(tmp_path)
     assert found is not None and found.step == 20
-    assert bytes_of(tmp_path / "unused-step-00000060") == before and verify(tmp_path / "unused-step-00000060") == []
+    assert (
+        bytes_of(tmp_path / "unused-step-00000060") == before
+        and verify_checkpoint(tmp_path / "unused-step-00000060") == []
+    )
     put(tmp_path, 60, seed=1)
-    turn_back(tmp_path, 20, heard)
+    set_aside_later_checkpoints(tmp_path, 20, heard)
     assert bytes_of(tmp_path / "unused-step-00000060") == before, "an earlier future is not written over"
 
 
 def test_without_checkpoints_there_is_no_latest(tmp_path: Path) -> None:
-    assert latest(tmp_path / "nothing") is None
+    assert load_latest(tmp_path / "nothing") is None
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "notes.txt").write_text("mine")
     (tmp_path / "c" / "step-7").mkdir()
     (tmp_path / "c" / "step-000000070").mkdir()
     (tmp_path / "c" / ".saving-notes").mkdir()
     before = tree(tmp_path)
-    assert latest(tmp_path / "c") is None
+    assert load_latest(tmp_path / "c") is None
     put(tmp_path / "c", 1, keep=1)
     assert set(before) <= set(tree(tmp_path)), "what is not ours is left alone"
 
@@ -186,18 +196,25 @@ def test_too_little_room_is_told_before_anything_is_written(tmp_path: Path) -> N
     before = tree(tmp_path)
     said = r"step 20 needs \d+\.\d KiB, 4\.0 KiB are free below .*: \d+\.\d KiB are missing; .*intact: .*step-00000010"
     with pytest.raises(CheckpointError, match=said):
-        save(tmp_path, 20, parts_at(20), state_at(20), keep=1, host=Full(4096))
+        save_checkpoint(tmp_path, 20, parts_at(20), state_at(20), keep=1, host=FullDiskHost(4096))
     assert tree(tmp_path) == before
     with pytest.raises(CheckpointError, match="there is none yet"):
-        save(tmp_path / "other", 20, parts_at(20), state_at(20), keep=1, host=Full(4096))
+        save_checkpoint(tmp_path / "other", 20, parts_at(20), state_at(20), keep=1, host=FullDiskHost(4096))
 
 
 def test_the_room_asked_for_is_what_the_files_take(tmp_path: Path) -> None:
-    made = save(tmp_path, 20, {"p": {"x": torch.zeros(100_000)}}, state_at(20), keep=1, host=Host())
+    made = save_checkpoint(tmp_path, 20, {"p": {"x": torch.zeros(100_000)}}, state_at(20), keep=1, host=HostFacts())
     taken = sum(-(-file.stat().st_size // 4096) * 4096 for file in made.iterdir()) + 4096
     for room, enough in ((taken - 1, False), (taken, True)):
         try:
-            save(tmp_path / f"{room}", 20, {"p": {"x": torch.zeros(100_000)}}, state_at(20), keep=1, host=Full(room))
+            save_checkpoint(
+                tmp_path / f"{room}",
+                20,
+                {"p": {"x": torch.zeros(100_000)}},
+                state_at(20),
+                keep=1,
+                host=FullDiskHost(room),
+            )
         except CheckpointError as error:
             assert not enough, error
         else:
@@ -207,15 +224,15 @@ def test_the_room_asked_for_is_what_the_files_take(tmp_path: Path) -> None:
 def test_a_state_that_json_cannot_hold_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     for bad in (float("nan"), float("inf"), object(), {1, 2}):
         with pytest.raises(CheckpointError, match="nothing was saved"):
-            save(tmp_path / "c", 1, {}, {"x": bad}, keep=1, host=Host())  # type: ignore[dict-item]
+            save_checkpoint(tmp_path / "c", 1, {}, {"x": bad}, keep=1, host=HostFacts())  # type: ignore[dict-item]
     assert not (tmp_path / "c").exists()
 
 
 def test_a_part_that_is_not_there_is_told_with_those_that_are(tmp_path: Path) -> None:
-    made = save(tmp_path, 1, {"adapter.model": {}}, {}, keep=1, host=Host())
+    made = save_checkpoint(tmp_path, 1, {"adapter.model": {}}, {}, keep=1, host=HostFacts())
     with pytest.raises(CheckpointError, match=r"has no part ema\.model, it has adapter\.model"):
-        load(made).part("ema.model")
-    assert "ema.model" not in load(made).parts and load(made).parts.get("ema.model") is None
+        load_checkpoint(made).read_part("ema.model")
+    assert "ema.model" not in load_checkpoint(made).parts and load_checkpoint(made).parts.get("ema.model") is None
 
 
 def test_ctrl_c_in_the_middle_of_a_save_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -231,22 +248,22 @@ def test_ctrl_c_in_the_middle_of_a_save_leaves_nothing_behind(tmp_path: Path) ->
     Interrupted.__name__ = "Tensor"
     tensor = torch.zeros(3).as_subclass(Interrupted)
     with pytest.raises(KeyboardInterrupt):
-        save(tmp_path, 20, {"a": {"x": torch.zeros(5)}, "b": {"x": tensor}}, {}, keep=1, host=Host())
+        save_checkpoint(tmp_path, 20, {"a": {"x": torch.zeros(5)}, "b": {"x": tensor}}, {}, keep=1, host=HostFacts())
     assert tree(tmp_path) == before
 
 
 def test_a_checkpoint_can_be_copied_and_renamed(tmp_path: Path) -> None:
     made = put(tmp_path / "c", 40)
     os.rename(made, tmp_path / "the best one")
-    assert load(tmp_path / "the best one").step == 40
+    assert load_checkpoint(tmp_path / "the best one").step == 40
     os.symlink(tmp_path / "the best one", tmp_path / "link")
-    assert load(tmp_path / "link").step == 40
+    assert load_checkpoint(tmp_path / "link").step == 40
 
 
 def test_a_folder_named_for_another_step_is_refused(tmp_path: Path) -> None:
     os.rename(put(tmp_path, 40), tmp_path / "step-00000050")
     with pytest.raises(CheckpointError, match="named for step 50, its manifest says 40"):
-        load(tmp_path / "step-00000050")
+        load_checkpoint(tmp_path / "step-00000050")
 
 
 def test_the_manifest_is_plain_json_for_other_programs(tmp_path: Path) -> None:

@@ -15,17 +15,23 @@ import torch
 import xxhash
 
 from supertuner.core.errors import CheckpointError
-from supertuner.core.host import Host
+from supertuner.core.host import HostFacts
 from supertuner.train.checkpoint import tensor_file
 from supertuner.train.checkpoint.manifest import json_bytes
-from supertuner.train.checkpoint.save import find, latest, load, save, verify
+from supertuner.train.checkpoint.save import (
+    find_checkpoints,
+    load_checkpoint,
+    load_latest,
+    save_checkpoint,
+    verify_checkpoint,
+)
 from tests.arena import faults
 from tests.train.checkpoints import parts_at, state_at, tree
 
 
 @pytest.fixture
 def made(tmp_path: Path) -> Path:
-    return save(tmp_path / "c", 40, parts_at(40), state_at(40), keep=9, host=Host())
+    return save_checkpoint(tmp_path / "c", 40, parts_at(40), state_at(40), keep=9, host=HostFacts())
 
 
 def seal(checkpoint: Path, **changes: Any) -> None:
@@ -44,10 +50,10 @@ def refused(checkpoint: Path, *words: str) -> None:
     """Loading it, or reading its parts, is one clear error; so says `verify`; and looking did not change it."""
     before = tree(checkpoint.parent)
     with pytest.raises(CheckpointError) as raised:
-        loaded = load(checkpoint)
+        loaded = load_checkpoint(checkpoint)
         for name in loaded.parts:
-            loaded.part(name)
-    problems = verify(checkpoint)
+            loaded.read_part(name)
+    problems = verify_checkpoint(checkpoint)
     assert problems and str(checkpoint) in problems[0] and str(checkpoint) in str(raised.value)
     for word in words:
         assert word in problems[0] and word in str(raised.value), problems
@@ -63,21 +69,21 @@ DAMAGES: dict[str, Callable[..., tuple[Callable[[], None], str]]] = {
 
 
 def test_every_flipped_bit_truncation_and_swap_is_found(tmp_path: Path, made: Path) -> None:
-    older = save(tmp_path / "c", 20, parts_at(20), state_at(20), keep=9, host=Host())
+    older = save_checkpoint(tmp_path / "c", 20, parts_at(20), state_at(20), keep=9, host=HostFacts())
     rng = random.Random(7)
     tried = dict.fromkeys(DAMAGES, 0)
     for _ in range(600):
         kind = rng.choice(("flip", "flip", "flip", *DAMAGES))
         undo, what = DAMAGES[kind](rng, made, older)
-        problems = verify(made)
+        problems = verify_checkpoint(made)
         assert problems and str(made) in problems[0], f"{what} was not found"
         with pytest.raises(CheckpointError):
-            load(made)
-        found = latest(tmp_path / "c")
+            load_checkpoint(made)
+        found = load_latest(tmp_path / "c")
         assert found is not None and found.step == 20, what
         undo()
         tried[kind] += 1
-    assert verify(made) == [] and min(tried.values()) > 50
+    assert verify_checkpoint(made) == [] and min(tried.values()) > 50
 
 
 def test_every_bit_of_the_manifest_counts(made: Path) -> None:
@@ -86,19 +92,19 @@ def test_every_bit_of_the_manifest_counts(made: Path) -> None:
         changed = bytearray(content)
         changed[at] ^= 1 << (at % 8)
         (made / "manifest.json").write_bytes(changed)
-        assert verify(made), f"bit {at % 8} of byte {at}"
+        assert verify_checkpoint(made), f"bit {at % 8} of byte {at}"
     (made / "manifest.json").write_bytes(content)
-    assert verify(made) == []
+    assert verify_checkpoint(made) == []
 
 
 def test_a_file_that_changes_after_the_check_is_still_found(made: Path) -> None:
-    loaded = load(made)
+    loaded = load_checkpoint(made)
     file = made / "adapter.high_noise.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
     with pytest.raises(CheckpointError, match="not what was written"):
-        loaded.part("adapter.high_noise")
+        loaded.read_part("adapter.high_noise")
 
 
 def test_a_missing_file_or_folder_is_named(made: Path) -> None:
@@ -108,12 +114,12 @@ def test_a_missing_file_or_folder_is_named(made: Path) -> None:
     refused(made, "manifest.json")
     shutil.rmtree(made)
     with pytest.raises(CheckpointError, match="is not a checkpoint's folder"):
-        load(made)
+        load_checkpoint(made)
 
 
 def test_a_file_too_many_is_left_alone(made: Path) -> None:
     (made / "notes.txt").write_text("my best one")
-    assert verify(made) == [] and load(made).step == 40
+    assert verify_checkpoint(made) == [] and load_checkpoint(made).step == 40
 
 
 @pytest.mark.parametrize(
@@ -253,21 +259,21 @@ def test_links_devices_and_pipes_are_not_followed(made: Path, tmp_path: Path) ->
     file.unlink()
     os.mkfifo(file)
     with pytest.raises(CheckpointError, match="not a file"):
-        load(made)
+        load_checkpoint(made)
     file.unlink()
     file.mkdir()
     with pytest.raises(CheckpointError, match="not a file"):
-        load(made)
+        load_checkpoint(made)
 
 
 def test_a_checkpoint_behind_a_link_is_used_and_only_the_link_is_removed(made: Path, tmp_path: Path) -> None:
     os.rename(made, tmp_path / "elsewhere")
     os.symlink(tmp_path / "elsewhere", made)
-    assert latest(made.parent) is not None, "a link that somebody made on purpose, to another disk, works"
-    save(made.parent, 40, parts_at(40, seed=1), state_at(40), keep=1, host=Host())
-    save(made.parent, 50, parts_at(50), state_at(50), keep=1, host=Host())
-    assert [found.step for found in find(made.parent)] == [50]
-    assert verify(tmp_path / "elsewhere") == [], "and what it leads to is never removed"
+    assert load_latest(made.parent) is not None, "a link that somebody made on purpose, to another disk, works"
+    save_checkpoint(made.parent, 40, parts_at(40, seed=1), state_at(40), keep=1, host=HostFacts())
+    save_checkpoint(made.parent, 50, parts_at(50), state_at(50), keep=1, host=HostFacts())
+    assert [found.step for found in find_checkpoints(made.parent)] == [50]
+    assert verify_checkpoint(tmp_path / "elsewhere") == [], "and what it leads to is never removed"
 
 
 def test_a_hidden_link_is_removed_and_not_what_it_leads_to(made: Path, tmp_path: Path) -> None:
@@ -275,7 +281,7 @@ def test_a_hidden_link_is_removed_and_not_what_it_leads_to(made: Path, tmp_path:
     (tmp_path / "precious" / "file").write_text("mine")
     os.symlink(tmp_path / "precious", made.parent / ".removing-step-00000010")
     os.symlink(tmp_path / "precious", made.parent / ".saving-step-00000050")
-    latest(made.parent)
+    load_latest(made.parent)
     assert sorted(os.listdir(made.parent)) == ["step-00000040"]
     assert (tmp_path / "precious" / "file").read_text() == "mine"
 
@@ -286,11 +292,11 @@ def test_a_file_of_a_terabyte_of_holes_is_refused_without_a_terabyte_of_memory(m
     os.truncate(file, 1 << 40)
     fd = os.open(file, os.O_RDONLY)
     try:
-        with pytest.raises(tensor_file.Malformed, match="claims 549755813888 bytes"):
+        with pytest.raises(tensor_file.MalformedTensorFileError, match="claims 549755813888 bytes"):
             tensor_file.read_tensors(fd, 1 << 40, len)
     finally:
         os.close(fd)
-    assert "it has 1099511627776 bytes" in verify(made)[0]
+    assert "it has 1099511627776 bytes" in verify_checkpoint(made)[0]
 
 
 def test_tensors_of_a_kind_with_hidden_parts_are_a_mistake_of_the_program(tmp_path: Path) -> None:
@@ -298,6 +304,6 @@ def test_tensors_of_a_kind_with_hidden_parts_are_a_mistake_of_the_program(tmp_pa
         pass
 
     with pytest.raises(AssertionError, match="Quantised"):
-        save(tmp_path, 1, {"p": {"x": torch.zeros(3).as_subclass(Quantised)}}, {}, keep=1, host=Host())
+        save_checkpoint(tmp_path, 1, {"p": {"x": torch.zeros(3).as_subclass(Quantised)}}, {}, keep=1, host=HostFacts())
     with pytest.raises(AssertionError):
-        save(tmp_path, 1, {"../p": {}}, {}, keep=1, host=Host())
+        save_checkpoint(tmp_path, 1, {"../p": {}}, {}, keep=1, host=HostFacts())

@@ -17,14 +17,21 @@ from typer.testing import CliRunner
 
 from supertuner.cli import app
 from supertuner.core.errors import CheckpointError
-from supertuner.core.host import Host
+from supertuner.core.host import HostFacts
 from supertuner.core.types import JSON
 from supertuner.train.checkpoint import tensor_file
-from supertuner.train.checkpoint.parts import Rows, Wanted
-from supertuner.train.checkpoint.save import Sharers, find, latest, load, save, verify
-from supertuner.train.checkpoint.save_job import Abandoned
-from supertuner.train.checkpoint.sharded import discard
-from tests.train.checkpoints import bytes_of, forge, state_at, tree
+from supertuner.train.checkpoint.parts import RowSelector, WantedRows
+from supertuner.train.checkpoint.save import (
+    CheckpointSharding,
+    find_checkpoints,
+    load_checkpoint,
+    load_latest,
+    save_checkpoint,
+    verify_checkpoint,
+)
+from supertuner.train.checkpoint.save_job import SaveAbandonedError
+from supertuner.train.checkpoint.sharded import discard_sharded_save
+from tests.train.checkpoints import bytes_of, forge_shard, state_at, tree
 
 ROWS = {"a.weight": (7, 3), "b.weight": (2, 2, 5), "c.bias": (5,), "d.bias": (1,)}
 """Shapes that no number of processes divides."""
@@ -72,12 +79,14 @@ def save_one(
     attempt: str = "ab-1",
     seed: int = 0,
     go_on: Callable[[], None] = lambda: None,
-    host: Host | None = None,
+    host: HostFacts | None = None,
 ) -> Path:
     parts, begins = shared_out(whole_parts(seed), rank, ranks)
-    sharers = Sharers(rank, ranks, attempt, begins)
+    sharers = CheckpointSharding(rank, ranks, attempt, begins)
     state: dict[str, JSON] = state_at(step) if rank == 0 else {}
-    return save(folder, step, parts, state, keep=2, host=host or Host(), go_on=go_on, sharers=sharers)
+    return save_checkpoint(
+        folder, step, parts, state, keep=2, host=host or HostFacts(), raise_if_abandoned=go_on, sharding=sharers
+    )
 
 
 def save_all(folder: Path, ranks: int, order: Callable[[int], float] = lambda rank: 0.0, **more: object) -> Path:
@@ -93,12 +102,12 @@ def save_all(folder: Path, ranks: int, order: Callable[[int], float] = lambda ra
     return made[0]
 
 
-def wanted_by(rank: int, ranks: int) -> Rows:
+def wanted_by(rank: int, ranks: int) -> RowSelector:
     """What a process wants of the tensors of ROWS, and of an optimizer's that belong to them."""
 
-    def rows(name: str) -> Wanted | None:
+    def rows(name: str) -> WantedRows | None:
         shape = ROWS[name.partition("/")[0]]
-        return Wanted(shape, rows_of(shape[0], rank, ranks))
+        return WantedRows(shape, rows_of(shape[0], rank, ranks))
 
     return rows
 
@@ -112,12 +121,12 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> b
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_what_many_wrote_is_read_back_as_a_whole(tmp_path: Path, ranks: int) -> None:
     made = save_all(tmp_path / "c", ranks)
-    assert verify(made) == []
-    loaded = load(made)
+    assert verify_checkpoint(made) == []
+    loaded = load_checkpoint(made)
     assert sorted(loaded.parts) == ["adapter.default", "optimizer.default", "random"]
     assert loaded.state == state_at(40)
     for part, expected in whole_parts().items():
-        assert same(loaded.part(part), expected), part
+        assert same(loaded.read_part(part), expected), part
     assert sorted(tree(tmp_path / "c")) == sorted({made.name, *(f"{made.name}/{file}" for file in bytes_of(made))})
     assert len(list(made.glob("adapter.default.shard-*"))) == ranks
 
@@ -129,12 +138,12 @@ def test_any_number_of_processes_reads_the_rows_that_it_has(tmp_path: Path, writ
     if writers:
         made = save_all(tmp_path / "c", writers)
     else:
-        made = save(tmp_path / "c", 40, whole_parts(), state_at(40), keep=2, host=Host())
+        made = save_checkpoint(tmp_path / "c", 40, whole_parts(), state_at(40), keep=2, host=HostFacts())
     for rank in range(readers):
-        loaded = load(made, checked=rank > 0)
+        loaded = load_checkpoint(made, already_verified=rank > 0)
         expected, _ = shared_out(whole_parts(), rank, readers)
         for part in ("adapter.default", "optimizer.default"):
-            found = loaded.part(part, wanted_by(rank, readers))
+            found = loaded.read_part(part, wanted_by(rank, readers))
             assert same(found, expected[part]), (rank, part)
 
 
@@ -162,16 +171,16 @@ def test_torch_s_own_tool_puts_the_parts_together(tmp_path: Path) -> None:
 
 def test_nothing_is_seen_until_the_last_process_has_written(tmp_path: Path) -> None:
     folder, last = tmp_path / "c", threading.Event()
-    save(folder, 20, whole_parts(1), state_at(20), keep=2, host=Host())
+    save_checkpoint(folder, 20, whole_parts(1), state_at(20), keep=2, host=HostFacts())
     with ThreadPoolExecutor(3) as pool:
         first = pool.submit(save_one, folder, 0, 3)
         pool.submit(save_one, folder, 1, 3).result()
         third = pool.submit(lambda: (last.wait(), save_one(folder, 2, 3)))
-        assert [found.step for found in find(folder)] == [20] and not first.done()
+        assert [found.step for found in find_checkpoints(folder)] == [20] and not first.done()
         last.set()
         third.result(), first.result()
-    assert [found.step for found in find(folder)] == [20, 40]
-    assert all(found.problem is None for found in find(folder))
+    assert [found.step for found in find_checkpoints(folder)] == [20, 40]
+    assert all(found.problem is None for found in find_checkpoints(folder))
 
 
 def test_remains_of_a_killed_save_are_never_mistaken_for_this_one(tmp_path: Path) -> None:
@@ -182,7 +191,7 @@ def test_remains_of_a_killed_save_are_never_mistaken_for_this_one(tmp_path: Path
     for name in ("attempt-old-7", "adapter.default.shard-00001-of-00002.safetensors", "wrote-00001-old-7.json"):
         (remains / name).write_text("{}")
     made = save_all(folder, 2, order=lambda rank: 0.2 * (1 - rank))
-    assert verify(made) == [] and os.listdir(folder) == ["step-00000040"]
+    assert verify_checkpoint(made) == [] and os.listdir(folder) == ["step-00000040"]
 
 
 def test_a_process_of_a_job_that_is_gone_cannot_write_into_a_later_save(tmp_path: Path) -> None:
@@ -202,16 +211,16 @@ def test_a_process_of_a_job_that_is_gone_cannot_write_into_a_later_save(tmp_path
         assert inside.wait(60)
         made = save_all(folder, 2, attempt="new-1")
         go.set()
-        with pytest.raises(Abandoned, match="given up by the first process"):
+        with pytest.raises(SaveAbandonedError, match="given up by the first process"):
             stale.result()
-    assert verify(made) == [] and os.listdir(folder) == [made.name]
+    assert verify_checkpoint(made) == [] and os.listdir(folder) == [made.name]
     for part, expected in whole_parts().items():
-        assert same(load(made).part(part), expected), part
+        assert same(load_checkpoint(made).read_part(part), expected), part
 
 
 def test_one_that_gives_up_leaves_nothing_and_what_was_there_stays(tmp_path: Path) -> None:
     folder = tmp_path / "c"
-    save(folder, 20, whole_parts(1), state_at(20), keep=2, host=Host())
+    save_checkpoint(folder, 20, whole_parts(1), state_at(20), keep=2, host=HostFacts())
     before = tree(folder)
     stop = threading.Event()
 
@@ -239,15 +248,15 @@ def test_whoever_writes_for_a_save_that_the_first_gave_up_has_no_error_of_its_ow
 
     def go_on() -> None:
         if next(calls) == moment:
-            discard(begun, Sharers(0, 2, "ab-1", {}))
+            discard_sharded_save(begun, CheckpointSharding(0, 2, "ab-1", {}))
 
-    with pytest.raises(Abandoned):
+    with pytest.raises(SaveAbandonedError):
         save_one(tmp_path / "c", 1, 2, go_on=go_on)
     assert not begun.exists()
 
 
 def test_room_is_asked_for_all_of_them(tmp_path: Path) -> None:
-    class Full(Host):
+    class Full(HostFacts):
         def free_bytes(self, folder: Path) -> int:
             return 20_000
 
@@ -273,11 +282,11 @@ def test_rows_that_do_not_fit_together_are_told(
     tmp_path: Path, tensors: dict[str, torch.Tensor], begins: dict[str, int], said: str
 ) -> None:
     made = save_all(tmp_path / "c", 2)
-    forge(made, SECOND, tensors, begins)
-    (problem,) = verify(made)
+    forge_shard(made, SECOND, tensors, begins)
+    (problem,) = verify_checkpoint(made)
     assert said in problem and SECOND in problem
     with pytest.raises(CheckpointError, match=said):
-        load(made).part("adapter.default")
+        load_checkpoint(made).read_part("adapter.default")
 
 
 @pytest.mark.parametrize("readers", [1, 2])
@@ -287,50 +296,52 @@ def test_a_tensor_whose_last_rows_are_lost_is_refused_by_whoever_wants_any(
 ) -> None:
     """c.bias has 5 rows, 3 and 2: whoever reads can know that, the files cannot."""
     made = save_all(tmp_path / "c", 2)
-    forge(made, SECOND, {"a.weight": torch.zeros(3, 3), "b.weight": torch.zeros(1, 2, 5).bfloat16(), **left}, BEGINS)
+    forge_shard(
+        made, SECOND, {"a.weight": torch.zeros(3, 3), "b.weight": torch.zeros(1, 2, 5).bfloat16(), **left}, BEGINS
+    )
     file = SECOND if left else SECOND.replace("00001-of", "00000-of")
     for rank in range(readers):
         with pytest.raises(CheckpointError, match=rf"{file}: c.bias of adapter.default ends as .*, wanted is \[5\]"):
-            load(made).part("adapter.default", wanted_by(rank, readers))
+            load_checkpoint(made).read_part("adapter.default", wanted_by(rank, readers))
 
 
 def test_half_a_tensor_in_one_file_is_not_taken_for_the_half_of_a_process(tmp_path: Path) -> None:
     parts = whole_parts()
     parts["adapter.default"]["a.weight"] = parts["adapter.default"]["a.weight"][:4]
-    made = save(tmp_path / "c", 40, parts, state_at(40), keep=2, host=Host())
+    made = save_checkpoint(tmp_path / "c", 40, parts, state_at(40), keep=2, host=HostFacts())
     with pytest.raises(CheckpointError, match=r"a\.weight of adapter\.default ends as"):
-        load(made).part("adapter.default", wanted_by(0, 2))
+        load_checkpoint(made).read_part("adapter.default", wanted_by(0, 2))
 
 
 def test_a_part_without_one_of_its_files_is_refused(tmp_path: Path) -> None:
     made = save_all(tmp_path / "c", 3)
     shutil.copytree(made, tmp_path / "kept")
     (made / "adapter.default.shard-00001-of-00003.safetensors").unlink()
-    assert "No such file" in verify(made)[0]
-    assert latest(tmp_path / "c") is None
+    assert "No such file" in verify_checkpoint(made)[0]
+    assert load_latest(tmp_path / "c") is None
     shutil.rmtree(made)
     shutil.copytree(tmp_path / "kept", made)
     content = bytearray((made / "adapter.default.shard-00002-of-00003.safetensors").read_bytes())
     content[-1] ^= 1
     (made / "adapter.default.shard-00002-of-00003.safetensors").write_bytes(content)
-    assert "not what was written" in verify(made)[0]
+    assert "not what was written" in verify_checkpoint(made)[0]
 
 
 def test_metadata_that_is_no_sense_is_told(tmp_path: Path) -> None:
     for number, text in enumerate(('{"a.weight":{"saved_offsets":[1,1]}}', "[1]", "{", '{"a.weight":7}')):
         file = tmp_path / f"{number}"
         tensors = {"a.weight": torch.zeros(2, 2)}
-        layout = tensor_file.lay_out(tensors, {tensor_file.SHARDING: text})
+        layout = tensor_file.plan_tensor_file(tensors, {tensor_file.SHARDING_KEY: text})
         file.write_bytes(b"".join(layout.chunks()))
         with file.open("rb") as opened:
             header, entries = tensor_file.read_header(opened.fileno(), layout.nbytes)
-        with pytest.raises(tensor_file.Malformed):
-            tensor_file.first_rows(header, entries)
+        with pytest.raises(tensor_file.MalformedTensorFileError):
+            tensor_file.parse_row_offsets(header, entries)
 
 
 def test_commands_count_a_part_in_several_files_once(tmp_path: Path) -> None:
     made = save_all(tmp_path / "checkpoints", 2)
-    (found,) = find(tmp_path / "checkpoints")
+    (found,) = find_checkpoints(tmp_path / "checkpoints")
     assert found.parts == ("adapter.default", "optimizer.default", "random") and found.problem is None
     assert found.nbytes == sum(len(content) for name, content in bytes_of(made).items() if name != "manifest.json")
     checked = CliRunner().invoke(app, ["checkpoint", "verify", str(made)])

@@ -11,30 +11,30 @@ import pytest
 import torch
 
 from supertuner.core.errors import CacheError, ModelError
-from supertuner.core.events import Measured, Silence
-from supertuner.core.host import Host
+from supertuner.core.events import MeasurementEvent, NullSink
+from supertuner.core.host import HostFacts
 from supertuner.core.types import MediaKind
-from supertuner.data.batching.batches import Decoders
-from supertuner.data.batching.render import caption_of
+from supertuner.data.batching.batches import DecoderPool
+from supertuner.data.batching.render import caption_for_sample
 from supertuner.data.opened import open_corpus
-from supertuner.train.encoding.encoded import open_encoded
+from supertuner.train.encoding.encoded import open_encoded_corpus
 from tests.cache.encoding import (
     SoundEncoder,
     arenas,
-    at_use,
     batches,
     config_of,
-    counted,
-    encoding_of,
+    encoding_spec,
     equal,
-    opened,
+    open_run,
     pictures,
-    served,
+    read_all_positions,
     sounds,
     videos,
+    with_counting_encoders,
+    without_caches,
 )
 from tests.data.media_files import png_claiming
-from tests.data.staging import Told
+from tests.data.staging import RecordingSink
 
 
 def mixed(tmp_path: Path, cache: dict | None = None, **more):
@@ -64,24 +64,24 @@ def mixed(tmp_path: Path, cache: dict | None = None, **more):
 )
 def test_every_kind_of_cache_serves_the_bits_that_encoding_at_use_gives(tmp_path: Path, wan, cache: dict) -> None:
     config = mixed(tmp_path, cache)
-    encoding = encoding_of(*wan)
-    with opened(at_use(config), encoding) as plain:
-        expected = served(*plain)
+    encoding = encoding_spec(*wan)
+    with open_run(without_caches(config), encoding) as plain:
+        expected = read_all_positions(*plain)
     for _ in range(2):  # as it is made, and as it is found
-        with opened(config, encoding) as cached:
-            assert equal(served(*cached), expected)
+        with open_run(config, encoding) as cached:
+            assert equal(read_all_positions(*cached), expected)
     assert all(latents["latents"].dtype == torch.bfloat16 for latents, _ in expected.values())
 
 
 def test_what_is_served_is_what_the_encoders_make_of_the_decoded_batch(tmp_path: Path, wan) -> None:
     config = mixed(tmp_path)
-    encoding = encoding_of(*wan)
+    encoding = encoding_spec(*wan)
     family, model = wan
     media = family.media_encoder(model, encoding.device)
     text = family.text_encoder(model, encoding.device, encoding.dtype)
-    with opened(config, encoding) as (corpus, encoded), Decoders(corpus, 2) as decoders:
+    with open_run(config, encoding) as (corpus, encoded), DecoderPool(corpus, 2) as decoders:
         for micro in batches(corpus):
-            batch = decoders.make(micro)
+            batch = decoders.decode(micro)
             assert torch.equal(encoded.latents(micro)["latents"], media.encode(batch.media)["latents"].bfloat16())
             for mine, theirs in zip(encoded.texts(micro), text.encode(batch.captions), strict=True):
                 assert torch.equal(mine["embeds"], theirs["embeds"])
@@ -89,10 +89,10 @@ def test_what_is_served_is_what_the_encoders_make_of_the_decoded_batch(tmp_path:
 
 def test_flux_is_cached_by_the_same_code(tmp_path: Path, flux) -> None:
     config = config_of(tmp_path, {"instance_data_dir": pictures(tmp_path / "images"), "bucket_step": 16})
-    with opened(at_use(config), encoding_of(*flux)) as plain:
-        expected = served(*plain)
-    with opened(config, encoding_of(*flux)) as cached:
-        assert equal(served(*cached), expected)
+    with open_run(without_caches(config), encoding_spec(*flux)) as plain:
+        expected = read_all_positions(*plain)
+    with open_run(config, encoding_spec(*flux)) as cached:
+        assert equal(read_all_positions(*cached), expected)
 
 
 @pytest.mark.parametrize("persistent", [True, False])
@@ -100,15 +100,15 @@ def test_a_second_run_encodes_nothing_and_makes_no_encoder_if_the_cache_is_persi
     tmp_path: Path, wan, persistent: bool
 ) -> None:
     config = mixed(tmp_path, {"persistent_cache": persistent})
-    family, count = counted(wan[0])
-    with opened(config, encoding_of(family, wan[1])) as (corpus, encoded):
+    family, count = with_counting_encoders(wan[0])
+    with open_run(config, encoding_spec(family, wan[1])) as (corpus, encoded):
         assert count.made == ["media", "text"] and count.samples == 10
-        served(corpus, encoded)
+        read_all_positions(corpus, encoded)
         assert count.samples == 10, "nothing is encoded while training"
         assert sorted(set(count.captions)) == sorted(count.captions), "each text once"
         assert "" in count.captions and "sks, red, round, number 3" in count.captions
-    family, count = counted(wan[0])
-    with opened(config, encoding_of(family, wan[1])):
+    family, count = with_counting_encoders(wan[0])
+    with open_run(config, encoding_spec(family, wan[1])):
         assert count.made == ([] if persistent else ["media", "text"])
     kept = [name for name in arenas(tmp_path / "runs" / "cache") if name.startswith(("latents", "text"))]
     assert len(kept) == (2 if persistent else 0)
@@ -118,63 +118,63 @@ def test_a_second_run_encodes_nothing_and_makes_no_encoder_if_the_cache_is_persi
 def test_a_dataset_that_grew_has_only_its_new_samples_encoded(tmp_path: Path, wan) -> None:
     folder = pictures(tmp_path / "images", 4)
     config = config_of(tmp_path, {"instance_data_dir": folder}, cache={"persistent_cache": True})
-    with opened(config, encoding_of(*wan)):
+    with open_run(config, encoding_spec(*wan)):
         pass
     pictures(folder, 6)
-    family, count = counted(wan[0])
-    with opened(config, encoding_of(family, wan[1])):
+    family, count = with_counting_encoders(wan[0])
+    with open_run(config, encoding_spec(family, wan[1])):
         assert count.samples == 2 and len(count.captions) == 2
 
 
 def test_equal_files_under_two_names_are_encoded_once(tmp_path: Path, wan) -> None:
     folder = pictures(tmp_path / "images", 3)
     (folder / "copy.jpg").write_bytes((folder / "p0.jpg").read_bytes())
-    family, count = counted(wan[0])
+    family, count = with_counting_encoders(wan[0])
     config = config_of(tmp_path, {"instance_data_dir": folder}, {"instance_data_dir": pictures(tmp_path / "b", 3)})
-    with opened(config, encoding_of(family, wan[1])):
+    with open_run(config, encoding_spec(family, wan[1])):
         assert count.samples == 3
 
 
 def test_encoding_shows_its_progress_and_its_figures(tmp_path: Path, wan) -> None:
-    told = Told()
-    with opened(mixed(tmp_path), encoding_of(*wan), told):
+    told = RecordingSink()
+    with open_run(mixed(tmp_path), encoding_spec(*wan), told):
         pass
     assert ("encoding samples", 10, 0) in told.phases
     assert [title for title, _, _ in told.phases] == ["encoding samples", "encoding captions"]
-    figures = {event.what: event.figures for event in told.events if isinstance(event, Measured)}
+    figures = {event.what: event.figures for event in told.events if isinstance(event, MeasurementEvent)}
     assert figures["cache.latents"]["made"] == 10
 
 
 def test_a_run_that_ends_within_an_epoch_encodes_only_what_it_draws(tmp_path: Path, wan) -> None:
-    family, count = counted(wan[0])
+    family, count = with_counting_encoders(wan[0])
     config = config_of(tmp_path, {"instance_data_dir": pictures(tmp_path / "images", 8)})
-    with opened(config, encoding_of(family, wan[1]), until=3) as (corpus, encoded):
+    with open_run(config, encoding_spec(family, wan[1]), until=3) as (corpus, encoded):
         assert count.samples == 3 and len(count.captions) == 3
         first, *_, last = batches(corpus)
         encoded.latents(first)
         encoded.texts(first)
         assert count.samples == 3
         beyond = encoded.latents(last), encoded.texts(last)
-    with opened(config, encoding_of(*wan)) as (_, encoded):
+    with open_run(config, encoding_spec(*wan)) as (_, encoded):
         assert torch.equal(beyond[0]["latents"], encoded.latents(last)["latents"]), "what nobody foresaw is made at use"
         assert all(torch.equal(a["embeds"], b["embeds"]) for a, b in zip(beyond[1], encoded.texts(last), strict=True))
 
 
 def test_held_out_data_pass_through_a_corpus_of_their_own(tmp_path: Path, wan) -> None:
-    encoding = encoding_of(*wan)
+    encoding = encoding_spec(*wan)
     train = config_of(tmp_path, {"instance_data_dir": pictures(tmp_path / "images", 4)})
     held = config_of(tmp_path, {"instance_data_dir": pictures(tmp_path / "held", 6), "id": "held"})
-    family, count = counted(wan[0])
-    with opened(train, encoding) as one, opened(held, encoding_of(family, wan[1])) as other:
+    family, count = with_counting_encoders(wan[0])
+    with open_run(train, encoding) as one, open_run(held, encoding_spec(family, wan[1])) as other:
         assert count.samples == 2, "four of the six are the training pictures, encoded already"
-        assert len(served(*one)) == 8 and len(served(*other)) == 12
+        assert len(read_all_positions(*one)) == 8 and len(read_all_positions(*other)) == 12
 
 
 def test_a_bucket_that_the_model_cannot_take_is_refused_before_anything_is_encoded(tmp_path: Path, wan) -> None:
-    family, count = counted(wan[0])
+    family, count = with_counting_encoders(wan[0])
     folder = videos(tmp_path / "videos")
     config = config_of(tmp_path, {"instance_data_dir": folder, "dataset_type": "video", "frames": 6})
-    with pytest.raises(ModelError) as caught, opened(config, encoding_of(family, wan[1])):
+    with pytest.raises(ModelError) as caught, open_run(config, encoding_spec(family, wan[1])):
         pass
     message = str(caught.value)
     assert "datasets[set0]" in message and "6 frames" in message and "frames of that dataset" in message
@@ -186,7 +186,7 @@ def test_sound_is_refused_by_a_model_of_pictures(tmp_path: Path, wan) -> None:
     config = config.model_copy(
         update={"datasets": (config.datasets[0].model_copy(update={"audio": short_sounds(config)}),)}
     )
-    with pytest.raises(ModelError, match="image and video, not on audio"), opened(config, encoding_of(*wan)):
+    with pytest.raises(ModelError, match="image and video, not on audio"), open_run(config, encoding_spec(*wan)):
         pass
 
 
@@ -203,10 +203,10 @@ def test_sounds_pass_through_caches_and_collation(tmp_path: Path, wan) -> None:
     config = config.model_copy(
         update={"datasets": (config.datasets[0].model_copy(update={"audio": short_sounds(config)}),)}
     )
-    with opened(at_use(config), encoding_of(family, model)) as plain:
-        expected = served(*plain)
-    with opened(config, encoding_of(family, model)) as cached:
-        assert equal(served(*cached), expected)
+    with open_run(without_caches(config), encoding_spec(family, model)) as plain:
+        expected = read_all_positions(*plain)
+    with open_run(config, encoding_spec(family, model)) as cached:
+        assert equal(read_all_positions(*cached), expected)
     shapes = {tuple(latents["latents"].shape) for latents, _ in expected.values()}
     assert len(shapes) >= 2 and all("loudness" in latents for latents, _ in expected.values())
 
@@ -215,7 +215,7 @@ def test_a_file_that_does_not_decode_is_named_with_the_setting_that_finds_such_f
     folder = pictures(tmp_path / "images", 3)
     (folder / "p9.png").write_bytes(png_claiming(64, 64))  # its structure is whole, its picture is not
     config = config_of(tmp_path, {"instance_data_dir": folder})
-    with pytest.raises(CacheError) as caught, opened(config, encoding_of(*wan)):
+    with pytest.raises(CacheError) as caught, open_run(config, encoding_spec(*wan)):
         pass
     assert "'p9'" in str(caught.value) and 'check: "decode"' in str(caught.value)
 
@@ -224,42 +224,42 @@ def test_a_damaged_entry_of_a_persistent_cache_is_encoded_again_before_it_is_ser
     config = config_of(
         tmp_path, {"instance_data_dir": pictures(tmp_path / "images", 4)}, cache={"persistent_cache": True}
     )
-    with opened(config, encoding_of(*wan)) as cached:
-        expected = served(*cached)
+    with open_run(config, encoding_spec(*wan)) as cached:
+        expected = read_all_positions(*cached)
     data = next((tmp_path / "runs" / "cache").glob("latents-*/0000.data"))
     content = bytearray(data.read_bytes())
     content[4096 + 10] ^= 1
     data.write_bytes(content)
-    told = Told()
-    family, count = counted(wan[0])
-    with opened(config, encoding_of(family, wan[1]), told) as cached:
-        assert equal(served(*cached), expected)
+    told = RecordingSink()
+    family, count = with_counting_encoders(wan[0])
+    with open_run(config, encoding_spec(family, wan[1]), told) as cached:
+        assert equal(read_all_positions(*cached), expected)
     assert count.samples == 1 and "made again" in told.warnings()
 
 
 def test_a_damaged_entry_of_a_mapped_file_stops_with_its_name_and_the_remedy(tmp_path: Path, wan) -> None:
     cache = {"persistent_cache": True, "vae_cache_type": "disk"}
     config = config_of(tmp_path, {"instance_data_dir": pictures(tmp_path / "images", 4)}, cache=cache)
-    with opened(config, encoding_of(*wan)):
+    with open_run(config, encoding_spec(*wan)):
         pass
     data = next((tmp_path / "runs" / "cache").glob("latents-*/0000.data"))
     content = bytearray(data.read_bytes())
     content[4096 + 10] ^= 1
     data.write_bytes(content)
-    with opened(config, encoding_of(*wan)) as cached, pytest.raises(CacheError, match=r"0000\.data.*cache build"):
-        served(*cached)
+    with open_run(config, encoding_spec(*wan)) as cached, pytest.raises(CacheError, match=r"0000\.data.*cache build"):
+        read_all_positions(*cached)
 
 
 def test_too_little_disk_is_said_before_it_is_full(tmp_path: Path, wan, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(
         tmp_path, {"instance_data_dir": pictures(tmp_path / "images", 4)}, cache={"persistent_cache": True}
     )
-    with open_corpus(config, host=Host(), sink=Silence(), progress=Silence()) as corpus:
-        monkeypatch.setattr(Host, "free_bytes", lambda self, folder: 9000)
-        around = {"run_folder": tmp_path / "run", "host": Host(), "sink": Silence(), "progress": Silence()}
+    with open_corpus(config, host=HostFacts(), sink=NullSink(), progress=NullSink()) as corpus:
+        monkeypatch.setattr(HostFacts, "free_bytes", lambda self, folder: 9000)
+        around = {"run_folder": tmp_path / "run", "host": HostFacts(), "sink": NullSink(), "progress": NullSink()}
         with (
             pytest.raises(CacheError, match=r"4 entries need about .* missing; .*cache_dir"),
-            open_encoded(config, corpus, encoding_of(*wan), **around),
+            open_encoded_corpus(config, corpus, encoding_spec(*wan), **around),
         ):
             pass
 
@@ -269,7 +269,7 @@ def test_a_folder_with_other_things_in_it_is_not_taken_for_a_cache(tmp_path: Pat
     (tmp_path / "photos" / "mine.jpg").write_bytes(b"")
     cache = {"persistent_cache": True, "cache_dir": tmp_path / "photos"}
     config = config_of(tmp_path, {"instance_data_dir": pictures(tmp_path / "images", 2)}, cache=cache)
-    with pytest.raises(CacheError, match=r"mine\.jpg.*cache_config\.cache_dir"), opened(config, encoding_of(*wan)):
+    with pytest.raises(CacheError, match=r"mine\.jpg.*cache_config\.cache_dir"), open_run(config, encoding_spec(*wan)):
         pass
     assert (tmp_path / "photos" / "mine.jpg").exists()
 
@@ -280,13 +280,13 @@ def test_captions_are_those_of_the_loader_whatever_the_rules(tmp_path: Path, wan
         (folder / f"p{number}.txt").write_text("\n".join(f"a {n}, b, [trigger]" for n in range(number)))
     rules = {"several": True, "dropout": 0.25, "trigger_word": "sks"}
     config = config_of(tmp_path, {"instance_data_dir": folder, "captions": rules})
-    encoding = encoding_of(*wan)
+    encoding = encoding_spec(*wan)
     text = wan[0].text_encoder(wan[1], encoding.device, encoding.dtype)
     seen = set()
-    with opened(config, encoding) as (corpus, encoded):
+    with open_run(config, encoding) as (corpus, encoded):
         for micro in batches(corpus, epochs=6):
             rows = zip(micro.draws.sample.tolist(), micro.draws.cycle.tolist(), strict=True)
-            captions = [caption_of(corpus.seed, corpus.parts[0], sample, turn) for sample, turn in rows]
+            captions = [caption_for_sample(corpus.seed, corpus.datasets[0], sample, turn) for sample, turn in rows]
             seen.update(captions)
             for mine, theirs in zip(encoded.texts(micro), text.encode(captions), strict=True):
                 assert torch.equal(mine["embeds"], theirs["embeds"])
@@ -295,7 +295,7 @@ def test_captions_are_those_of_the_loader_whatever_the_rules(tmp_path: Path, wan
 
 def test_a_batch_owns_its_latents(tmp_path: Path, wan) -> None:
     config = config_of(tmp_path, {"instance_data_dir": pictures(tmp_path / "images", 4)})
-    with opened(config, encoding_of(*wan)) as (corpus, encoded):
+    with open_run(config, encoding_spec(*wan)) as (corpus, encoded):
         micro = batches(corpus)[0]
         first = encoded.latents(micro)["latents"]
         before = first.clone()
@@ -315,7 +315,7 @@ def test_a_start_that_fails_at_its_second_cache_gives_back_the_first(tmp_path: P
             raise ModelError("the text encoder is not there; put it back")
 
     broken = dataclasses.replace(family, text_encoder=Broken)
-    with pytest.raises(ModelError) as caught, opened(config, encoding_of(broken, model)):
+    with pytest.raises(ModelError) as caught, open_run(config, encoding_spec(broken, model)):
         pass
     assert "put it back" in str(caught.value)
     maps = Path("/proc/self/maps").read_text().splitlines()

@@ -10,12 +10,22 @@ from pathlib import Path
 import pytest
 
 from supertuner.config.settings.tree import RunConfig
-from tests.cache.encoding import arenas, config_of, counted, encoding_of, equal, opened, pictures, served, tiny
+from tests.cache.encoding import (
+    arenas,
+    config_of,
+    encoding_spec,
+    equal,
+    open_run,
+    pictures,
+    read_all_positions,
+    tiny,
+    with_counting_encoders,
+)
 from tests.children import begin, ended, kill
 
 
 def start(config: RunConfig, model: Path) -> None:
-    with opened(config, encoding_of(*tiny("wan2.2", model)), until=20):
+    with open_run(config, encoding_spec(*tiny("wan2.2", model)), until=20):
         pass
 
 
@@ -27,9 +37,9 @@ def test_starts_that_are_killed_while_caching_end_with_the_same_bits(tmp_path: P
         {"instance_data_dir": pictures(tmp_path / "images", 10), **changing},
         {"instance_data_dir": pictures(tmp_path / "more", 4)},
     )
-    encoding = encoding_of(*wan)
-    with opened(config, encoding, until=20) as run:
-        expected = served(*run)
+    encoding = encoding_spec(*wan)
+    with open_run(config, encoding, until=20) as run:
+        expected = read_all_positions(*run)
     rng, died, model = random.Random(3), 0, Path(wan[1].source.path)
 
     assert ended(begin(start, config, model)) == 0  # the first also starts the process that children come from
@@ -40,9 +50,9 @@ def test_starts_that_are_killed_while_caching_end_with_the_same_bits(tmp_path: P
         child = begin(start, config, model)
         time.sleep(rng.uniform(0, usual_s))
         died += kill(child) == -signal.SIGKILL
-    family, count = counted(wan[0])
-    with opened(config, encoding_of(family, wan[1]), until=20) as run:
-        assert equal(served(*run), expected)
+    family, count = with_counting_encoders(wan[0])
+    with open_run(config, encoding_spec(family, wan[1]), until=20) as run:
+        assert equal(read_all_positions(*run), expected)
     assert count.samples <= 10 + 10 + 4
     left = [name for name in arenas(tmp_path / "ram") if name.startswith(("latents", "text"))]
     assert left == [], "what killed starts began is finished or removed"

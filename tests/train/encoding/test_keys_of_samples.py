@@ -11,37 +11,37 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from supertuner.arena.home import Home
-from supertuner.cache.keys import Space
-from supertuner.config.settings.data import Captions, Dataset
-from supertuner.core.events import Silence
-from supertuner.core.host import Host
+from supertuner.cache.keys import CacheNamespace
+from supertuner.config.settings.data import CaptionSettings, DatasetSettings
+from supertuner.core.events import NullSink
+from supertuner.core.host import HostFacts
 from supertuner.data import content
-from supertuner.data.batching.augment import Change
-from supertuner.data.batching.caption_variants import DROPPED, possible_captions, taken
-from supertuner.data.batching.captions import caption_for
-from supertuner.data.batching.sample_rng import Chance
-from supertuner.data.corpus import Corpus, corpus_of
-from supertuner.data.staging.stage import Stager
-from supertuner.step.precision import stored_dtype
-from supertuner.train.encoding.media import draw_keys
+from supertuner.data.batching.augment import AugmentationParams
+from supertuner.data.batching.caption_variants import DROPPED_CAPTION, choose_caption_index, possible_captions
+from supertuner.data.batching.captions import draw_caption
+from supertuner.data.batching.sample_rng import SampleRng
+from supertuner.data.corpus import Corpus, build_corpus
+from supertuner.data.staging.stage import DatasetStager
+from supertuner.step.precision import latent_storage_dtype
+from supertuner.train.encoding.media import media_keys
 from tests.cache.encoding import pictures, sounds, videos
 from tests.data.media_files import write
 
-SPACE = Space("latents", "vae", "bfloat16")
+SPACE = CacheNamespace("latents", "vae", "bfloat16")
 
 
 def corpus(tmp_path: Path, folder: Path, seed: int = 5, **settings) -> Corpus:
     given = {"id": "set", "resolution": 32, "bucket_step": 16, **settings}
-    dataset = Dataset.model_validate({**given, "instance_data_dir": folder})
-    stager = Stager(Home(tmp_path / "ram"), Host(), Silence(), Silence())
-    return corpus_of([(dataset, stager.open(dataset)[1])], seed=seed, batch_size=2)
+    dataset = DatasetSettings.model_validate({**given, "instance_data_dir": folder})
+    stager = DatasetStager(Home(tmp_path / "ram"), HostFacts(), NullSink(), NullSink())
+    return build_corpus([(dataset, stager.open(dataset)[1])], seed=seed, batch_size=2)
 
 
-def keys(of: Corpus, space: Space = SPACE, epoch: int = 0) -> dict[str, bytes]:
+def keys(of: Corpus, space: CacheNamespace = SPACE, epoch: int = 0) -> dict[str, bytes]:
     """Keys of an epoch's draws by the samples' names."""
     draws = of.order.slice(of.order.epoch_begin(epoch), of.order.epoch_begin(epoch + 1))
-    names = [of.parts[0].samples.key(sample) for sample in draws.sample.tolist()]
-    return dict(zip(names, map(bytes, draw_keys(of, draws, space)), strict=True))
+    names = [of.datasets[0].samples.key(sample) for sample in draws.sample.tolist()]
+    return dict(zip(names, map(bytes, media_keys(of, draws, space)), strict=True))
 
 
 @pytest.fixture
@@ -115,9 +115,11 @@ def test_rate_channels_and_length_of_sounds_are_ingredients(tmp_path: Path) -> N
 
 
 def test_the_version_of_decoding_is_an_ingredient() -> None:
-    group = (Dataset(), corpus_bucket(), Change())
-    assert content.transform(*group) == content.transform(*group, version=content.RENDER_VERSION)
-    assert content.transform(*group) != content.transform(*group, version=content.RENDER_VERSION + 1)
+    group = (DatasetSettings(), corpus_bucket(), AugmentationParams())
+    assert content.transform_key_bytes(*group) == content.transform_key_bytes(*group, version=content.RENDER_VERSION)
+    assert content.transform_key_bytes(*group) != content.transform_key_bytes(
+        *group, version=content.RENDER_VERSION + 1
+    )
 
 
 def corpus_bucket():
@@ -132,21 +134,23 @@ def test_a_picture_and_a_video_of_the_same_size_are_not_confused() -> None:
     from supertuner.data.ordering.buckets import Bucket
 
     image, clip = (Bucket(kind, 32, 32, 1, channels=3) for kind in (MediaKind.IMAGE, MediaKind.VIDEO))
-    assert content.transform(Dataset(), image, Change()) != content.transform(Dataset(), clip, Change())
+    assert content.transform_key_bytes(DatasetSettings(), image, AugmentationParams()) != content.transform_key_bytes(
+        DatasetSettings(), clip, AugmentationParams()
+    )
 
 
 def test_encoder_and_number_format_are_ingredients(tmp_path: Path, folder: Path) -> None:
     of = corpus(tmp_path, folder)
-    spaces = [SPACE, Space("latents", "vae 2", "bfloat16"), Space("latents", "vae", "float32")]
+    spaces = [SPACE, CacheNamespace("latents", "vae 2", "bfloat16"), CacheNamespace("latents", "vae", "float32")]
     assert len({key for space in spaces for key in keys(of, space).values()}) == 9
-    assert stored_dtype(torch.float32) is torch.float32
-    assert stored_dtype(torch.float16) is stored_dtype(torch.bfloat16) is torch.bfloat16
+    assert latent_storage_dtype(torch.float32) is torch.float32
+    assert latent_storage_dtype(torch.float16) is latent_storage_dtype(torch.bfloat16) is torch.bfloat16
 
 
 def test_how_a_file_is_stored_decides_its_key_so_that_no_unpacking_is_needed(tmp_path: Path, folder: Path) -> None:
     packed = corpus(tmp_path, folder, in_memory={"compression": "zstd"})
     assert not set(keys(packed).values()) & set(keys(corpus(tmp_path, folder)).values())
-    assert packed.parts[0].samples.contents().shape == (3, 4)
+    assert packed.datasets[0].samples.content_digests().shape == (3, 4)
 
 
 def test_a_hundred_thousand_keys_take_less_than_a_second() -> None:
@@ -154,12 +158,12 @@ def test_a_hundred_thousand_keys_take_less_than_a_second() -> None:
 
     rows = np.random.default_rng(0).integers(0, 1 << 63, (100_000, 4), dtype=np.uint64)
     began = time.process_time()
-    made = SPACE.keys((row.tobytes() for row in rows), b"transform")
+    made = SPACE.entry_keys((row.tobytes() for row in rows), b"transform")
     assert len(np.unique(made)) == 100_000 and time.process_time() - began < 1.0
 
 
 RULES = st.builds(
-    Captions,
+    CaptionSettings,
     several=st.booleans(),
     choose=st.sampled_from(["random", "first"]),
     trigger_word=st.sampled_from([None, "sks"]),
@@ -171,8 +175,8 @@ TEXTS = st.lists(st.text("ab ,[]sktrige", max_size=20), max_size=4)
 
 
 @given(TEXTS, RULES, st.integers(0, 1000))
-def test_listed_captions_are_those_that_are_drawn(captions: list[str], rules: Captions, turn: int) -> None:
-    chance = Chance(1, "set", "sample", turn)
+def test_listed_captions_are_those_that_are_drawn(captions: list[str], rules: CaptionSettings, turn: int) -> None:
+    chance = SampleRng(1, "set", "sample", turn)
     possible = possible_captions(captions, rules, chance)
-    number = taken(len(possible), rules, chance)
-    assert caption_for(captions, rules, chance) == ("" if number == DROPPED else possible[number])
+    number = choose_caption_index(len(possible), rules, chance)
+    assert draw_caption(captions, rules, chance) == ("" if number == DROPPED_CAPTION else possible[number])

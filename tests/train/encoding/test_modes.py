@@ -9,23 +9,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from supertuner.cache.epoch_rotation import Rotation
+from supertuner.cache.epoch_rotation import EpochRotation
 from supertuner.core.errors import CacheError
-from supertuner.core.events import Measured
+from supertuner.core.events import MeasurementEvent
 from supertuner.data.ordering.windows import MicroBatch
 from tests.cache.encoding import (
     arenas,
-    at_use,
     batches,
     config_of,
-    counted,
-    encoding_of,
+    encoding_spec,
     equal,
-    opened,
+    open_run,
     pictures,
-    served,
+    read_all_positions,
+    with_counting_encoders,
+    without_caches,
 )
-from tests.data.staging import Told
+from tests.data.staging import RecordingSink
 
 VARYING = {"augment": {"flip": 0.5, "brightness": 0.4}, "captions": {"shuffle_tags": True, "dropout": 0.2}}
 
@@ -43,11 +43,11 @@ def cached(folder: Path) -> list[str]:
 
 
 def test_without_a_mode_static_applies_and_is_told(tmp_path: Path, wan) -> None:
-    told = Told()
-    with opened(config(tmp_path, None), encoding_of(*wan), told) as run:
-        unsaid = served(*run)
-    with opened(config(tmp_path, "static"), encoding_of(*wan)) as run:
-        assert equal(served(*run), unsaid)
+    told = RecordingSink()
+    with open_run(config(tmp_path, None), encoding_spec(*wan), told) as run:
+        unsaid = read_all_positions(*run)
+    with open_run(config(tmp_path, "static"), encoding_spec(*wan)) as run:
+        assert equal(read_all_positions(*run), unsaid)
     warning = told.warnings()
     assert "datasets[set0].augmentations_cache_mode" in warning and '"static" applies' in warning
     assert "augment.flip, augment.brightness, captions.shuffle_tags" in warning
@@ -55,18 +55,18 @@ def test_without_a_mode_static_applies_and_is_told(tmp_path: Path, wan) -> None:
 
 
 def test_a_mode_that_has_nothing_to_do_is_told(tmp_path: Path, wan) -> None:
-    told = Told()
+    told = RecordingSink()
     plain = {"instance_data_dir": pictures(tmp_path / "images", 2), "augmentations_cache_mode": "static"}
-    with opened(config_of(tmp_path, plain), encoding_of(*wan), told):
+    with open_run(config_of(tmp_path, plain), encoding_spec(*wan), told):
         assert "has no effect" in told.warnings()
 
 
 def test_static_uses_turn_t_of_each_sample_again_in_turn_t_plus_n(tmp_path: Path, wan) -> None:
-    family, count = counted(wan[0])
+    family, count = with_counting_encoders(wan[0])
     given = config(tmp_path, "static", variations=2)
-    with opened(at_use(given), encoding_of(*wan)) as (corpus, encoded):
+    with open_run(without_caches(given), encoding_spec(*wan)) as (corpus, encoded):
         law = by_sample(corpus, encoded, epochs=2)
-    with opened(given, encoding_of(family, wan[1])) as (corpus, encoded):
+    with open_run(given, encoding_spec(family, wan[1])) as (corpus, encoded):
         made = count.samples
         found = by_sample(corpus, encoded, epochs=6)
         assert count.samples == made <= 4 * 2 + 2, "nothing is encoded while training"
@@ -88,22 +88,22 @@ def test_static_keeps_the_choice_and_the_dropping_of_captions_free(tmp_path: Pat
     """Only the order of tags is kept: a caption that is dropped in one turn is there in another."""
     given = config(tmp_path, "static")
     lengths: dict[int, set[int]] = {}
-    with opened(given, encoding_of(*wan)) as (corpus, encoded):
+    with open_run(given, encoding_spec(*wan)) as (corpus, encoded):
         for micro in batches(corpus, epochs=12):
             for row, text in enumerate(encoded.texts(micro)):
-                if corpus.order.groups[int(micro.draws.group[row])].dataset == 0:
+                if corpus.order.groups[int(micro.draws.group[row])].dataset_index == 0:
                     lengths.setdefault(int(micro.draws.sample[row]), set()).add(len(text["embeds"]))
     assert any(len(one) > 1 for one in lengths.values())
 
 
 def test_disable_cache_encodes_at_use_and_caches_the_other_datasets(tmp_path: Path, wan) -> None:
-    family, count = counted(wan[0])
+    family, count = with_counting_encoders(wan[0])
     given = config(tmp_path, "disable_cache")
-    with opened(at_use(given), encoding_of(*wan)) as run:
-        law = served(*run)
-    with opened(given, encoding_of(family, wan[1])) as run:
+    with open_run(without_caches(given), encoding_spec(*wan)) as run:
+        law = read_all_positions(*run)
+    with open_run(given, encoding_spec(family, wan[1])) as run:
         assert count.samples == 2, "the two pictures that never change"
-        assert equal(served(*run), law)
+        assert equal(read_all_positions(*run), law)
         assert count.samples == 2 + 2 * 4
 
 
@@ -113,10 +113,10 @@ def test_refresh_gives_each_epoch_its_own_entries_and_the_bits_of_encoding_at_us
 ) -> None:
     cache = {"vae_cache_type": kind, "text_cache_type": kind, "persistent_cache": True}
     given = config(tmp_path, "refresh_each_epoch", cache=cache)
-    with opened(at_use(given), encoding_of(*wan)) as run:
-        law = served(*run, epochs=4)
-    with opened(given, encoding_of(*wan), until=24) as run:
-        assert equal(served(*run, epochs=4), law)
+    with open_run(without_caches(given), encoding_spec(*wan)) as run:
+        law = read_all_positions(*run, epochs=4)
+    with open_run(given, encoding_spec(*wan), until=24) as run:
+        assert equal(read_all_positions(*run, epochs=4), law)
     persistent, ram = cached(tmp_path / "runs" / "cache"), cached(tmp_path / "ram")
     assert not any("epoch" in name for name in persistent + ram), "an epoch's entries go with it"
     assert len(persistent) == 2, "what does not change is kept"
@@ -124,8 +124,8 @@ def test_refresh_gives_each_epoch_its_own_entries_and_the_bits_of_encoding_at_us
 
 def test_an_epoch_s_entries_are_made_in_the_background_and_removed_when_it_is_over(tmp_path: Path, wan) -> None:
     given = config(tmp_path, "refresh_each_epoch")
-    told = Told()
-    with opened(given, encoding_of(*wan), told, until=24) as (corpus, encoded):
+    told = RecordingSink()
+    with open_run(given, encoding_spec(*wan), told, until=24) as (corpus, encoded):
         plain = {name for name in cached(tmp_path / "ram") if "epoch" not in name}
         seen = []
         for micro in batches(corpus, epochs=4):
@@ -136,16 +136,18 @@ def test_an_epoch_s_entries_are_made_in_the_background_and_removed_when_it_is_ov
             seen.append({name.split("-epoch")[1].split("-")[0] for name in names - plain})
         assert "0" in seen[0] and "0" not in seen[-1] and "1" not in seen[-1]
     made = [
-        event.figures["epoch"] for event in told.events if isinstance(event, Measured) and event.what == "cache.epoch"
+        event.figures["epoch"]
+        for event in told.events
+        if isinstance(event, MeasurementEvent) and event.what == "cache.epoch"
     ]
     assert made == [0, 1, 2, 3]
 
 
 def test_a_window_across_many_epochs_in_any_order_gets_the_same_bits(tmp_path: Path, wan) -> None:
     given = config(tmp_path, "refresh_each_epoch")
-    with opened(at_use(given), encoding_of(*wan)) as run:
-        law = served(*run, epochs=5)
-    with opened(given, encoding_of(*wan), until=30) as (corpus, encoded):
+    with open_run(without_caches(given), encoding_spec(*wan)) as run:
+        law = read_all_positions(*run, epochs=5)
+    with open_run(given, encoding_spec(*wan), until=30) as (corpus, encoded):
         order = corpus.order
         for positions in ([0, 7, 13, 25], [24, 29], [1, 12], [18]):  # back to epochs that were given up
             draws = order.slice(0, 30).take(positions)
@@ -157,10 +159,10 @@ def test_a_window_across_many_epochs_in_any_order_gets_the_same_bits(tmp_path: P
 
 def test_a_run_that_goes_on_in_the_middle_makes_only_the_rest_of_the_epoch(tmp_path: Path, wan) -> None:
     given = config(tmp_path, "refresh_each_epoch")
-    with opened(at_use(given), encoding_of(*wan)) as run:
-        law = served(*run, epochs=2)
-    family, count = counted(wan[0])
-    with opened(given, encoding_of(family, wan[1]), begin=9, until=12) as (corpus, encoded):
+    with open_run(without_caches(given), encoding_spec(*wan)) as run:
+        law = read_all_positions(*run, epochs=2)
+    family, count = with_counting_encoders(wan[0])
+    with open_run(given, encoding_spec(family, wan[1]), begin=9, until=12) as (corpus, encoded):
         assert count.samples <= 2 + 3
         for micro in (one for one in batches(corpus) if int(one.draws.position[0]) >= 9):
             for row, position in enumerate(micro.draws.position.tolist()):
@@ -168,12 +170,12 @@ def test_a_run_that_goes_on_in_the_middle_makes_only_the_rest_of_the_epoch(tmp_p
 
 
 def test_leaving_in_the_middle_of_a_background_build_leaves_nothing(tmp_path: Path, wan) -> None:
-    with opened(config(tmp_path, "refresh_each_epoch", count=12), encoding_of(*wan)):
+    with open_run(config(tmp_path, "refresh_each_epoch", count=12), encoding_spec(*wan)):
         pass
     assert cached(tmp_path / "ram") == []
 
 
-class Thing:
+class FakeEpoch:
     def __init__(self, epoch: int, gone: list[int]) -> None:
         self.epoch, self._gone = epoch, gone
 
@@ -182,50 +184,50 @@ class Thing:
 
 
 def test_a_trainer_that_is_faster_waits_and_is_told_how_long() -> None:
-    told, gone, release = Told(), [], threading.Event()
+    told, gone, release = RecordingSink(), [], threading.Event()
 
-    def make(epoch: int, stop) -> Thing:
+    def make(epoch: int, stop) -> FakeEpoch:
         if epoch == 1:
             release.wait(5)
-        return Thing(epoch, gone)
+        return FakeEpoch(epoch, gone)
 
-    rotation = Rotation(make, epochs=3, sink=told)
-    assert rotation.at(0).epoch == 0
+    rotation = EpochRotation(make, epochs=3, sink=told)
+    assert rotation.get_epoch(0).epoch == 0
     threading.Timer(0.1, release.set).start()
-    assert rotation.at(1).epoch == 1
-    waited = [event.figures for event in told.events if isinstance(event, Measured)]
+    assert rotation.get_epoch(1).epoch == 1
+    waited = [event.figures for event in told.events if isinstance(event, MeasurementEvent)]
     assert waited[-1]["epoch"] == 1 and waited[-1]["seconds"] >= 0.05
-    rotation.over(0)
-    assert gone == [0] and rotation.at(0) is None
-    assert rotation.at(2).epoch == 2
+    rotation.release_through(0)
+    assert gone == [0] and rotation.get_epoch(0) is None
+    assert rotation.get_epoch(2).epoch == 2
     rotation.close()
     assert sorted(gone) == [0, 1, 2]
 
 
 def test_an_error_in_the_background_is_raised_where_the_epoch_is_asked_for() -> None:
-    def make(epoch: int, stop) -> Thing:
+    def make(epoch: int, stop) -> FakeEpoch:
         if epoch == 1:
             raise CacheError("no room")
-        return Thing(epoch, [])
+        return FakeEpoch(epoch, [])
 
-    rotation = Rotation(make, epochs=None, sink=Told())
-    rotation.at(0)
+    rotation = EpochRotation(make, epochs=None, sink=RecordingSink())
+    rotation.get_epoch(0)
     with pytest.raises(CacheError, match="no room"):
-        rotation.at(1)
+        rotation.get_epoch(1)
     rotation.close()
 
 
 def test_closing_stops_what_is_being_made() -> None:
     began = threading.Event()
 
-    def make(epoch: int, stop) -> Thing:
+    def make(epoch: int, stop) -> FakeEpoch:
         began.set()
         while epoch == 1 and not stop():
             time.sleep(0.01)
-        return Thing(epoch, [])
+        return FakeEpoch(epoch, [])
 
-    rotation = Rotation(make, epochs=None, sink=Told())
-    rotation.at(0)
+    rotation = EpochRotation(make, epochs=None, sink=RecordingSink())
+    rotation.get_epoch(0)
     began.wait()
     begin = time.monotonic()
     rotation.close()

@@ -12,7 +12,15 @@ from pathlib import Path
 import pytest
 
 from supertuner.config.settings.tree import RunConfig
-from tests.cache.encoding import config_of, counted, encoding_of, opened, pictures, served, tiny
+from tests.cache.encoding import (
+    config_of,
+    encoding_spec,
+    open_run,
+    pictures,
+    read_all_positions,
+    tiny,
+    with_counting_encoders,
+)
 from tests.children import begin, ended
 
 
@@ -43,10 +51,10 @@ def test_encoders_are_freed_when_nothing_is_left_to_encode_and_kept_where_someth
     changing = {"augment": {"flip": 0.5}, "augmentations_cache_mode": mode} if mode else {}
     config = config_of(tmp_path, {"instance_data_dir": pictures(tmp_path / "images", 3), **changing})
     family, alive = watched(wan[0])
-    with opened(config, encoding_of(family, wan[1])) as run:
+    with open_run(config, encoding_spec(family, wan[1])) as run:
         gc.collect()
         assert alive["text"]() is None
-        served(*run)
+        read_all_positions(*run)
         assert (alive["media"]() is not None) == bool(mode)
     gc.collect()
     assert alive["media"]() is None
@@ -55,9 +63,9 @@ def test_encoders_are_freed_when_nothing_is_left_to_encode_and_kept_where_someth
 def start(config: RunConfig, model: Path, told: Path) -> None:
     """Train on everything, and write down how many samples were encoded here."""
     family, read = tiny("wan2.2", model)
-    family, count = counted(family)
-    with opened(config, encoding_of(family, read)) as run:
-        assert len(served(*run)) == 16
+    family, count = with_counting_encoders(family)
+    with open_run(config, encoding_spec(family, read)) as run:
+        assert len(read_all_positions(*run)) == 16
         (told / f"encoded-{os.getpid()}").write_text(str(count.samples))
         while len(list(told.glob("encoded-*"))) < 3:  # nobody leaves before all have come
             time.sleep(0.01)

@@ -9,39 +9,39 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from supertuner.core.errors import ModelError
-from supertuner.models.adapters.keys import read
-from supertuner.models.adapters.keys_schemes import SCHEMES, comfyui_reads
-from supertuner.tools.adapter_export import export
-from supertuner.train.export.adapter_files import convert, open_adapter
-from tests.models.adapters.modules import drawn
+from supertuner.models.adapters.keys import read_keys
+from supertuner.models.adapters.keys_schemes import KEY_SCHEMES, comfyui_reads
+from supertuner.tools.adapter_export import export_adapter
+from supertuner.train.export.adapter_files import convert_adapter, open_adapter
+from tests.models.adapters.modules import random_tensor
 from tests.train.export.test_adapter_files import RANK, wan_lora
 
 
 @pytest.mark.parametrize("half", ["lora_down.weight", "lora_up.weight"])
 def test_half_a_lora_is_refused_by_its_key(half: str, tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
-    tensors = wan_lora(SCHEMES["kohya"], 2.0)
+    tensors = wan_lora(KEY_SCHEMES["kohya"], 2.0)
     lost = f"lora_unet_blocks_0_self_attn_q.{half}"
     save_file({key: tensor for key, tensor in tensors.items() if key != lost}, path)
     for scheme in ("diffusers", "original", "lycoris"):
         with pytest.raises(
             ModelError, match=r"a\.safetensors cannot be .* \(lora_unet_blocks_0_self_attn_q\..*\) and no"
         ):
-            convert(open_adapter(path), SCHEMES[scheme], tmp_path / "b.safetensors")
+            convert_adapter(open_adapter(path), KEY_SCHEMES[scheme], tmp_path / "b.safetensors")
     assert not (tmp_path / "b.safetensors").exists()
 
 
 def test_a_file_of_layers_that_families_share_is_of_the_family_that_its_metadata_says(tmp_path: Path) -> None:
     path, out = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
     layer = "transformer.transformer_blocks.0.attn.to_q"
-    tensors = {f"{layer}.lora_A.weight": drawn(RANK, 24), f"{layer}.lora_B.weight": drawn(24, RANK)}
+    tensors = {f"{layer}.lora_A.weight": random_tensor(RANK, 24), f"{layer}.lora_B.weight": random_tensor(24, RANK)}
     save_file(tensors, path)
     with pytest.raises(ModelError, match=r"a\.safetensors: these layers are in flux and .* \(--family\)"):
-        export(open_adapter(path), "comfyui", out)
+        export_adapter(open_adapter(path), "comfyui", out)
     for family in ("qwen-image", "qwen-image-edit"):
         save_file(tensors, path, {"supertuner": json.dumps({"family": family})})
         assert open_adapter(path).reading.families == ("qwen-image",)
-    assert export(open_adapter(path), "comfyui", out) == [(out, 2)]
-    assert comfyui_reads("qwen-image", read(load_file(out)).scheme)
+    assert export_adapter(open_adapter(path), "comfyui", out) == [(out, 2)]
+    assert comfyui_reads("qwen-image", read_keys(load_file(out)).scheme)
     save_file(tensors, path, {"supertuner": json.dumps({"family": "wan2.2"})})
     assert len(open_adapter(path).reading.families) > 1, "keys count before metadata"

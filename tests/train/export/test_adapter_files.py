@@ -16,30 +16,36 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from supertuner.core.errors import ModelError
-from supertuner.models.adapters.keys import Name, read, write
-from supertuner.models.adapters.keys_convert import layers_of
-from supertuner.models.adapters.keys_modules import LAYOUTS
-from supertuner.models.adapters.keys_schemes import COMFYUI, SCHEMES, STYLES, Scheme, comfyui_reads
-from supertuner.models.families.wan22.tiny import TinyWan, build
-from supertuner.tools.adapter_export import export
-from supertuner.train.export.adapter_files import convert, load_as, of_expert, open_adapter, with_expert
-from tests.models.adapters.modules import drawn, wan_output
+from supertuner.models.adapters.keys import AdapterTensorName, format_key, read_keys
+from supertuner.models.adapters.keys_convert import adapter_layers
+from supertuner.models.adapters.keys_modules import FAMILY_LAYERS
+from supertuner.models.adapters.keys_schemes import COMFYUI_SCHEMES, KEY_SCHEMES, KEY_STYLES, KeyScheme, comfyui_reads
+from supertuner.models.families.wan22.tiny import TinyWan, build_pipeline
+from supertuner.tools.adapter_export import export_adapter
+from supertuner.train.export.adapter_files import (
+    convert_adapter,
+    load_adapter_tensors,
+    open_adapter,
+    select_expert,
+    with_expert,
+)
+from tests.models.adapters.modules import random_tensor, wan_output
 
 RANK = 4
 LAYERS = {"blocks.0.attn1.to_q": (24, 24), "blocks.1.attn2.to_out.0": (24, 24), "blocks.1.ffn.net.0.proj": (48, 24)}
 
 
-def wan_lora(scheme: Scheme, alpha: float | None, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+def wan_lora(scheme: KeyScheme, alpha: float | None, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     """A LoRA of both experts, or of one where the scheme says none; every tensor another."""
     made = {}
-    for number, expert in enumerate(STYLES[scheme.style].prefixes):
+    for number, expert in enumerate(KEY_STYLES[scheme.style].prefixes):
         for layer, (outputs, inputs) in LAYERS.items():
             for tensor, value in {
-                "lora_A": drawn(RANK, inputs) + number,
-                "lora_B": drawn(outputs, RANK) - number,
+                "lora_A": random_tensor(RANK, inputs) + number,
+                "lora_B": random_tensor(outputs, RANK) - number,
                 **({"alpha": torch.tensor(alpha)} if alpha is not None else {}),
             }.items():
-                made[write(Name(expert, layer, tensor), scheme, "wan2.2")] = value.to(dtype)
+                made[format_key(AdapterTensorName(expert, layer, tensor), scheme, "wan2.2")] = value.to(dtype)
     return made
 
 
@@ -48,7 +54,7 @@ def changes(path: Path, family: str | None = None) -> dict[tuple[str | None, str
     file = open_adapter(path, family)
     given = load_file(path)
     found = {}
-    for layer in layers_of(file.reading):
+    for layer in adapter_layers(file.reading):
         a, b = given[layer.keys["lora_A"]].float(), given[layer.keys["lora_B"]].float()
         scale = float(given[layer.keys["alpha"]]) / a.shape[0] if "alpha" in layer.keys else 1.0
         found[layer.expert, layer.module] = scale * b.flatten(1) @ a.flatten(1)
@@ -57,12 +63,12 @@ def changes(path: Path, family: str | None = None) -> dict[tuple[str | None, str
 
 @pytest.mark.parametrize("alpha", [None, 2.0, 3.0])
 @pytest.mark.parametrize("source", ["diffusers-pair", "ai-toolkit-dollars", "lycoris-stages"])
-@pytest.mark.parametrize("target", [name for name, scheme in SCHEMES.items() if scheme.marks_experts])
+@pytest.mark.parametrize("target", [name for name, scheme in KEY_SCHEMES.items() if scheme.marks_experts])
 def test_a_file_of_two_experts_means_the_same_in_every_scheme(
     source: str, target: str, alpha: float | None, tmp_path: Path
 ) -> None:
-    save_file(wan_lora(SCHEMES[source], alpha), tmp_path / "a.safetensors")
-    convert(open_adapter(tmp_path / "a.safetensors"), SCHEMES[target], tmp_path / "b.safetensors")
+    save_file(wan_lora(KEY_SCHEMES[source], alpha), tmp_path / "a.safetensors")
+    convert_adapter(open_adapter(tmp_path / "a.safetensors"), KEY_SCHEMES[target], tmp_path / "b.safetensors")
     before, after = changes(tmp_path / "a.safetensors"), changes(tmp_path / "b.safetensors")
     assert before.keys() == after.keys() and len(before) == 2 * len(LAYERS)
     assert all(torch.allclose(before[one], after[one], rtol=1e-6) for one in before)
@@ -71,17 +77,17 @@ def test_a_file_of_two_experts_means_the_same_in_every_scheme(
     )
     found = open_adapter(tmp_path / "b.safetensors")
     assert not found.reading.unknown
-    assert found.reading.scheme == SCHEMES[target]
+    assert found.reading.scheme == KEY_SCHEMES[target]
 
 
-@pytest.mark.parametrize("target", [name for name, scheme in SCHEMES.items() if not scheme.marks_experts])
+@pytest.mark.parametrize("target", [name for name, scheme in KEY_SCHEMES.items() if not scheme.marks_experts])
 def test_there_and_back_is_the_file_to_the_bit(target: str, tmp_path: Path) -> None:
     """An alpha that is the rank changes no value; where it is another, the scale is in the values instead."""
-    scheme = SCHEMES["kohya"]
+    scheme = KEY_SCHEMES["kohya"]
     given = wan_lora(scheme, float(RANK), torch.bfloat16)
     save_file(given, tmp_path / "a.safetensors", {"ss_network_dim": "4"})
-    convert(open_adapter(tmp_path / "a.safetensors"), SCHEMES[target], tmp_path / "b.safetensors")
-    convert(open_adapter(tmp_path / "b.safetensors"), scheme, tmp_path / "c.safetensors", overwrite=True)
+    convert_adapter(open_adapter(tmp_path / "a.safetensors"), KEY_SCHEMES[target], tmp_path / "b.safetensors")
+    convert_adapter(open_adapter(tmp_path / "b.safetensors"), scheme, tmp_path / "c.safetensors", overwrite=True)
     back = load_file(tmp_path / "c.safetensors")
     assert back.keys() == given.keys()
     assert all(torch.equal(back[key].to(value.dtype), value) for key, value in given.items())
@@ -91,7 +97,7 @@ def test_there_and_back_is_the_file_to_the_bit(target: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("source", ["kohya", "original", "original-down-up", "lycoris", "ai-toolkit-dollars"])
 def test_what_is_exported_for_diffusers_loads_into_both_experts_of_the_pipeline(source: str, tmp_path: Path) -> None:
-    scheme = SCHEMES[source]
+    scheme = KEY_SCHEMES[source]
     for stage, expert in enumerate(("high_noise", "low_noise")):
         file = tmp_path / f"mine_{expert}.safetensors"
         if scheme.marks_experts:
@@ -104,10 +110,10 @@ def test_what_is_exported_for_diffusers_loads_into_both_experts_of_the_pipeline(
             file,
         )
         opened = with_expert(open_adapter(file), None)
-        export(opened, "diffusers", overwrite=scheme.marks_experts)
-    pipeline = build(TinyWan(), seed=3)
+        export_adapter(opened, "diffusers", overwrite=scheme.marks_experts)
+    pipeline = build_pipeline(TinyWan(), seed=3)
     assert isinstance(pipeline, WanPipeline)
-    bare = build(TinyWan(), seed=3)
+    bare = build_pipeline(TinyWan(), seed=3)
     for expert, part in (("high_noise", "transformer"), ("low_noise", "transformer_2")):
         made = tmp_path / f"mine_{expert}.diffusers.safetensors"
         pipeline.load_lora_weights(made, load_into_transformer_2=part == "transformer_2")
@@ -118,7 +124,7 @@ def test_what_is_exported_for_diffusers_loads_into_both_experts_of_the_pipeline(
             weight = module.get_submodule(layer).weight
             weight.data += wanted[expert if scheme.marks_experts else None, layer]
         difference = (wan_output(getattr(pipeline, part)) - wan_output(module)).abs().max()
-        untouched = (wan_output(getattr(build(TinyWan(), seed=3), part)) - wan_output(module)).abs().max()
+        untouched = (wan_output(getattr(build_pipeline(TinyWan(), seed=3), part)) - wan_output(module)).abs().max()
         assert difference < 1e-4 * untouched, (difference, untouched)
 
 
@@ -130,12 +136,12 @@ def test_a_fused_layer_is_split_as_diffusers_splits_it(tmp_path: Path) -> None:
         "double_blocks_1_txt_mlp_0": 8,
     }.items():
         given |= {
-            f"lora_unet_{key}.lora_down.weight": drawn(RANK, 6),
-            f"lora_unet_{key}.lora_up.weight": drawn(outputs, RANK),
+            f"lora_unet_{key}.lora_down.weight": random_tensor(RANK, 6),
+            f"lora_unet_{key}.lora_up.weight": random_tensor(outputs, RANK),
             f"lora_unet_{key}.alpha": torch.tensor(2.0),
         }
     save_file(given, tmp_path / "a.safetensors")
-    export(open_adapter(tmp_path / "a.safetensors"), "diffusers", tmp_path / "b.safetensors")
+    export_adapter(open_adapter(tmp_path / "a.safetensors"), "diffusers", tmp_path / "b.safetensors")
     theirs = _convert_kohya_flux_lora_to_diffusers(dict(given))
     ours = load_file(tmp_path / "b.safetensors")
     assert ours.keys() == theirs.keys() and len(ours) == 16
@@ -146,10 +152,10 @@ def test_a_fused_layer_is_split_as_diffusers_splits_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("target", ["diffusers", "kohya", "lycoris-stages"])
 def test_what_is_loaded_is_what_would_be_written(target: str, tmp_path: Path) -> None:
-    save_file(wan_lora(SCHEMES["original-down-up"], 3.0, torch.bfloat16), tmp_path / "a.safetensors")
+    save_file(wan_lora(KEY_SCHEMES["original-down-up"], 3.0, torch.bfloat16), tmp_path / "a.safetensors")
     opened = with_expert(open_adapter(tmp_path / "a.safetensors"), "high_noise")
-    convert(opened, SCHEMES[target], tmp_path / "b.safetensors")
-    written, loaded = load_file(tmp_path / "b.safetensors"), load_as(opened, SCHEMES[target])
+    convert_adapter(opened, KEY_SCHEMES[target], tmp_path / "b.safetensors")
+    written, loaded = load_file(tmp_path / "b.safetensors"), load_adapter_tensors(opened, KEY_SCHEMES[target])
     assert loaded.keys() == written.keys()
     assert all(torch.equal(loaded[key], value) and loaded[key].dtype == value.dtype for key, value in written.items())
 
@@ -166,10 +172,10 @@ def test_parts_of_a_fused_layer_are_put_together_as_diffusers_takes_them_apart(s
     }
     given = {}
     for number, (layer, rows) in enumerate(outputs.items()):
-        given[f"transformer.{layer}.lora_A.weight"] = drawn(2 + number, 6)
-        given[f"transformer.{layer}.lora_B.weight"] = drawn(rows, 2 + number)
+        given[f"transformer.{layer}.lora_A.weight"] = random_tensor(2 + number, 6)
+        given[f"transformer.{layer}.lora_B.weight"] = random_tensor(rows, 2 + number)
     save_file(given, tmp_path / "a.safetensors")
-    convert(open_adapter(tmp_path / "a.safetensors"), SCHEMES[scheme], tmp_path / "b.safetensors")
+    convert_adapter(open_adapter(tmp_path / "a.safetensors"), KEY_SCHEMES[scheme], tmp_path / "b.safetensors")
     made = load_file(tmp_path / "b.safetensors")
     spelled_as_kohya = {
         key.replace("lora_A.", "lora_down.").replace("lora_B.", "lora_up."): value for key, value in made.items()
@@ -181,21 +187,25 @@ def test_parts_of_a_fused_layer_are_put_together_as_diffusers_takes_them_apart(s
         assert torch.allclose(found, wanted, atol=1e-5), layer
     assert not theirs["transformer.transformer_blocks.0.attn.to_k.lora_B.weight"].any(), "it was not in the file"
     back = tmp_path / "c.safetensors"
-    convert(open_adapter(tmp_path / "b.safetensors"), SCHEMES["diffusers"], back)
+    convert_adapter(open_adapter(tmp_path / "b.safetensors"), KEY_SCHEMES["diffusers"], back)
     before, after = changes(tmp_path / "a.safetensors"), changes(back)
     assert all(torch.allclose(after[one], before[one], atol=1e-5) for one in before)
 
 
 def test_what_cannot_be_put_together_is_refused(tmp_path: Path) -> None:
-    save_file({"lycoris_transformer_blocks_0_attn_to_q.lokr_w1": drawn(2, 2)}, tmp_path / "a.safetensors")
+    save_file({"lycoris_transformer_blocks_0_attn_to_q.lokr_w1": random_tensor(2, 2)}, tmp_path / "a.safetensors")
     with pytest.raises(ModelError, match="only plain LoRA"):
-        convert(open_adapter(tmp_path / "a.safetensors", "flux"), SCHEMES["kohya"], tmp_path / "b.safetensors")
+        convert_adapter(
+            open_adapter(tmp_path / "a.safetensors", "flux"), KEY_SCHEMES["kohya"], tmp_path / "b.safetensors"
+        )
     layer = "transformer.transformer_blocks.0.attn"
-    given = {f"{layer}.to_{to}.lora_{side}.weight": drawn(4, 4) for to in "qkv" for side in "AB"}
-    given[f"{layer}.to_k.lora_B.weight"] = drawn(5, 4)
+    given = {f"{layer}.to_{to}.lora_{side}.weight": random_tensor(4, 4) for to in "qkv" for side in "AB"}
+    given[f"{layer}.to_k.lora_B.weight"] = random_tensor(5, 4)
     save_file(given, tmp_path / "c.safetensors")
     with pytest.raises(ModelError, match="do not fit together"):
-        convert(open_adapter(tmp_path / "c.safetensors", "flux"), SCHEMES["kohya"], tmp_path / "b.safetensors")
+        convert_adapter(
+            open_adapter(tmp_path / "c.safetensors", "flux"), KEY_SCHEMES["kohya"], tmp_path / "b.safetensors"
+        )
     assert not (tmp_path / "b.safetensors").exists()
 
 
@@ -205,13 +215,13 @@ def test_an_alpha_that_only_diffusers_metadata_says_counts(tmp_path: Path) -> No
         "transformer.lora_alpha": 8,
         "transformer.alpha_pattern": {"blocks.1.ffn.net.0.proj": 2},
     }
-    given = wan_lora(SCHEMES["diffusers"], None)
+    given = wan_lora(KEY_SCHEMES["diffusers"], None)
     save_file(given, tmp_path / "a.safetensors", {"lora_adapter_metadata": json.dumps(said)})
-    convert(open_adapter(tmp_path / "a.safetensors"), SCHEMES["kohya"], tmp_path / "b.safetensors")
+    convert_adapter(open_adapter(tmp_path / "a.safetensors"), KEY_SCHEMES["kohya"], tmp_path / "b.safetensors")
     made = load_file(tmp_path / "b.safetensors")
     assert float(made["lora_unet_blocks_0_self_attn_q.alpha"]) == 8
     assert float(made["lora_unet_blocks_1_ffn_0.alpha"]) == 2
-    convert(open_adapter(tmp_path / "b.safetensors"), SCHEMES["diffusers"], tmp_path / "c.safetensors")
+    convert_adapter(open_adapter(tmp_path / "b.safetensors"), KEY_SCHEMES["diffusers"], tmp_path / "c.safetensors")
     with safe_open(tmp_path / "c.safetensors", "pt") as opened:
         assert "lora_adapter_metadata" not in opened.metadata(), "it would count twice"
     key = "transformer.blocks.0.attn1.to_q.lora_B.weight"
@@ -221,15 +231,15 @@ def test_an_alpha_that_only_diffusers_metadata_says_counts(tmp_path: Path) -> No
 def test_each_expert_has_the_alpha_that_diffusers_metadata_says_of_its_part(tmp_path: Path) -> None:
     said = {"transformer.lora_alpha": 8, "transformer_2.lora_alpha": 2, "text_encoder.lora_alpha": 5}
     metadata = {"lora_adapter_metadata": json.dumps(said)}
-    save_file(wan_lora(SCHEMES["diffusers-pair"], None), tmp_path / "a.safetensors", metadata)
-    convert(open_adapter(tmp_path / "a.safetensors"), SCHEMES["lycoris-stages"], tmp_path / "b.safetensors")
+    save_file(wan_lora(KEY_SCHEMES["diffusers-pair"], None), tmp_path / "a.safetensors", metadata)
+    convert_adapter(open_adapter(tmp_path / "a.safetensors"), KEY_SCHEMES["lycoris-stages"], tmp_path / "b.safetensors")
     made = load_file(tmp_path / "b.safetensors")
     alphas = {key.split("_blocks")[0]: float(made[key]) for key in made if key.endswith(".alpha")}
     assert alphas == {"lycoris_transformer_1": 8.0, "lycoris_transformer_2": 2.0}
     of_one = {"lora_adapter_metadata": json.dumps({"transformer.lora_alpha": 3})}
-    save_file(wan_lora(SCHEMES["diffusers"], None), tmp_path / "c_low_noise.safetensors", of_one)
+    save_file(wan_lora(KEY_SCHEMES["diffusers"], None), tmp_path / "c_low_noise.safetensors", of_one)
     opened = with_expert(open_adapter(tmp_path / "c_low_noise.safetensors"), None)
-    convert(opened, SCHEMES["kohya"], tmp_path / "d.safetensors")
+    convert_adapter(opened, KEY_SCHEMES["kohya"], tmp_path / "d.safetensors")
     assert {float(one) for key, one in load_file(tmp_path / "d.safetensors").items() if "alpha" in key} == {3.0}
 
 
@@ -249,11 +259,11 @@ def test_each_expert_has_the_alpha_that_diffusers_metadata_says_of_its_part(tmp_
 def test_patterns_of_diffusers_metadata_mean_what_they_mean_to_peft(pattern: str, tmp_path: Path) -> None:
     said = {"transformer.lora_alpha": 8, "transformer.alpha_pattern": {pattern: 2}}
     save_file(
-        wan_lora(SCHEMES["diffusers"], None),
+        wan_lora(KEY_SCHEMES["diffusers"], None),
         tmp_path / "a.safetensors",
         {"lora_adapter_metadata": json.dumps(said)},
     )
-    convert(open_adapter(tmp_path / "a.safetensors"), SCHEMES["kohya"], tmp_path / "b.safetensors")
+    convert_adapter(open_adapter(tmp_path / "a.safetensors"), KEY_SCHEMES["kohya"], tmp_path / "b.safetensors")
     made = load_file(tmp_path / "b.safetensors")
     for layer, key in {
         "blocks.0.attn1.to_q": "lora_unet_blocks_0_self_attn_q",
@@ -267,53 +277,62 @@ def test_patterns_of_diffusers_metadata_mean_what_they_mean_to_peft(pattern: str
 def test_a_pattern_that_could_keep_us_searching_is_refused(pattern: str, tmp_path: Path) -> None:
     said = {"transformer.alpha_pattern": {pattern: 2}}
     save_file(
-        wan_lora(SCHEMES["diffusers"], None),
+        wan_lora(KEY_SCHEMES["diffusers"], None),
         tmp_path / "a.safetensors",
         {"lora_adapter_metadata": json.dumps(said)},
     )
     with pytest.raises(ModelError, match="a pattern that is not taken from a file"):
-        convert(open_adapter(tmp_path / "a.safetensors"), SCHEMES["kohya"], tmp_path / "b.safetensors")
+        convert_adapter(open_adapter(tmp_path / "a.safetensors"), KEY_SCHEMES["kohya"], tmp_path / "b.safetensors")
 
 
 def test_dora_s_magnitudes_are_a_row_for_peft_and_a_column_for_others(tmp_path: Path) -> None:
-    given = wan_lora(SCHEMES["diffusers"], None)
-    given["transformer.blocks.0.attn1.to_q.lora_magnitude_vector"] = drawn(24)
+    given = wan_lora(KEY_SCHEMES["diffusers"], None)
+    given["transformer.blocks.0.attn1.to_q.lora_magnitude_vector"] = random_tensor(24)
     save_file(given, tmp_path / "a.safetensors")
-    convert(open_adapter(tmp_path / "a.safetensors"), SCHEMES["kohya"], tmp_path / "b.safetensors")
+    convert_adapter(open_adapter(tmp_path / "a.safetensors"), KEY_SCHEMES["kohya"], tmp_path / "b.safetensors")
     assert load_file(tmp_path / "b.safetensors")["lora_unet_blocks_0_self_attn_q.dora_scale"].shape == (24, 1)
-    convert(open_adapter(tmp_path / "b.safetensors"), SCHEMES["diffusers"], tmp_path / "c.safetensors")
+    convert_adapter(open_adapter(tmp_path / "b.safetensors"), KEY_SCHEMES["diffusers"], tmp_path / "c.safetensors")
     back = load_file(tmp_path / "c.safetensors")
     assert all(torch.equal(back[key], value) for key, value in given.items())
 
 
-@pytest.mark.parametrize("family", LAYOUTS)
+@pytest.mark.parametrize("family", FAMILY_LAYERS)
 def test_what_is_exported_for_comfyui_has_names_that_its_rules_read(family: str, tmp_path: Path) -> None:
-    row = next(row for row in LAYOUTS[family].modules if "blocks.#" in row or ("blocks.0" in row and "conv1" in row))
+    row = next(
+        row
+        for row in FAMILY_LAYERS[family].original_names
+        if "blocks.#" in row or ("blocks.0" in row and "conv1" in row)
+    )
     layer = row.replace("#", "0")
-    given = {write(Name(None, layer, tensor), SCHEMES["bare"], family): drawn(4, 4) for tensor in ("lora_A", "lora_B")}
+    given = {
+        format_key(AdapterTensorName(None, layer, tensor), KEY_SCHEMES["bare"], family): random_tensor(4, 4)
+        for tensor in ("lora_A", "lora_B")
+    }
     save_file(given, tmp_path / "a.safetensors")
-    [(made, count)] = export(open_adapter(tmp_path / "a.safetensors", family), "comfyui", tmp_path / "b.safetensors")
+    [(made, count)] = export_adapter(
+        open_adapter(tmp_path / "a.safetensors", family), "comfyui", tmp_path / "b.safetensors"
+    )
     found = open_adapter(made, family)
     assert count >= 2 and comfyui_reads(family, found.reading.scheme)
-    assert found.reading.scheme.style == SCHEMES[COMFYUI[family]].style
+    assert found.reading.scheme.style == KEY_SCHEMES[COMFYUI_SCHEMES[family]].style
 
 
 def test_dora_goes_to_comfyui_in_the_only_word_that_it_knows(tmp_path: Path) -> None:
-    given = wan_lora(SCHEMES["diffusers"], None)
-    given["transformer.blocks.0.attn1.to_q.lora_magnitude_vector"] = drawn(24)
+    given = wan_lora(KEY_SCHEMES["diffusers"], None)
+    given["transformer.blocks.0.attn1.to_q.lora_magnitude_vector"] = random_tensor(24)
     save_file(given, tmp_path / "a.safetensors")
-    [(made, _)] = export(open_adapter(tmp_path / "a.safetensors"), "comfyui", tmp_path / "b.safetensors")
+    [(made, _)] = export_adapter(open_adapter(tmp_path / "a.safetensors"), "comfyui", tmp_path / "b.safetensors")
     written = load_file(made)
     assert written["diffusion_model.blocks.0.self_attn.q.dora_scale"].shape == (24, 1)
     assert comfyui_reads("wan2.2", open_adapter(made).reading.scheme, dora=True)
-    assert not comfyui_reads("wan2.2", SCHEMES["original"], dora=True)
+    assert not comfyui_reads("wan2.2", KEY_SCHEMES["original"], dora=True)
 
 
 def test_the_expert_of_a_file_must_be_the_one_that_is_asked_for(tmp_path: Path) -> None:
-    save_file(wan_lora(SCHEMES["ai-toolkit"], None), tmp_path / "both.safetensors")
+    save_file(wan_lora(KEY_SCHEMES["ai-toolkit"], None), tmp_path / "both.safetensors")
     with pytest.raises(ModelError, match="of high_noise and low_noise, not of low_noise"):
         with_expert(open_adapter(tmp_path / "both.safetensors"), "low_noise")
-    one = {key: value for key, value in wan_lora(SCHEMES["diffusers"], None).items()}
+    one = {key: value for key, value in wan_lora(KEY_SCHEMES["diffusers"], None).items()}
     save_file(one, tmp_path / "x.safetensors", {"supertuner": json.dumps({"expert": "high_noise"})})
     assert with_expert(open_adapter(tmp_path / "x.safetensors"), None).reading.experts == ("high_noise",)
     with pytest.raises(ModelError, match="trained for high_noise, not for low_noise"):
@@ -328,41 +347,43 @@ def test_the_expert_of_a_file_must_be_the_one_that_is_asked_for(tmp_path: Path) 
 
 
 def test_two_experts_do_not_go_into_one_file_that_cannot_tell_them_apart(tmp_path: Path) -> None:
-    save_file(wan_lora(SCHEMES["ai-toolkit"], None), tmp_path / "a.safetensors")
+    save_file(wan_lora(KEY_SCHEMES["ai-toolkit"], None), tmp_path / "a.safetensors")
     opened = open_adapter(tmp_path / "a.safetensors")
     with pytest.raises(ModelError, match="say no expert"):
-        convert(opened, SCHEMES["kohya"], tmp_path / "b.safetensors")
+        convert_adapter(opened, KEY_SCHEMES["kohya"], tmp_path / "b.safetensors")
     assert not (tmp_path / "b.safetensors").exists()
-    assert len(of_expert(opened, "low_noise").reading.names) == 2 * len(LAYERS)
+    assert len(select_expert(opened, "low_noise").reading.names) == 2 * len(LAYERS)
 
 
 def test_nothing_is_overwritten_without_being_asked(tmp_path: Path) -> None:
-    save_file(wan_lora(SCHEMES["kohya"], None), tmp_path / "a.safetensors")
+    save_file(wan_lora(KEY_SCHEMES["kohya"], None), tmp_path / "a.safetensors")
     (tmp_path / "b.safetensors").write_text("mine")
     opened = open_adapter(tmp_path / "a.safetensors")
     for attempt in (
-        lambda: convert(opened, SCHEMES["diffusers"], tmp_path / "b.safetensors"),
-        lambda: export(opened, "diffusers", tmp_path / "b.safetensors"),
+        lambda: convert_adapter(opened, KEY_SCHEMES["diffusers"], tmp_path / "b.safetensors"),
+        lambda: export_adapter(opened, "diffusers", tmp_path / "b.safetensors"),
     ):
         with pytest.raises(ModelError, match="there already"):
             attempt()
     assert (tmp_path / "b.safetensors").read_text() == "mine"
-    convert(opened, SCHEMES["diffusers"], tmp_path / "b.safetensors", overwrite=True)
+    convert_adapter(opened, KEY_SCHEMES["diffusers"], tmp_path / "b.safetensors", overwrite=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.safetensors", "b.safetensors"]
 
 
 def test_a_conversion_that_fails_leaves_nothing(tmp_path: Path) -> None:
-    save_file(wan_lora(SCHEMES["kohya"], None), tmp_path / "a.safetensors")
+    save_file(wan_lora(KEY_SCHEMES["kohya"], None), tmp_path / "a.safetensors")
     opened = open_adapter(tmp_path / "a.safetensors")
     os.truncate(tmp_path / "a.safetensors", 3000)
     with pytest.raises(ModelError, match="became shorter"):
-        convert(opened, SCHEMES["diffusers"], tmp_path / "b.safetensors")
+        convert_adapter(opened, KEY_SCHEMES["diffusers"], tmp_path / "b.safetensors")
     assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors"]
 
 
 def test_no_more_than_one_tensor_is_in_memory(tmp_path: Path) -> None:
     large = {
-        write(Name(None, f"blocks.{n}.ffn.net.0.proj", tensor), SCHEMES["kohya"], "wan2.2"): torch.zeros(size)
+        format_key(
+            AdapterTensorName(None, f"blocks.{n}.ffn.net.0.proj", tensor), KEY_SCHEMES["kohya"], "wan2.2"
+        ): torch.zeros(size)
         for n in range(8)
         for tensor, size in (("lora_A", (1024, 4096)), ("lora_B", (4096, 1024)))
     }
@@ -370,7 +391,7 @@ def test_no_more_than_one_tensor_is_in_memory(tmp_path: Path) -> None:
     opened = open_adapter(tmp_path / "a.safetensors")
     del large
     tracemalloc.start()
-    convert(opened, SCHEMES["diffusers"], tmp_path / "b.safetensors")
+    convert_adapter(opened, KEY_SCHEMES["diffusers"], tmp_path / "b.safetensors")
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 17 << 20, f"{peak} bytes for tensors of 16 MiB"
@@ -382,7 +403,7 @@ def test_no_more_than_one_tensor_is_in_memory_where_a_scale_is_multiplied_in(
 ) -> None:
     """Of the memory of the process, torch's included. In bf16 the product is made in fp32, twice as large."""
     many = {
-        write(Name(None, f"blocks.{n}.ffn.net.0.proj", tensor), SCHEMES["kohya"], "wan2.2"): value
+        format_key(AdapterTensorName(None, f"blocks.{n}.ffn.net.0.proj", tensor), KEY_SCHEMES["kohya"], "wan2.2"): value
         for n in range(4)
         for tensor, value in {
             "lora_A": torch.zeros(8, 64, dtype=dtype),
@@ -394,7 +415,7 @@ def test_no_more_than_one_tensor_is_in_memory_where_a_scale_is_multiplied_in(
     del many
     opened = open_adapter(tmp_path / "a.safetensors")
     before = peak_memory(reset=True)
-    convert(opened, SCHEMES["diffusers"], tmp_path / "b.safetensors")
+    convert_adapter(opened, KEY_SCHEMES["diffusers"], tmp_path / "b.safetensors")
     assert (peak_memory() - before) / (32 << 20) < most
     assert load_file(tmp_path / "b.safetensors")["transformer.blocks.3.ffn.net.0.proj.lora_B.weight"].eq(0.5).all()
 
@@ -462,18 +483,18 @@ def test_what_is_no_file_of_an_adapter_is_refused_in_words(tmp_path: Path) -> No
 
 
 def test_an_alpha_that_is_no_number_is_refused(tmp_path: Path) -> None:
-    given = wan_lora(SCHEMES["kohya"], float("nan"))
+    given = wan_lora(KEY_SCHEMES["kohya"], float("nan"))
     save_file(given, tmp_path / "a.safetensors")
     with pytest.raises(ModelError, match="not one finite number"):
-        convert(open_adapter(tmp_path / "a.safetensors"), SCHEMES["diffusers"], tmp_path / "b.safetensors")
+        convert_adapter(open_adapter(tmp_path / "a.safetensors"), KEY_SCHEMES["diffusers"], tmp_path / "b.safetensors")
 
 
 def test_diffusers_own_flux_file_is_read(tmp_path: Path) -> None:
     name = "transformer_blocks.0.attn.to_q"
     FluxPipeline.save_lora_weights(
-        tmp_path, {f"{name}.lora_A.weight": drawn(2, 4), f"{name}.lora_B.weight": drawn(4, 2)}
+        tmp_path, {f"{name}.lora_A.weight": random_tensor(2, 4), f"{name}.lora_B.weight": random_tensor(4, 2)}
     )
     [file] = tmp_path.iterdir()
     found = open_adapter(file)
-    assert found.reading.scheme == SCHEMES["diffusers"] and not found.reading.unknown
-    assert read(found.entries, "flux").family == "flux"
+    assert found.reading.scheme == KEY_SCHEMES["diffusers"] and not found.reading.unknown
+    assert read_keys(found.entries, "flux").family == "flux"

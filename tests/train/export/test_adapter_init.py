@@ -11,13 +11,19 @@ from torch import nn
 
 from supertuner.config.settings.model import AdapterSettings
 from supertuner.core.errors import ModelError
-from supertuner.models.adapters.attach import Trained, attach, exported, load_state, state
-from supertuner.models.adapters.initial_weights import freeze, start
-from supertuner.models.adapters.keys_schemes import SCHEMES
-from supertuner.models.quantise import quantise
-from supertuner.train.export.adapter_files import convert, open_adapter, with_expert
-from supertuner.train.export.adapter_init import given, tensors_of
-from tests.models.adapters.modules import drawn, flux, flux_output, wan, wan_output
+from supertuner.models.adapters.attach import (
+    TrainableExpert,
+    attach,
+    export_tensors,
+    load_trainable_state,
+    trainable_state,
+)
+from supertuner.models.adapters.initial_weights import load_initial_values, merge_frozen
+from supertuner.models.adapters.keys_schemes import KEY_SCHEMES
+from supertuner.models.quantise import quantize_blocks
+from supertuner.train.export.adapter_files import convert_adapter, open_adapter, with_expert
+from supertuner.train.export.adapter_init import load_initial_adapters, load_layer_tensors
+from tests.models.adapters.modules import flux, flux_output, random_tensor, wan, wan_output
 
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
 KINDS = {
@@ -35,15 +41,17 @@ EVERY_KIND = pytest.mark.parametrize("settings", KINDS.values(), ids=KINDS)
 
 def fresh(
     settings: AdapterSettings, seed: int = 1, name: str = "high_noise", module: nn.Module | None = None
-) -> Trained:
+) -> TrainableExpert:
     return attach(wan() if module is None else module, settings, ATTENTION, seed=seed, name=name)
 
 
-def written(settings: AdapterSettings, path: Path, name: str = "high_noise") -> Trained:
+def written(settings: AdapterSettings, path: Path, name: str = "high_noise") -> TrainableExpert:
     """An adapter as if trained, and its file."""
     trained = fresh(settings, name=name)
-    load_state(trained, {key: tensor + 0.1 * drawn(*tensor.shape) for key, tensor in state(trained).items()})
-    tensors, metadata = exported(trained, "transformer", settings)
+    load_trainable_state(
+        trained, {key: tensor + 0.1 * random_tensor(*tensor.shape) for key, tensor in trainable_state(trained).items()}
+    )
+    tensors, metadata = export_tensors(trained, "transformer", settings)
     save_file(tensors, path, metadata)
     return trained
 
@@ -53,7 +61,7 @@ def test_an_adapter_begins_with_a_file_of_its_kind(settings: AdapterSettings, tm
     path = tmp_path / "a.safetensors"
     before = written(settings, path)
     trained = fresh(settings, seed=2)
-    told = start(trained, tensors_of(path, "wan2.2", "high_noise", alone=False), path)
+    told = load_initial_values(trained, load_layer_tensors(path, "wan2.2", "high_noise", only_expert=False), path)
     assert told == f"16 of 16 layers begin with the values of {path}"
     assert (wan_output(trained.module) - wan_output(before.module)).abs().max() < 1e-5
     wan_output(trained.module).square().mean().backward()
@@ -65,7 +73,7 @@ def test_the_alpha_of_the_run_may_be_another_and_what_is_added_is_the_same(tmp_p
         path = tmp_path / f"{kind}.safetensors"
         before = written(KINDS[kind], path)
         trained = fresh(KINDS[kind].model_copy(update={"alpha": 0.7}))
-        start(trained, tensors_of(path, "wan2.2", "high_noise", alone=False), path)
+        load_initial_values(trained, load_layer_tensors(path, "wan2.2", "high_noise", only_expert=False), path)
         assert (wan_output(trained.module) - wan_output(before.module)).abs().max() < 1e-5
 
 
@@ -84,11 +92,11 @@ def test_whoever_wrote_the_file_means_the_same_adapter(kind: str, scheme: str, t
     path, other = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
     before = written(KINDS[kind], path)
     source = open_adapter(path, "wan2.2")
-    if SCHEMES[scheme].marks_experts:
+    if KEY_SCHEMES[scheme].marks_experts:
         source = with_expert(source, "high_noise")
-    convert(source, SCHEMES[scheme], other, family="wan2.2")
+    convert_adapter(source, KEY_SCHEMES[scheme], other, family="wan2.2")
     trained = fresh(KINDS[kind], seed=2)
-    start(trained, tensors_of(other, "wan2.2", "high_noise", alone=False), other)
+    load_initial_values(trained, load_layer_tensors(other, "wan2.2", "high_noise", only_expert=False), other)
     assert (wan_output(trained.module) - wan_output(before.module)).abs().max() < 1e-5
 
 
@@ -98,7 +106,7 @@ def test_a_frozen_adapter_counts_and_does_not_learn(settings: AdapterSettings, t
     below = written(settings, path)
     module = wan()
     bare = wan_output(module)
-    told = freeze(module, tensors_of(path, "wan2.2", "high_noise", alone=False), path)
+    told = merge_frozen(module, load_layer_tensors(path, "wan2.2", "high_noise", only_expert=False), path)
     assert told == f"{path} is frozen below what is trained, on 16 layers"
     wanted = wan_output(below.module)
     assert (wanted - bare).abs().max() > 1e-2
@@ -110,7 +118,7 @@ def test_a_frozen_adapter_counts_and_does_not_learn(settings: AdapterSettings, t
         wan_output(module).square().mean().backward()
         optimizer.step()
     assert all(torch.equal(frozen[name], tensor) for name, tensor in module.named_parameters() if name in frozen)
-    tensors, _ = exported(trained, "transformer", AdapterSettings(rank=2))
+    tensors, _ = export_tensors(trained, "transformer", AdapterSettings(rank=2))
     assert all(2 in tensor.shape for tensor in tensors.values()), "what is exported is the trained one alone"
 
 
@@ -118,8 +126,8 @@ def test_a_frozen_adapter_below_an_8_bit_base_is_added_before_it_is_rounded(tmp_
     path = tmp_path / "a.safetensors"
     below = written(KINDS["lora"], path)
     module = wan()
-    freeze(module, tensors_of(path, "wan2.2", "high_noise", alone=False), path)
-    quantise(module, "int8", torch.device("cpu"))
+    merge_frozen(module, load_layer_tensors(path, "wan2.2", "high_noise", only_expert=False), path)
+    quantize_blocks(module, "int8", torch.device("cpu"))
     wanted = wan_output(below.module)
     assert (wan_output(module) - wanted).abs().mean() < 0.2 * (wan_output(wan()) - wanted).abs().mean()
 
@@ -127,11 +135,13 @@ def test_a_frozen_adapter_below_an_8_bit_base_is_added_before_it_is_rounded(tmp_
 def test_flux_begins_with_a_file_too(tmp_path: Path) -> None:
     settings, path = AdapterSettings(rank=4), tmp_path / "a.safetensors"
     before = attach(flux(), settings, ATTENTION, seed=1, name="model")
-    load_state(before, {key: tensor + 0.1 * drawn(*tensor.shape) for key, tensor in state(before).items()})
-    tensors, metadata = exported(before, "transformer", settings)
+    load_trainable_state(
+        before, {key: tensor + 0.1 * random_tensor(*tensor.shape) for key, tensor in trainable_state(before).items()}
+    )
+    tensors, metadata = export_tensors(before, "transformer", settings)
     save_file(tensors, path, metadata)
     trained = attach(flux(), settings, ATTENTION, seed=2, name="model")
-    start(trained, tensors_of(path, "flux", "model", alone=True), path)
+    load_initial_values(trained, load_layer_tensors(path, "flux", "model", only_expert=True), path)
     assert torch.equal(flux_output(trained.module), flux_output(before.module))
 
 
@@ -142,11 +152,11 @@ def test_the_other_experts_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     written(KINDS["lora"], path, name="low_noise")
     with pytest.raises(ModelError, match=r"a\.safetensors is of low_noise by its metadata or its name, not of high"):
-        tensors_of(path, "wan2.2", "high_noise", alone=False)
+        load_layer_tensors(path, "wan2.2", "high_noise", only_expert=False)
     stray = tmp_path / "style_low_noise.safetensors"
     save_file(load_file(path), stray)
     with pytest.raises(ModelError, match=r"is of low_noise .* in adapter\.high_noise"):
-        tensors_of(stray, "wan2.2", "high_noise", alone=False)
+        load_layer_tensors(stray, "wan2.2", "high_noise", only_expert=False)
 
 
 def test_keys_that_are_not_understood_are_refused_by_name(tmp_path: Path) -> None:
@@ -155,30 +165,30 @@ def test_keys_that_are_not_understood_are_refused_by_name(tmp_path: Path) -> Non
     tensors = load_file(path)
     save_file({**tensors, "transformer.blocks.0.attn1.to_w.lora_A.weight": torch.ones(4, 24)}, path)
     with pytest.raises(ModelError, match=r"32 of 33 keys matched; not matched: transformer\.blocks\.0\.attn1\.to_w"):
-        tensors_of(path, "wan2.2", "high_noise", alone=False)
+        load_layer_tensors(path, "wan2.2", "high_noise", only_expert=False)
     save_file({"a.b": torch.ones(1)}, path)
     with pytest.raises(ModelError, match=r"a\.safetensors"):
-        tensors_of(path, "wan2.2", "high_noise", alone=False)
+        load_layer_tensors(path, "wan2.2", "high_noise", only_expert=False)
     path.write_bytes(b"not one")
     with pytest.raises(ModelError, match=r"a\.safetensors is not a .safetensors file"):
-        tensors_of(path, "wan2.2", "high_noise", alone=False)
+        load_layer_tensors(path, "wan2.2", "high_noise", only_expert=False)
 
 
 def test_another_rank_kind_or_set_of_layers_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     written(KINDS["lora"], path)
-    layers = tensors_of(path, "wan2.2", "high_noise", alone=False)
+    layers = load_layer_tensors(path, "wan2.2", "high_noise", only_expert=False)
     for settings in (AdapterSettings(rank=8), KINDS["loha"], KINDS["dora"]):
         trained = fresh(settings)
-        before = state(trained)
+        before = trainable_state(trained)
         with pytest.raises(ModelError, match=r"does not fit the adapter: blocks\.0\.attn1\.to_q needs .* the file has"):
-            start(trained, layers, path)
+            load_initial_values(trained, layers, path)
         assert all(torch.equal(before[name], parameter) for name, parameter in trained.parameters.items())
     fewer = attach(wan(), KINDS["lora"], ("to_q",), seed=1, name="high_noise")
     with pytest.raises(ModelError, match=r"has 12 layers that are not trained .*; say adapter\.targets"):
-        start(fewer, layers, path)
+        load_initial_values(fewer, layers, path)
     with pytest.raises(ModelError, match="16 layers that the model has not"):
-        freeze(flux(), layers, path)
+        merge_frozen(flux(), layers, path)
 
 
 @pytest.mark.parametrize(
@@ -196,9 +206,9 @@ def test_a_tensor_that_the_adapter_has_no_place_for_is_refused(key: str, tensor:
     written(KINDS["lora"], path)
     save_file({**load_file(path), f"transformer.blocks.0.attn1.to_q.{key}": tensor}, path)
     trained = fresh(KINDS["lora"])
-    before = state(trained)
+    before = trainable_state(trained)
     with pytest.raises(ModelError, match=r"has no place for blocks\.0\.attn1\.to_q: "):
-        start(trained, tensors_of(path, "wan2.2", "high_noise", alone=False), path)
+        load_initial_values(trained, load_layer_tensors(path, "wan2.2", "high_noise", only_expert=False), path)
     assert all(torch.equal(before[name], parameter) for name, parameter in trained.parameters.items())
 
 
@@ -215,33 +225,33 @@ def test_what_is_not_known_to_go_with_a_lora_is_not_frozen_without_it(
     more = {f"transformer.blocks.0.attn1.to_q.{key}": tensor for key, tensor in tensors.items()}
     save_file({**load_file(path), **more}, path)
     with pytest.raises(ModelError, match=rf"{next(iter(tensors))}|diff.*beside .* cannot be merged"):
-        freeze(wan(), tensors_of(path, "wan2.2", "high_noise", alone=False), path)
+        merge_frozen(wan(), load_layer_tensors(path, "wan2.2", "high_noise", only_expert=False), path)
 
 
 def test_the_bias_of_a_frozen_lora_counts_with_its_scale_or_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     key = "lora_unet_blocks_0_self_attn_q"
-    lora = {f"{key}.lora_down.weight": drawn(4, 24), f"{key}.lora_up.weight": drawn(24, 4)}
-    save_file({**lora, f"{key}.lora_up.bias": drawn(24), f"{key}.alpha": torch.tensor(2.0)}, path)
+    lora = {f"{key}.lora_down.weight": random_tensor(4, 24), f"{key}.lora_up.weight": random_tensor(24, 4)}
+    save_file({**lora, f"{key}.lora_up.bias": random_tensor(24), f"{key}.alpha": torch.tensor(2.0)}, path)
     module = wan()
     before = module.blocks[0].attn1.to_q.bias.clone()
-    freeze(module, tensors_of(path, "wan2.2", "high_noise", alone=False), path)
-    assert torch.allclose(module.blocks[0].attn1.to_q.bias, before + 0.5 * drawn(24))
+    merge_frozen(module, load_layer_tensors(path, "wan2.2", "high_noise", only_expert=False), path)
+    assert torch.allclose(module.blocks[0].attn1.to_q.bias, before + 0.5 * random_tensor(24))
     module.blocks[0].attn1.to_q.bias = None
     with pytest.raises(ModelError, match=r"changes the bias of 1 layers that have none \(blocks\.0\.attn1\.to_q\)"):
-        freeze(module, tensors_of(path, "wan2.2", "high_noise", alone=False), path)
+        merge_frozen(module, load_layer_tensors(path, "wan2.2", "high_noise", only_expert=False), path)
 
 
 def test_a_frozen_change_of_a_norm_counts(tmp_path: Path) -> None:
     path, key = tmp_path / "a.safetensors", "lycoris_blocks_0_attn1_norm_q"
-    save_file({f"{key}.w_norm": drawn(24)}, path)
+    save_file({f"{key}.w_norm": random_tensor(24)}, path)
     module = wan()
     before = module.blocks[0].attn1.norm_q.weight.clone()
-    freeze(module, tensors_of(path, "wan2.2", "high_noise", alone=False), path)
-    assert torch.allclose(module.blocks[0].attn1.norm_q.weight, before + drawn(24))
-    save_file({f"{key}.w_norm": drawn(24), f"{key}.b_norm": drawn(24)}, path)
+    merge_frozen(module, load_layer_tensors(path, "wan2.2", "high_noise", only_expert=False), path)
+    assert torch.allclose(module.blocks[0].attn1.norm_q.weight, before + random_tensor(24))
+    save_file({f"{key}.w_norm": random_tensor(24), f"{key}.b_norm": random_tensor(24)}, path)
     with pytest.raises(ModelError, match="changes the bias of 1 layers"):
-        freeze(module, tensors_of(path, "wan2.2", "high_noise", alone=False), path)
+        merge_frozen(module, load_layer_tensors(path, "wan2.2", "high_noise", only_expert=False), path)
 
 
 def test_another_familys_file_is_told_from_a_file_with_strange_keys(tmp_path: Path) -> None:
@@ -251,14 +261,14 @@ def test_another_familys_file_is_told_from_a_file_with_strange_keys(tmp_path: Pa
         with pytest.raises(
             ModelError, match=rf"a\.safetensors is an adapter of wan2\.2, and model\.family is '{family}'"
         ):
-            tensors_of(path, family, "model", alone=True)
+            load_layer_tensors(path, family, "model", only_expert=True)
     shared = {f"transformer.transformer_blocks.0.attn{n}.to_q.lora_A.weight": torch.ones(4, 8) for n in ("", "2")}
     save_file(shared, path)
     with pytest.raises(ModelError, match=r"is an adapter of sd3\.5, and model\.family is 'flux'; name a file"):
-        tensors_of(path, "flux", "model", alone=True)
+        load_layer_tensors(path, "flux", "model", only_expert=True)
     save_file({**shared, "text_encoder.q.lora_A.weight": torch.ones(1)}, path)
     with pytest.raises(ModelError, match=r"1 of 3 keys matched; .* adapter convert FILE --to bare --partial"):
-        tensors_of(path, "flux", "model", alone=True)
+        load_layer_tensors(path, "flux", "model", only_expert=True)
 
 
 def test_values_that_are_no_numbers_are_refused_by_key(tmp_path: Path) -> None:
@@ -270,17 +280,17 @@ def test_values_that_are_no_numbers_are_refused_by_key(tmp_path: Path) -> None:
     settings = AdapterSettings.model_validate({"high_noise": {"frozen": path}})
     refusal = r"^adapter\.high_noise\.frozen: .*a\.safetensors: blocks\.1\.attn2\.to_k\.lora_up\.weight has values that"
     with pytest.raises(ModelError, match=refusal):
-        given(settings, "wan2.2", "high_noise", alone=False)
+        load_initial_adapters(settings, "wan2.2", "high_noise", only_expert=False)
 
 
 def test_a_files_digest_is_of_its_tensors_whatever_they_are_called(tmp_path: Path) -> None:
     path, other = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
     written(AdapterSettings(rank=4), path)
-    convert(with_expert(open_adapter(path), "high_noise"), SCHEMES["kohya"], other)
+    convert_adapter(with_expert(open_adapter(path), "high_noise"), KEY_SCHEMES["kohya"], other)
 
     def digest(file: Path) -> str:
         settings = AdapterSettings(frozen=file)
-        return given(settings, "wan2.2", "high_noise", alone=False)["frozen"].digest
+        return load_initial_adapters(settings, "wan2.2", "high_noise", only_expert=False)["frozen"].digest
 
     assert digest(path) == digest(other)
     tensors = load_file(path)
@@ -296,5 +306,5 @@ def test_each_expert_is_given_its_own_files(tmp_path: Path) -> None:
     settings = AdapterSettings.model_validate(
         {"high_noise": {"start_from": paths["high_noise"]}, "low_noise": {"frozen": paths["low_noise"]}}
     )
-    assert list(given(settings, "wan2.2", "high_noise", alone=False)) == ["start_from"]
-    assert list(given(settings, "wan2.2", "low_noise", alone=False)) == ["frozen"]
+    assert list(load_initial_adapters(settings, "wan2.2", "high_noise", only_expert=False)) == ["start_from"]
+    assert list(load_initial_adapters(settings, "wan2.2", "low_noise", only_expert=False)) == ["frozen"]

@@ -10,12 +10,12 @@ from safetensors import safe_open
 from typer.testing import CliRunner
 
 from supertuner.cli import app
-from supertuner.config.sources.load import load
-from supertuner.core.events import Silence
-from supertuner.core.host import Host
+from supertuner.config.sources.load import load_config
+from supertuner.core.events import NullSink
+from supertuner.core.host import HostFacts
 from supertuner.train.export.adapter_files import open_adapter
 from supertuner.train.export.export import export
-from supertuner.train.setup import Outside, open_run
+from supertuner.train.setup import RunContext, open_run
 from tests.train.runs import config
 
 
@@ -23,7 +23,7 @@ def exported(tmp_path: Path) -> list[Path]:
     file = config(tmp_path, "a", adapter={"rank": 3, "alpha": 1.5}, optimizer={"learning_rate": 3e-4})
     folder = tmp_path / "a" / "run"
     folder.mkdir(parents=True)
-    with open_run(load(file).config, "run", folder, Outside(Silence(), Silence(), Host())) as run:
+    with open_run(load_config(file).config, "run", folder, RunContext(NullSink(), NullSink(), HostFacts())) as run:
         return export(run)
 
 

@@ -13,18 +13,25 @@ from torch import nn
 from supertuner.config.settings.model import AdapterSettings
 from supertuner.config.settings.optim import OptimizerSettings
 from supertuner.models.adapters import attach as adapters
-from supertuner.models.blocks import blocks_of
-from supertuner.models.objective.diffusion import Objective, sample_noise, sample_uniform
-from supertuner.models.quantise import quantise
+from supertuner.models.blocks import named_blocks
+from supertuner.models.objective.diffusion import TrainingObjective, sample_noise, sample_uniform
+from supertuner.models.quantise import quantize_blocks
 from supertuner.models.spec import Expert, Tensors
-from supertuner.optim.ema import Ema
-from supertuner.optim.table import build
-from supertuner.plan.placement.plan import BlockPlan, Fate, Plan, Residence, Stepping
+from supertuner.optim.ema import EmaWeights
+from supertuner.optim.table import build_optimizer
+from supertuner.plan.placement.plan import ActivationPolicy, BlockPlan, MemoryPlan, OptimizerPlacement, WeightPlacement
 from supertuner.step.batch import StepBatch
-from supertuner.step.precision import Name, Precision
-from supertuner.step.window import Denoise, Rules, Trainee, WindowResult, prepare, train_window
-from supertuner.train.offload.apply import Acting, act
-from supertuner.train.offload.transfer import InPlace
+from supertuner.step.precision import ComputePrecision, PrecisionName
+from supertuner.step.window import (
+    DenoiseFunction,
+    ExpertState,
+    StepOptions,
+    WindowResult,
+    prepare_for_training,
+    train_window,
+)
+from supertuner.train.offload.apply import OffloadedExpert, apply_plan
+from supertuner.train.offload.transfer import SynchronousTransfer
 
 CPU = torch.device("cpu")
 TARGETS = ("to_q", "to_k", "to_v", "to_out.0")
@@ -79,7 +86,7 @@ def _unet(module: nn.Module, noisy: torch.Tensor, levels: torch.Tensor, text: Te
     return found[:, :, None]
 
 
-MODELS: dict[str, tuple[Callable[[], nn.Module], Denoise]] = {
+MODELS: dict[str, tuple[Callable[[], nn.Module], DenoiseFunction]] = {
     "wan": (wan, _wan),
     "flux": (flux, _flux),
     "unet": (unet, _unet),
@@ -87,41 +94,45 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Denoise]] = {
 
 
 @dataclass(frozen=True)
-class Case:
+class OffloadCase:
     """A run in small."""
 
     model: str = "wan"
     kind: str = "lora"
     optimizer: str = "adamw"
-    precision: Name = "fp32"
+    precision: PrecisionName = "fp32"
     ema: bool = True
     dropout: float = 0.1
     base: str = "as_computed"
 
-    def trainee(self, name: str = "model") -> Trainee:
+    def expert_state(self, name: str = "model") -> ExpertState:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(len(name))
             module = MODELS[self.model][0]().eval().requires_grad_(False)
             for parameter in module.parameters():  # tables of zeros would hide mistakes
                 parameter.data += 0.02 * torch.randn_like(parameter)
         if self.kind != "full":
-            module = module.to(Precision(self.precision, CPU).dtype)
+            module = module.to(ComputePrecision(self.precision, CPU).dtype)
         if self.base == "int8":
-            quantise(module, "int8", CPU)
+            quantize_blocks(module, "int8", CPU)
         dropout = self.dropout if self.kind not in ("full", "diff") else 0.0
         settings = AdapterSettings.model_validate({"type": self.kind, "rank": 2, "dropout": dropout})
         trained = adapters.attach(module, settings, TARGETS, seed=1, name=name)
         for place, parameter in enumerate(trained.parameters.values() if self.kind != "full" else ()):
             parameter.data += 0.05 * sample_noise(7, place, parameter.shape)
-        prepare(module, False)
+        prepare_for_training(module, False)
         parameters = dict(trained.parameters)
-        optimizer = build(OptimizerSettings.model_validate({"name": self.optimizer}), parameters, name, seed=3)
-        ema = Ema(parameters, 0.9) if self.ema else None
-        scaler = Precision(self.precision, CPU).scaler()
-        return Trainee(Expert(name, "transformer"), module, parameters, optimizer, ema, scaler)
+        optimizer = build_optimizer(
+            OptimizerSettings.model_validate({"name": self.optimizer}), parameters, name, seed=3
+        )
+        ema = EmaWeights(parameters, 0.9) if self.ema else None
+        scaler = ComputePrecision(self.precision, CPU).scaler()
+        return ExpertState(Expert(name, "transformer"), module, parameters, optimizer, ema, scaler)
 
-    def rules(self) -> Rules:
-        return Rules(MODELS[self.model][1], Objective(), Precision(self.precision, CPU), max_grad_norm=0.5)
+    def step_options(self) -> StepOptions:
+        return StepOptions(
+            MODELS[self.model][1], TrainingObjective(), ComputePrecision(self.precision, CPU), max_grad_norm=0.5
+        )
 
 
 def batch(positions: Sequence[int], side: int = 4) -> StepBatch:
@@ -129,25 +140,25 @@ def batch(positions: Sequence[int], side: int = 4) -> StepBatch:
     return StepBatch(
         latents=torch.stack([sample_noise(1, position, shape) for position in positions]),
         noise=torch.stack([sample_noise(2, position, shape) for position in positions]),
-        levels=torch.tensor([0.1 + 0.8 * sample_uniform(3, position) for position in positions]),
+        sigmas=torch.tensor([0.1 + 0.8 * sample_uniform(3, position) for position in positions]),
         text={"embeds": torch.stack([sample_noise(4, position, (8, 16)) for position in positions])},
         conditions={},
         positions=tuple(positions),
     )
 
 
-def window(trainee: Trainee, rules: Rules, number: int) -> WindowResult:
+def window(trainee: ExpertState, rules: StepOptions, number: int) -> WindowResult:
     """Three samples in two micro-batches of two shapes."""
     first = number * 3
     given = (batch([first, first + 1]), batch([first + 2], side=6))
-    return train_window(trainee, given, samples=3, rate=0.01, rules=rules, seed=number)
+    return train_window(trainee, given, samples=3, learning_rate=0.01, options=rules, seed=number)
 
 
-def outcome(trainee: Trainee) -> dict[str, Any]:
+def outcome(trainee: ExpertState) -> dict[str, Any]:
     """Everything that training changed, on the host."""
     found: dict[str, Any] = {name: p.detach().cpu().clone() for name, p in trainee.parameters.items()}
     for name, parameter in trainee.parameters.items():
-        for key, value in trainee.optimizer.inner.state.get(parameter, {}).items():
+        for key, value in trainee.optimizer.torch_optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor):
                 dense = (
                     value.dequantize() if hasattr(value, "dequantize") and type(value) is not torch.Tensor else value
@@ -158,44 +169,44 @@ def outcome(trainee: Trainee) -> dict[str, Any]:
     return found
 
 
-def same(one: dict[str, Any], other: dict[str, Any]) -> None:
+def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
     assert one.keys() == other.keys()
     wrong = [name for name in one if not torch.equal(one[name], other[name])]
     assert not wrong, f"{len(wrong)} of {len(one)} differ: {wrong[:4]}"
 
 
 def block_names(module: nn.Module) -> list[str]:
-    return list(blocks_of(module))
+    return list(named_blocks(module))
 
 
 def a_plan(
     module: nn.Module,
-    weights: Sequence[Residence] | Residence = Residence.GPU,
-    activations: Sequence[Fate] | Fate = Fate.KEEP,
+    weights: Sequence[WeightPlacement] | WeightPlacement = WeightPlacement.GPU,
+    activations: Sequence[ActivationPolicy] | ActivationPolicy = ActivationPolicy.KEEP,
     *,
     ahead: int = 1,
-    stepping: Stepping = Stepping.GPU,
+    stepping: OptimizerPlacement = OptimizerPlacement.GPU,
     idle_at_home: bool = False,
-) -> Plan:
+) -> MemoryPlan:
     names = block_names(module)
-    homes = [weights] * len(names) if isinstance(weights, Residence) else list(weights)
-    fates = [activations] * len(names) if isinstance(activations, Fate) else list(activations)
+    homes = [weights] * len(names) if isinstance(weights, WeightPlacement) else list(weights)
+    fates = [activations] * len(names) if isinstance(activations, ActivationPolicy) else list(activations)
     rows = [BlockPlan(*row, reason="a test") for row in zip(names, homes, fates, strict=True)]
-    around = [BlockPlan(name, Residence.GPU, Fate.KEEP, "a test") for name in ("(before)", "(after)")]
+    around = [BlockPlan(name, WeightPlacement.GPU, ActivationPolicy.KEEP, "a test") for name in ("(before)", "(after)")]
     blocks = (around[0], *rows, around[1])
-    return Plan("train", "a test", True, blocks, ahead, stepping, idle_at_home, None)
+    return MemoryPlan("train", "a test", True, blocks, ahead, stepping, idle_at_home, None)
 
 
 @st.composite
 def plans(draw: st.DrawFn, blocks: int) -> dict[str, Any]:
     """What `a_plan` takes, at random."""
     return {
-        "weights": draw(st.lists(st.sampled_from(Residence), min_size=blocks, max_size=blocks)),
-        "activations": draw(st.lists(st.sampled_from(Fate), min_size=blocks, max_size=blocks)),
+        "weights": draw(st.lists(st.sampled_from(WeightPlacement), min_size=blocks, max_size=blocks)),
+        "activations": draw(st.lists(st.sampled_from(ActivationPolicy), min_size=blocks, max_size=blocks)),
         "ahead": draw(st.integers(0, blocks + 1)),
-        "stepping": draw(st.sampled_from(Stepping)),
+        "stepping": draw(st.sampled_from(OptimizerPlacement)),
     }
 
 
-def acted(trainee: Trainee, plan: Plan) -> Acting:
-    return act(trainee, plan, InPlace(CPU), least_sent_bytes=1)
+def apply_plan_synchronously(trainee: ExpertState, plan: MemoryPlan) -> OffloadedExpert:
+    return apply_plan(trainee, plan, SynchronousTransfer(CPU), min_offload_bytes=1)

@@ -10,86 +10,88 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from supertuner.plan.placement.plan import Fate, Residence
-from supertuner.step.window import held_out_loss
-from supertuner.train.offload.host_memory import ALIGNMENT, HostMemory
-from supertuner.train.offload.prefetch_order import Pass, distance, farthest, soon, upcoming
-from tests.train.offload.making import CPU, Case, a_plan, acted, batch, window
+from supertuner.plan.placement.plan import ActivationPolicy, WeightPlacement
+from supertuner.step.window import held_out_losses
+from supertuner.train.offload.host_memory import ALIGNMENT, HostMemoryPool
+from supertuner.train.offload.prefetch_order import BlockPass, block_to_evict, next_uses, upcoming_uses, uses_until
+from tests.train.offload.making import CPU, OffloadCase, a_plan, apply_plan_synchronously, batch, window
 
 
-@given(st.integers(1, 9), st.data(), st.sampled_from(Pass))
-def test_distances_are_those_of_the_uses_that_come(blocks: int, data: st.DataObject, now: Pass) -> None:
+@given(st.integers(1, 9), st.data(), st.sampled_from(BlockPass))
+def test_distances_are_those_of_the_uses_that_come(blocks: int, data: st.DataObject, now: BlockPass) -> None:
     block = data.draw(st.integers(0, blocks - 1))
-    uses = [use.block for use in upcoming(block, blocks, now)]
+    uses = [use.block for use in upcoming_uses(block, blocks, now)]
     assert set(uses) == set(range(blocks))
     for other in range(blocks):
-        assert distance(block, other, blocks, now) == uses.index(other)
+        assert uses_until(block, other, blocks, now) == uses.index(other)
 
 
 def test_a_forward_pass_is_followed_by_its_backward_pass_and_that_by_the_next_forward_pass() -> None:
     def blocks_of(uses: Iterator[tuple[int, bool]]) -> list[tuple[int, bool]]:
         return [tuple(use) for use in islice(uses, 4)]
 
-    assert blocks_of(upcoming(1, 3, Pass.FORWARD)) == [(2, False), (2, True), (1, True), (0, True)]
-    assert blocks_of(upcoming(1, 3, Pass.BACKWARD)) == [(0, True), (0, False), (1, False), (2, False)]
-    assert blocks_of(upcoming(1, 3, Pass.SAMPLING)) == [(2, False), (0, False), (1, False), (2, False)]
-    assert [use.block for use in soon(0, 3, Pass.FORWARD, 2)] == [1, 2]
+    assert blocks_of(upcoming_uses(1, 3, BlockPass.FORWARD)) == [(2, False), (2, True), (1, True), (0, True)]
+    assert blocks_of(upcoming_uses(1, 3, BlockPass.BACKWARD)) == [(0, True), (0, False), (1, False), (2, False)]
+    assert blocks_of(upcoming_uses(1, 3, BlockPass.SAMPLING)) == [(2, False), (0, False), (1, False), (2, False)]
+    assert [use.block for use in next_uses(0, 3, BlockPass.FORWARD, 2)] == [1, 2]
 
 
 def test_a_slot_is_given_up_by_the_block_that_is_used_again_last() -> None:
     none = lambda _: False  # noqa: E731
-    assert farthest([0, 1, 2], 2, 5, Pass.FORWARD, spared=none) == 0
-    assert farthest([2, 3, 4], 2, 5, Pass.BACKWARD, spared=none) == 4
-    assert farthest([0, 1, 2], 2, 5, Pass.SAMPLING, spared=none) == 1
-    assert farthest([2], 2, 5, Pass.FORWARD, spared=none) is None
+    assert block_to_evict([0, 1, 2], 2, 5, BlockPass.FORWARD, is_protected=none) == 0
+    assert block_to_evict([2, 3, 4], 2, 5, BlockPass.BACKWARD, is_protected=none) == 4
+    assert block_to_evict([0, 1, 2], 2, 5, BlockPass.SAMPLING, is_protected=none) == 1
+    assert block_to_evict([2], 2, 5, BlockPass.FORWARD, is_protected=none) is None
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 def test_a_window_fetches_only_what_the_slots_do_not_hold(ahead: int) -> None:
     """Five blocks: forward and backward are ten uses a micro-batch. The turning points need no fetch."""
-    case = Case(dropout=0.0)
-    trainee = case.trainee()
-    acting = acted(trainee, a_plan(trainee.module, Residence.STREAMED, ahead=ahead))
-    window(trainee, case.rules(), 0)
-    acting.carrier.take()
-    window(trainee, case.rules(), 1)
-    counted = acting.carrier.take()
+    case = OffloadCase(dropout=0.0)
+    trainee = case.expert_state()
+    acting = apply_plan_synchronously(trainee, a_plan(trainee.module, WeightPlacement.STREAMED, ahead=ahead))
+    window(trainee, case.step_options(), 0)
+    acting.transfer.take_counters()
+    window(trainee, case.step_options(), 1)
+    counted = acting.transfer.take_counters()
     held = ahead + 1
     assert counted.fetches == 2 * 2 * (5 - held), "two micro-batches, two passes, less what is held at each turn"
     assert counted.late == (counted.fetches if ahead == 0 else 0)
 
 
 def test_sampling_fetches_round_and_round_without_being_late() -> None:
-    case = Case(dropout=0.0)
-    trainee = case.trainee()
-    acting = acted(trainee, a_plan(trainee.module, Residence.STREAMED, Fate.SEND, ahead=1))
+    case = OffloadCase(dropout=0.0)
+    trainee = case.expert_state()
+    acting = apply_plan_synchronously(
+        trainee, a_plan(trainee.module, WeightPlacement.STREAMED, ActivationPolicy.SEND, ahead=1)
+    )
     for _ in range(3):
-        held_out_loss(trainee, [batch([1])], case.rules())
-    counted = acting.carrier.take()
+        held_out_losses(trainee, [batch([1])], case.step_options())
+    counted = acting.transfer.take_counters()
     assert counted.late == 1, "only the very first block is waited for"
     assert counted.sent_bytes == 0
 
 
 def test_between_windows_every_weight_is_at_home_and_slots_are_few() -> None:
-    case = Case(kind="full", dropout=0.0)
-    trainee = case.trainee()
-    acting = acted(trainee, a_plan(trainee.module, Residence.STREAMED, ahead=1))
+    case = OffloadCase(kind="full", dropout=0.0)
+    trainee = case.expert_state()
+    acting = apply_plan_synchronously(trainee, a_plan(trainee.module, WeightPlacement.STREAMED, ahead=1))
     homes = {name: p.data_ptr() for name, p in trainee.module.named_parameters() if name.startswith("blocks.")}
-    window(trainee, case.rules(), 0)
+    window(trainee, case.step_options(), 0)
     assert {name: p.data_ptr() for name, p in trainee.module.named_parameters() if name in homes} == homes
     largest = max(block.nbytes for block in acting.ring.streamed.values())
     assert acting.ring.nbytes == 2 * largest
 
 
 def test_host_memory_is_aligned_apart_and_used_again() -> None:
-    memory = HostMemory(CPU)
-    taken = [memory.take(size) for size in (1, 511, 512, 513, 20 << 20, 7)]
+    memory = HostMemoryPool(CPU)
+    taken = [memory.allocate(size) for size in (1, 511, 512, 513, 20 << 20, 7)]
     assert all(piece.data_ptr() % ALIGNMENT == 0 for piece in taken)
     spans = sorted((piece.data_ptr(), piece.data_ptr() + piece.nbytes) for piece in taken)
     assert all(end <= begin for (_, end), (begin, _) in pairwise(spans))
     before = memory.nbytes
-    memory.take_back_all()
-    again = [memory.take(size) for size in (1, 511, 512, 513, 20 << 20, 7)]
+    memory.reset()
+    again = [memory.allocate(size) for size in (1, 511, 512, 513, 20 << 20, 7)]
     assert memory.nbytes == before and torch.equal(
         torch.tensor([one.data_ptr() for one in again]), torch.tensor([one.data_ptr() for one in taken])
     )

@@ -11,7 +11,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from tests.train.runs import Parent, config
+from tests.train.runs import TrainingForkServer, config
 
 EVERYTHING = {"weights": "streamed", "activations": "send", "optimizer": "streamed", "idle_experts": "host"}
 OTHERWISE = {"weights": "streamed", "activations": "recompute", "optimizer": "host", "check_every_windows": 1}
@@ -27,7 +27,7 @@ def written(run: Path) -> dict[str, str]:
     }
 
 
-def made(folder: Path, name: str, parent: Parent, plan: dict[str, Any]) -> Path:
+def made(folder: Path, name: str, parent: TrainingForkServer, plan: dict[str, Any]) -> Path:
     file = config(
         folder,
         name,
@@ -41,7 +41,7 @@ def made(folder: Path, name: str, parent: Parent, plan: dict[str, Any]) -> Path:
     return folder / name / "run"
 
 
-def test_runs_under_plans_leave_the_files_of_a_run_without_one(tmp_path: Path, parent: Parent) -> None:
+def test_runs_under_plans_leave_the_files_of_a_run_without_one(tmp_path: Path, parent: TrainingForkServer) -> None:
     wanted = written(made(tmp_path, "plain", parent, {}))
     run = made(tmp_path, "planned", parent, EVERYTHING)
     assert len(wanted) > 12 and written(run) == wanted

@@ -10,21 +10,21 @@ import torch
 from supertuner.config.settings.model import AdapterSettings
 from supertuner.config.settings.optim import OptimizerSettings
 from supertuner.core.events import Event
-from supertuner.models.adapters.attach import Trained, attach
-from supertuner.models.objective.diffusion import Objective
-from supertuner.models.spec import Model, Sampler, Source
-from supertuner.models.table import family
-from supertuner.optim.ema import Ema
-from supertuner.optim.table import build
-from supertuner.plan.sample_requests import SamplePlan, Size
-from supertuner.step.precision import Precision
-from supertuner.step.window import Rules, Trainee, prepare, train_window
-from tests.step.making import wan_batch
+from supertuner.models.adapters.attach import TrainableExpert, attach
+from supertuner.models.objective.diffusion import TrainingObjective
+from supertuner.models.spec import ModelDescription, ModelSampler, ModelSource
+from supertuner.models.table import load_family
+from supertuner.optim.ema import EmaWeights
+from supertuner.optim.table import build_optimizer
+from supertuner.plan.sample_requests import SampleSize, ValidationSamplePlan
+from supertuner.step.precision import ComputePrecision
+from supertuner.step.window import ExpertState, StepOptions, prepare_for_training, train_window
+from tests.step.making import build_wan_batch
 
 CPU = torch.device("cpu")
 
 
-class Kept:
+class RecordingSink:
     """A sink that keeps what it is given."""
 
     def __init__(self) -> None:
@@ -35,23 +35,23 @@ class Kept:
 
 
 @dataclass(eq=False)
-class Training:
-    model: Model
-    rules: Rules
-    trainees: tuple[Trainee, ...]
-    trained: dict[str, Trained]
-    sampler: Sampler
+class TrainingStub:
+    model: ModelDescription
+    step_options: StepOptions
+    expert_states: tuple[ExpertState, ...]
+    trainable_experts: dict[str, TrainableExpert]
+    sampler: ModelSampler
 
     def window(self, number: int) -> float:
         """Train one window of two samples. Dropout draws on torch's global generator, on purpose."""
-        trainee = self.trainees[number % len(self.trainees)]
-        batch = wan_batch([2 * number, 2 * number + 1], 4)
-        return train_window(trainee, [batch], samples=2, rate=1e-2, rules=self.rules).loss
+        trainee = self.expert_states[number % len(self.expert_states)]
+        batch = build_wan_batch([2 * number, 2 * number + 1], 4)
+        return train_window(trainee, [batch], samples=2, learning_rate=1e-2, options=self.step_options).loss
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Copies of everything that a window changes."""
         found = {}
-        for trainee in self.trainees:
+        for trainee in self.expert_states:
             for name, parameter in trainee.parameters.items():
                 found[f"{trainee.expert.name}.{name}"] = parameter.detach().clone()
             if trainee.ema is not None:
@@ -59,33 +59,37 @@ class Training:
         return found
 
 
-def training(source: Source, *, optimizer: str = "adamw", ema: float | None = None, dropout: float = 0.25) -> Training:
+def training(
+    source: ModelSource, *, optimizer: str = "adamw", ema: float | None = None, dropout: float = 0.25
+) -> TrainingStub:
     """Both experts with LoRA, recomputing activations, and the pipeline around their modules."""
-    wan = family("wan2.2")
-    model = wan.read(source)
+    wan = load_family("wan2.2")
+    model = wan.read_model(source)
     trained = {}
     for expert in model.experts:
-        module = wan.denoiser(model, expert, torch.float32)
+        module = wan.load_denoiser(model, expert, torch.float32)
         settings = AdapterSettings(rank=2, dropout=dropout)
-        trained[expert.name] = attach(module, settings, wan.targets["attention"], seed=1, name=expert.name)
-        prepare(module, checkpointing=True)
+        trained[expert.name] = attach(module, settings, wan.target_presets["attention"], seed=1, name=expert.name)
+        prepare_for_training(module, checkpointing=True)
     trainees = []
     for expert in model.experts:
         parameters = dict(trained[expert.name].parameters)
-        made = build(OptimizerSettings.model_validate({"name": optimizer}), parameters, expert.name)
+        made = build_optimizer(OptimizerSettings.model_validate({"name": optimizer}), parameters, expert.name)
         module = trained[expert.name].module
-        trainees.append(Trainee(expert, module, parameters, made, None if ema is None else Ema(parameters, ema)))
-    rules = Rules(partial(wan.denoise, model), Objective(), Precision("fp32", CPU))
-    modules = {expert.part: trained[expert.name].module for expert in model.experts}
-    return Training(model, rules, tuple(trainees), trained, wan.sampler(model, modules, CPU, torch.float32))
+        trainees.append(
+            ExpertState(expert, module, parameters, made, None if ema is None else EmaWeights(parameters, ema))
+        )
+    rules = StepOptions(partial(wan.denoise, model), TrainingObjective(), ComputePrecision("fp32", CPU))
+    modules = {expert.component: trained[expert.name].module for expert in model.experts}
+    return TrainingStub(model, rules, tuple(trainees), trained, wan.build_sampler(model, modules, CPU, torch.float32))
 
 
-def a_plan(*prompts: str, seeds: tuple[int, ...] = (0,), frames: int = 1, steps: int = 2) -> SamplePlan:
-    return SamplePlan(
+def a_plan(*prompts: str, seeds: tuple[int, ...] = (0,), frames: int = 1, steps: int = 2) -> ValidationSamplePlan:
+    return ValidationSamplePlan(
         prompts=prompts or ("a red circle",),
         images=(None,) * (len(prompts) or 1),
         seeds=seeds,
-        size=Size(32, 32, frames),
+        size=SampleSize(32, 32, frames),
         fps=8.0,
         negative_prompt="",
         inference_steps=steps,

@@ -17,19 +17,30 @@ from PIL import Image
 from torch import nn
 
 from supertuner.core.errors import TrainError
-from supertuner.core.events import Measured, Silence
+from supertuner.core.events import MeasurementEvent, NullSink
 from supertuner.data.decode.video import decode_video
-from supertuner.models.spec import SampleRequest, Source
-from supertuner.models.table import family
-from supertuner.plan.sample_requests import SamplePlan
-from supertuner.train.validation.sample_images import Weights, evaluated, make_samples, undisturbed
-from tests.train.validation.making import CPU, Training, a_plan, training
+from supertuner.models.spec import ModelSource, SampleRequest
+from supertuner.models.table import load_family
+from supertuner.plan.sample_requests import ValidationSamplePlan
+from supertuner.train.validation.sample_images import (
+    EvaluationWeights,
+    make_samples,
+    preserve_training_state,
+    select_evaluation_weights,
+)
+from tests.train.validation.making import CPU, TrainingStub, a_plan, training
 
 
-def samples(run: Training, folder: Path, plan: SamplePlan, step: int = 40, weights: Weights | None = None) -> Measured:
-    modules = [trainee.module for trainee in run.trainees]
+def samples(
+    run: TrainingStub,
+    folder: Path,
+    plan: ValidationSamplePlan,
+    step: int = 40,
+    weights: EvaluationWeights | None = None,
+) -> MeasurementEvent:
+    modules = [trainee.module for trainee in run.expert_states]
     return make_samples(
-        plan, run.sampler, run="a run", step=step, modules=modules, folder=folder, progress=Silence(), weights=weights
+        plan, run.sampler, run="a run", step=step, modules=modules, folder=folder, progress=NullSink(), weights=weights
     )
 
 
@@ -37,7 +48,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
 
 
-def test_pictures_are_written_with_a_grid_and_their_facts(tiny_wan: Source, tmp_path: Path) -> None:
+def test_pictures_are_written_with_a_grid_and_their_facts(tiny_wan: ModelSource, tmp_path: Path) -> None:
     event = samples(training(tiny_wan), tmp_path, a_plan("a red circle", "漢字 \udcff 😀", seeds=(0, 7)))
     folder = tmp_path / "step-00000040"
     assert event.figures["path"] == str(folder) and event.figures["film"] is None
@@ -53,7 +64,7 @@ def test_pictures_are_written_with_a_grid_and_their_facts(tiny_wan: Source, tmp_
     assert pictures[0].shape == (32, 32, 3) and (pictures[0] != pictures[1]).any()
 
 
-def test_videos_are_films_with_frames_to_look_at(tiny_wan: Source, tmp_path: Path) -> None:
+def test_videos_are_films_with_frames_to_look_at(tiny_wan: ModelSource, tmp_path: Path) -> None:
     event = samples(training(tiny_wan), tmp_path, a_plan(frames=5))
     folder = tmp_path / "step-00000040"
     assert sorted(contents(folder)) == [
@@ -68,7 +79,7 @@ def test_videos_are_films_with_frames_to_look_at(tiny_wan: Source, tmp_path: Pat
     assert json.loads((folder / "samples.json").read_bytes())["samples"][0]["frames"] == 5
 
 
-def test_the_same_weights_give_the_same_bytes_and_others_do_not(tiny_wan: Source, tmp_path: Path) -> None:
+def test_the_same_weights_give_the_same_bytes_and_others_do_not(tiny_wan: ModelSource, tmp_path: Path) -> None:
     one, other = training(tiny_wan), training(tiny_wan)
     plan = a_plan(frames=5, seeds=(3,))
     torch.manual_seed(1)
@@ -84,7 +95,7 @@ def test_the_same_weights_give_the_same_bytes_and_others_do_not(tiny_wan: Source
 
 @pytest.mark.parametrize(("optimizer", "ema"), [("adamw", 0.5), ("schedule_free", None), ("adamw", None)])
 def test_training_goes_on_to_the_bit_as_if_nobody_had_looked(
-    tiny_wan: Source, tmp_path: Path, optimizer: str, ema: float | None
+    tiny_wan: ModelSource, tmp_path: Path, optimizer: str, ema: float | None
 ) -> None:
     ends = []
     for looks in (False, True):
@@ -94,7 +105,9 @@ def test_training_goes_on_to_the_bit_as_if_nobody_had_looked(
         for number in range(6):
             losses.append(run.window(number))
             if looks and number in (1, 2, 4):
-                samples(run, tmp_path, a_plan(), number, evaluated(run.trainees, run.trained))
+                samples(
+                    run, tmp_path, a_plan(), number, select_evaluation_weights(run.expert_states, run.trainable_experts)
+                )
         ends.append((losses, run.weights()))
     (losses, weights), (same_losses, same_weights) = ends
     assert losses == same_losses
@@ -106,7 +119,7 @@ def test_random_states_modes_and_gradients_are_left_as_they_were() -> None:
     module(torch.ones(1, 2)).sum().backward()
     gradients = [parameter.grad for parameter in module.parameters()]
     before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
-    with pytest.raises(ValueError), undisturbed([module]):
+    with pytest.raises(ValueError), preserve_training_state([module]):
         torch.manual_seed(99)
         np.random.seed(99)
         random.seed(99)
@@ -123,12 +136,12 @@ def test_random_states_modes_and_gradients_are_left_as_they_were() -> None:
     ("optimizer", "ema", "label"), [("adamw", 0.9, "moving average"), ("schedule_free", None, "schedule-free average")]
 )
 def test_samples_are_made_of_the_averages_where_there_are_any(
-    tiny_wan: Source, tmp_path: Path, optimizer: str, ema: float | None, label: str
+    tiny_wan: ModelSource, tmp_path: Path, optimizer: str, ema: float | None, label: str
 ) -> None:
     run = training(tiny_wan, optimizer=optimizer, ema=ema, dropout=0.0)
     for number in range(8):
         run.window(number)
-    weights = evaluated(run.trainees, run.trained)
+    weights = select_evaluation_weights(run.expert_states, run.trainable_experts)
     assert weights.label == label
     samples(run, tmp_path / "averaged", a_plan(), weights=weights)
     samples(run, tmp_path / "trained", a_plan())
@@ -137,12 +150,12 @@ def test_samples_are_made_of_the_averages_where_there_are_any(
     assert json.loads((tmp_path / "averaged/step-00000040/samples.json").read_bytes())["weights"] == label
 
 
-def test_without_averages_the_weights_in_training_are_used(tiny_wan: Source) -> None:
+def test_without_averages_the_weights_in_training_are_used(tiny_wan: ModelSource) -> None:
     run = training(tiny_wan)
-    assert evaluated(run.trainees, run.trained).label == "weights in training"
+    assert select_evaluation_weights(run.expert_states, run.trainable_experts).label == "weights in training"
 
 
-class Drawn:
+class SeedSampler:
     """A sampler that draws what it was asked for: its seed as a grey."""
 
     def __init__(self, shade: int = 0, fail_at: int | None = None) -> None:
@@ -155,42 +168,44 @@ class Drawn:
         return np.full((request.frames, request.height, request.width, 3), request.seed + self.shade, np.uint8)
 
 
-def drawn(sampler: Drawn, folder: Path, plan: SamplePlan, modules: Sequence[nn.Module] = ()) -> Measured:
-    return make_samples(plan, sampler, run="r", step=1, modules=modules, folder=folder, progress=Silence())
+def drawn(
+    sampler: SeedSampler, folder: Path, plan: ValidationSamplePlan, modules: Sequence[nn.Module] = ()
+) -> MeasurementEvent:
+    return make_samples(plan, sampler, run="r", step=1, modules=modules, folder=folder, progress=NullSink())
 
 
 def test_a_folder_that_is_the_same_stays_and_one_that_differs_is_replaced(tmp_path: Path) -> None:
     folder = tmp_path / "step-00000001"
-    drawn(Drawn(), tmp_path, a_plan())
+    drawn(SeedSampler(), tmp_path, a_plan())
     first = folder.stat().st_ino
-    drawn(Drawn(), tmp_path, a_plan())
+    drawn(SeedSampler(), tmp_path, a_plan())
     assert folder.stat().st_ino == first
     (folder / "prompt-00-seed-0.png").write_bytes(b"spoilt")
-    drawn(Drawn(), tmp_path, a_plan())
+    drawn(SeedSampler(), tmp_path, a_plan())
     assert folder.stat().st_ino != first
     assert np.asarray(Image.open(folder / "prompt-00-seed-0.png")).max() == 0
-    drawn(Drawn(shade=9), tmp_path, a_plan())
+    drawn(SeedSampler(shade=9), tmp_path, a_plan())
     assert np.asarray(Image.open(folder / "prompt-00-seed-0.png")).max() == 9
     assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000001"]
 
 
 def test_a_sampler_that_fails_leaves_what_was_there_and_nothing_else(tmp_path: Path) -> None:
-    drawn(Drawn(shade=3), tmp_path, a_plan())
+    drawn(SeedSampler(shade=3), tmp_path, a_plan())
     before = contents(tmp_path / "step-00000001")
     with pytest.raises(ValueError, match="the sampler broke"):
-        drawn(Drawn(fail_at=2), tmp_path, a_plan(seeds=(0, 1)))
+        drawn(SeedSampler(fail_at=2), tmp_path, a_plan(seeds=(0, 1)))
     assert contents(tmp_path / "step-00000001") == before
     assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000001"]
 
 
 def test_what_a_kill_left_is_finished_off_by_the_next_samples(tmp_path: Path) -> None:
-    drawn(Drawn(shade=3), tmp_path, a_plan())
+    drawn(SeedSampler(shade=3), tmp_path, a_plan())
     before = contents(tmp_path / "step-00000001")
     (tmp_path / "step-00000001").rename(tmp_path / ".replaced-step-00000001")  # killed between the two renames
     (tmp_path / ".writing-step-00000009").mkdir()
     (tmp_path / ".writing-step-00000009" / "half.png").write_bytes(b"half")
     plan = a_plan()
-    make_samples(plan, Drawn(), run="r", step=2, modules=(), folder=tmp_path, progress=Silence())
+    make_samples(plan, SeedSampler(), run="r", step=2, modules=(), folder=tmp_path, progress=NullSink())
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
     assert contents(tmp_path / "step-00000001") == before
 
@@ -198,7 +213,7 @@ def test_what_a_kill_left_is_finished_off_by_the_next_samples(tmp_path: Path) ->
 def test_a_folder_that_cannot_be_written_is_an_error_with_its_name(tmp_path: Path) -> None:
     (tmp_path / "samples").write_text("a file is in the way")
     with pytest.raises(TrainError, match=r"/samples cannot be written: "):
-        drawn(Drawn(), tmp_path / "samples", a_plan())
+        drawn(SeedSampler(), tmp_path / "samples", a_plan())
 
 
 def test_a_disk_that_is_full_is_an_error_with_the_files_name_and_leaves_nothing(tmp_path: Path) -> None:
@@ -206,7 +221,7 @@ def test_a_disk_that_is_full_is_an_error_with_the_files_name_and_leaves_nothing(
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))
         with pytest.raises(TrainError, match=r"\.writing-step-00000001.* cannot be written: File too large; make room"):
-            drawn(Drawn(), tmp_path, a_plan())
+            drawn(SeedSampler(), tmp_path, a_plan())
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert list(tmp_path.iterdir()) == []
@@ -226,25 +241,25 @@ def test_weights_are_put_back_when_a_sampler_fails(tmp_path: Path) -> None:
     with pytest.raises(ValueError):
         make_samples(
             a_plan(),
-            Drawn(fail_at=1),
+            SeedSampler(fail_at=1),
             run="r",
             step=1,
             modules=(),
             folder=tmp_path,
-            progress=Silence(),
-            weights=Weights("EMA", lent),
+            progress=NullSink(),
+            weights=EvaluationWeights("EMA", lent),
         )
     assert said == ["lent", "back"]
 
 
-def test_a_model_that_starts_from_a_picture_gets_one(tiny_wan_image_to_video: Source, tmp_path: Path) -> None:
-    wan = family("wan2.2")
-    model = wan.read(tiny_wan_image_to_video)
-    sampler = wan.sampler(model, {}, CPU, torch.float32)
+def test_a_model_that_starts_from_a_picture_gets_one(tiny_wan_image_to_video: ModelSource, tmp_path: Path) -> None:
+    wan = load_family("wan2.2")
+    model = wan.read_model(tiny_wan_image_to_video)
+    sampler = wan.build_sampler(model, {}, CPU, torch.float32)
     first = np.full((32, 32, 3), 200, np.uint8)
     plan = a_plan(frames=5)
-    with_image = SamplePlan(
+    with_image = ValidationSamplePlan(
         plan.prompts, (first,), plan.seeds, plan.size, plan.fps, "", plan.inference_steps, plan.guidance_scale
     )
-    make_samples(with_image, sampler, run="r", step=1, modules=(), folder=tmp_path, progress=Silence())
+    make_samples(with_image, sampler, run="r", step=1, modules=(), folder=tmp_path, progress=NullSink())
     assert (tmp_path / "step-00000001" / "grid.mp4").is_file()

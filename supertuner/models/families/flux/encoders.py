@@ -8,9 +8,9 @@ from typing import Any, Final
 import torch
 
 from supertuner.models import loading
-from supertuner.models.spec import Model, Tensors
+from supertuner.models.spec import ModelDescription, Tensors
 
-TEXT_LENGTH: Final = 512
+MAX_TEXT_TOKENS: Final = 512
 
 
 class FluxTextEncoder:
@@ -24,25 +24,25 @@ class FluxTextEncoder:
         self._clip_tokenizer, self._clip = clip[0], clip[1].to(device)
         self._t5_tokenizer, self._t5 = t5[0], t5[1].to(device)
         self._device = device
-        self.cut = 0
+        self.truncated_captions = 0
         """CLIP, which gives only a summary, reads 77 tokens of any caption; what counts here is T5."""
 
     @torch.no_grad()
     def encode(self, captions: Sequence[str]) -> list[Tensors]:
-        return [self._one(caption) for caption in captions]
+        return [self._encode_one(caption) for caption in captions]
 
-    def _one(self, caption: str) -> Tensors:
-        self.cut += len(self._t5_tokenizer(caption, verbose=False).input_ids) > TEXT_LENGTH
-        pooled = self._clip(self._ids(self._clip_tokenizer, caption, self._clip_tokenizer.model_max_length))
-        embeds = self._t5(self._ids(self._t5_tokenizer, caption, TEXT_LENGTH))
+    def _encode_one(self, caption: str) -> Tensors:
+        self.truncated_captions += len(self._t5_tokenizer(caption, verbose=False).input_ids) > MAX_TEXT_TOKENS
+        pooled = self._clip(self._token_ids(self._clip_tokenizer, caption, self._clip_tokenizer.model_max_length))
+        embeds = self._t5(self._token_ids(self._t5_tokenizer, caption, MAX_TEXT_TOKENS))
         return {"embeds": embeds.last_hidden_state[0].cpu().clone(), "pooled": pooled.pooler_output[0].cpu().clone()}
 
-    def _ids(self, tokenizer: Any, caption: str, length: int) -> Any:
+    def _token_ids(self, tokenizer: Any, caption: str, length: int) -> Any:
         tokens = tokenizer([caption], padding="max_length", max_length=length, truncation=True, return_tensors="pt")
         return tokens.input_ids.to(self._device)
 
 
-def text_encoder(model: Model, device: torch.device, dtype: torch.dtype) -> FluxTextEncoder:
-    clip = loading.plain(model, "tokenizer"), loading.module(model, "text_encoder", dtype)
-    t5 = loading.plain(model, "tokenizer_2"), loading.module(model, "text_encoder_2", dtype)
+def build_text_encoder(model: ModelDescription, device: torch.device, dtype: torch.dtype) -> FluxTextEncoder:
+    clip = loading.load_tokenizer_or_scheduler(model, "tokenizer"), loading.load_module(model, "text_encoder", dtype)
+    t5 = loading.load_tokenizer_or_scheduler(model, "tokenizer_2"), loading.load_module(model, "text_encoder_2", dtype)
     return FluxTextEncoder(clip, t5, device)

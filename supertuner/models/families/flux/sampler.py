@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from supertuner.models.families import sampling_common as sampling
-from supertuner.models.families.flux.shapes import why_not
-from supertuner.models.families.image_common import PictureSampler
-from supertuner.models.spec import Model, SampleRequest
+from supertuner.models.families.flux.shapes import unsupported_reason
+from supertuner.models.families.image_common import ImagePipelineSampler
+from supertuner.models.spec import ModelDescription, SampleRequest
 
-PARTS: Final = (
+COMPONENTS: Final = (
     "transformer",
     "vae",
     "text_encoder",
@@ -26,21 +26,29 @@ PARTS: Final = (
 )
 
 
-def sampler(model: Model, modules: Mapping[str, nn.Module], device: torch.device, dtype: torch.dtype) -> PictureSampler:
+def build_sampler(
+    model: ModelDescription, modules: Mapping[str, nn.Module], device: torch.device, dtype: torch.dtype
+) -> ImagePipelineSampler:
     """The pipeline around `modules`; what is not among them is loaded."""
-    pipeline = diffusers.FluxPipeline(**sampling.parts(model, modules, PARTS, device, dtype))
+    pipeline = diffusers.FluxPipeline(**sampling.pipeline_components(model, modules, COMPONENTS, device, dtype))
 
-    def unpacked(packed: torch.Tensor, request: SampleRequest) -> torch.Tensor:
+    def unpack_latents(packed: torch.Tensor, request: SampleRequest) -> torch.Tensor:
         latents: torch.Tensor = pipeline._unpack_latents(
             packed, request.height, request.width, pipeline.vae_scale_factor
         )
         return latents
 
-    return PictureSampler(
-        pipeline, "transformer", partial(why_not, model), device, dtype, told=_told, unpacked=unpacked
+    return ImagePipelineSampler(
+        pipeline,
+        "transformer",
+        partial(unsupported_reason, model),
+        device,
+        dtype,
+        extra_arguments=_pipeline_arguments,
+        unpack_latents=unpack_latents,
     )
 
 
-def _told(request: SampleRequest) -> dict[str, Any]:
+def _pipeline_arguments(request: SampleRequest) -> dict[str, Any]:
     """Flux was distilled: guidance is an input of the model, and there is no negative prompt."""
     return {}

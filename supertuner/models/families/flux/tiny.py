@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
 
-from supertuner.models.families.tiny_text import WORDS, byte_tokenizer, clip_encoder, t5_encoder, unigram_tokenizer
-from supertuner.models.families.tiny_vae import picture_vae
-from supertuner.models.quiet import quietly
+from supertuner.models.families.tiny_text import VOCABULARY, byte_tokenizer, clip_encoder, t5_encoder, unigram_tokenizer
+from supertuner.models.families.tiny_vae import tiny_image_vae
+from supertuner.models.quiet import quiet_libraries
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +24,11 @@ class TinyFlux:
     heads: int = 2
     text_width: int = 16
     pooled_width: int = 16
-    words: tuple[str, ...] = WORDS
+    words: tuple[str, ...] = VOCABULARY
     vae_width: int = 8
 
 
-def build(sizes: TinyFlux, seed: int) -> FluxPipeline:
+def build_pipeline(sizes: TinyFlux, seed: int) -> FluxPipeline:
     """The pipeline in memory. The same seed gives the same weights, and nobody else's random numbers are used up."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -38,20 +38,20 @@ def build(sizes: TinyFlux, seed: int) -> FluxPipeline:
             tokenizer_2=t5,
             text_encoder=clip_encoder(clip, sizes.pooled_width, layers=1),
             text_encoder_2=t5_encoder(len(t5), sizes.text_width, layers=1),
-            vae=picture_vae(sizes.vae_width, channels=16, scaling_factor=0.3611, shift_factor=0.1159),
+            vae=tiny_image_vae(sizes.vae_width, channels=16, scaling_factor=0.3611, shift_factor=0.1159),
             transformer=_transformer(sizes),
             scheduler=_scheduler(dynamic=sizes.guidance),
         )
 
 
-def write(folder: Path, sizes: TinyFlux, seed: int) -> None:
+def write_pipeline(folder: Path, sizes: TinyFlux, seed: int) -> None:
     """`build`, as a folder like those on the hub."""
-    with quietly():
-        build(sizes, seed).save_pretrained(folder)
+    with quiet_libraries():
+        build_pipeline(sizes, seed).save_pretrained(folder)
 
 
-def tiny(folder: Path, seed: int) -> None:
-    write(folder, TinyFlux(), seed)
+def write_tiny_pipeline(folder: Path, seed: int) -> None:
+    write_pipeline(folder, TinyFlux(), seed)
 
 
 def _transformer(sizes: TinyFlux) -> FluxTransformer2DModel:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from supertuner.models import loading
-from supertuner.models.families.qwen_image.prompts import TO_PICTURE
-from supertuner.models.spec import Model, Tensors
+from supertuner.models.families.qwen_image.prompts import TEXT_TO_IMAGE
+from supertuner.models.spec import ModelDescription, Tensors
 
 
 class QwenMediaEncoder:
@@ -27,10 +27,10 @@ class QwenMediaEncoder:
 
     @torch.no_grad()
     def encode(self, media: torch.Tensor) -> Tensors:
-        return {"latents": torch.cat([self.one(picture) for picture in media.unbind()]).cpu()}
+        return {"latents": torch.cat([self.encode_one(picture) for picture in media.unbind()]).cpu()}
 
-    def one(self, picture: torch.Tensor) -> torch.Tensor:
-        pixels = picture[None, :, None].to(self._device, torch.float32) / 255.0 * 2.0 - 1.0
+    def encode_one(self, image: torch.Tensor) -> torch.Tensor:
+        pixels = image[None, :, None].to(self._device, torch.float32) / 255.0 * 2.0 - 1.0
         mode = self._vae.encode(pixels).latent_dist.mode()
         latents: torch.Tensor = (mode - self._mean) / self._std
         return latents[:, :, 0]
@@ -43,18 +43,18 @@ class QwenTextEncoder:
         self._tokenizer = tokenizer
         self._encoder = encoder.to(device)
         self._device = device
-        self.cut = 0
+        self.truncated_captions = 0
 
     @torch.no_grad()
     def encode(self, captions: Sequence[str]) -> list[Tensors]:
-        return [{"embeds": self._one(caption)} for caption in captions]
+        return [{"embeds": self._encode_one(caption)} for caption in captions]
 
-    def _one(self, caption: str) -> torch.Tensor:
+    def _encode_one(self, caption: str) -> torch.Tensor:
         """Read whole, and then cut: later tokens have no influence on earlier ones."""
-        assert TO_PICTURE.longest is not None
-        begin, end = TO_PICTURE.dropped, TO_PICTURE.dropped + TO_PICTURE.longest
-        tokens = self._tokenizer([TO_PICTURE.around(caption)], return_tensors="pt", verbose=False)
-        self.cut += tokens.input_ids.shape[1] > end
+        assert TEXT_TO_IMAGE.max_caption_tokens is not None
+        start, end = TEXT_TO_IMAGE.prefix_tokens, TEXT_TO_IMAGE.prefix_tokens + TEXT_TO_IMAGE.max_caption_tokens
+        tokens = self._tokenizer([TEXT_TO_IMAGE.with_caption(caption)], return_tensors="pt", verbose=False)
+        self.truncated_captions += tokens.input_ids.shape[1] > end
         hidden = self._encoder(
             input_ids=tokens.input_ids[:, :end].to(self._device),
             attention_mask=tokens.attention_mask[:, :end].to(self._device),
@@ -62,23 +62,27 @@ class QwenTextEncoder:
             logits_to_keep=1,  # it would predict a word of 150,000 behind each; nobody asks for them
         ).hidden_states[-1]
         assert isinstance(hidden, torch.Tensor)
-        return hidden[0, begin:].cpu().clone()
+        return hidden[0, start:].cpu().clone()
 
 
-def media_encoder(model: Model, device: torch.device) -> QwenMediaEncoder:
-    return QwenMediaEncoder(loading.module(model, "vae", torch.float32), device)
+def build_media_encoder(model: ModelDescription, device: torch.device) -> QwenMediaEncoder:
+    return QwenMediaEncoder(loading.load_module(model, "vae", torch.float32), device)
 
 
-def text_encoder(model: Model, device: torch.device, dtype: torch.dtype) -> QwenTextEncoder:
-    return QwenTextEncoder(loading.plain(model, "tokenizer"), loading.module(model, "text_encoder", dtype), device)
+def build_text_encoder(model: ModelDescription, device: torch.device, dtype: torch.dtype) -> QwenTextEncoder:
+    return QwenTextEncoder(
+        loading.load_tokenizer_or_scheduler(model, "tokenizer"),
+        loading.load_module(model, "text_encoder", dtype),
+        device,
+    )
 
 
-def pad_text(model: Model, captions: Sequence[Tensors]) -> Tensors:
+def pad_text(model: ModelDescription, captions: Sequence[Tensors]) -> Tensors:
     """Zeros up to the longest, and a mask that says so; captions of one length have none, as in the pipeline."""
     embeds = [caption["embeds"] for caption in captions]
     lengths = torch.tensor([len(one) for one in embeds])
     padded = {"embeds": torch.nn.utils.rnn.pad_sequence(embeds, batch_first=True)}
     if bool((lengths != lengths[0]).any()):
-        places = torch.arange(padded["embeds"].shape[1])
-        padded["mask"] = (places < lengths[:, None]).long()
+        token_indices = torch.arange(padded["embeds"].shape[1])
+        padded["mask"] = (token_indices < lengths[:, None]).long()
     return padded

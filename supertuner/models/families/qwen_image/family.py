@@ -13,71 +13,78 @@ from torch import nn
 from supertuner.core.errors import ModelError
 from supertuner.core.types import MediaKind
 from supertuner.models import loading, reading
-from supertuner.models.adapters.targets import JOINT_ATTENTION, presets
-from supertuner.models.families.flux.shapes import pack, tokens, unpack
-from supertuner.models.families.qwen_image.encoders import media_encoder, pad_text, text_encoder
-from supertuner.models.families.qwen_image.sampler import PARTS, sampler
-from supertuner.models.families.qwen_image.shapes import grid, why_not
-from supertuner.models.families.qwen_image.tiny import tiny
-from supertuner.models.reading import Config
-from supertuner.models.spec import Expert, Family, Model, Source, Tensors
+from supertuner.models.adapters.targets import JOINT_ATTENTION, target_presets
+from supertuner.models.families.flux.shapes import pack_latents, token_count, unpack_latents
+from supertuner.models.families.qwen_image.encoders import build_media_encoder, build_text_encoder, pad_text
+from supertuner.models.families.qwen_image.sampler import COMPONENTS, build_sampler
+from supertuner.models.families.qwen_image.shapes import token_grid, unsupported_reason
+from supertuner.models.families.qwen_image.tiny import write_tiny_pipeline
+from supertuner.models.reading import ConfigDict
+from supertuner.models.spec import Expert, Family, ModelDescription, ModelSource, Tensors
 
 NAME: Final = "qwen-image"
-TOKENS: Final = 4096
+REFERENCE_TOKENS: Final = 4096
 """Of a picture of 1024×1024."""
 
 
-def read(source: Source) -> Model:
+def read_model(source: ModelSource) -> ModelDescription:
     source, index = reading.read_index(source, NAME)
-    configs = reading.read_parts(source, index, PARTS)
+    configs = reading.read_component_configs(source, index, COMPONENTS)
     require_supported(source, configs)
-    return Model(
+    return ModelDescription(
         source=source,
         title="Qwen-Image",
         experts=(Expert("model", "transformer"),),
-        kinds=frozenset({MediaKind.IMAGE}),
+        media_kinds=frozenset({MediaKind.IMAGE}),
         shift=scheduler_shift(source, configs),
         configs=configs,
     )
 
 
-def require_supported(source: Source, configs: Mapping[str, Config]) -> None:
+def require_supported(source: ModelSource, configs: Mapping[str, ConfigDict]) -> None:
     for key in ("guidance_embeds", "use_additional_t_cond", "use_layer3d_rope"):
         if configs["transformer"].get(key):
             raise ModelError(f"{source.path}: the config of transformer: {key} is true, which is not trained here")
 
 
-def scheduler_shift(source: Source, configs: Mapping[str, Config]) -> float:
+def scheduler_shift(source: ModelSource, configs: Mapping[str, ConfigDict]) -> float:
     """With dynamic shifting the scheduler's shift grows with the picture; this is that of 1024×1024."""
     if not configs["scheduler"].get("use_dynamic_shifting"):
-        return reading.positive(source, configs, "scheduler", ("shift",), 1.0)
+        return reading.positive_number(source, configs, "scheduler", ("shift",), 1.0)
 
     def entry(key: str, default: float) -> float:
-        return reading.positive(source, configs, "scheduler", (key,), default)
+        return reading.positive_number(source, configs, "scheduler", (key,), default)
 
     low, high = entry("base_shift", 0.5), entry("max_shift", 1.15)
     few, many = entry("base_image_seq_len", 256), entry("max_image_seq_len", 4096)
-    return math.exp(low + (high - low) * (TOKENS - few) / (many - few))
+    return math.exp(low + (high - low) * (REFERENCE_TOKENS - few) / (many - few))
 
 
-def text_files(model: Model) -> Sequence[Path]:
-    return reading.files_of(model.source, ("text_encoder", "tokenizer"))
+def text_files(model: ModelDescription) -> Sequence[Path]:
+    return reading.component_files(model.source, ("text_encoder", "tokenizer"))
 
 
 def denoise(
-    model: Model, module: nn.Module, noisy: torch.Tensor, levels: torch.Tensor, text: Tensors, conditions: Tensors
+    model: ModelDescription,
+    module: nn.Module,
+    noisy: torch.Tensor,
+    sigmas: torch.Tensor,
+    text: Tensors,
+    conditions: Tensors,
 ) -> torch.Tensor:
     """As the pipeline calls it: tokens in rows, how many rows and columns they were, and the level as it is."""
-    return unpack(told(module, pack(noisy), [grid(noisy.shape)], levels, text), noisy.shape)
+    return unpack_latents(
+        predict_tokens(module, pack_latents(noisy), [token_grid(noisy.shape)], sigmas, text), noisy.shape
+    )
 
 
-def told(
-    module: nn.Module, packed: torch.Tensor, grids: Sequence[tuple[int, int, int]], levels: torch.Tensor, text: Tensors
+def predict_tokens(
+    module: nn.Module, packed: torch.Tensor, grids: Sequence[tuple[int, int, int]], sigmas: torch.Tensor, text: Tensors
 ) -> Any:
     """What the module says about tokens of pictures of these grids, one behind the other."""
     return module(
         hidden_states=packed,
-        timestep=levels,
+        timestep=sigmas,
         guidance=None,
         encoder_hidden_states_mask=text.get("mask"),
         encoder_hidden_states=text["embeds"],
@@ -88,26 +95,35 @@ def told(
 
 
 _MLP: Final = ("img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2")
-_REST: Final = ("img_mod.1", "txt_mod.1", "img_in", "txt_in", "linear_1", "linear_2", "norm_out.linear", "proj_out")
+_OTHER_LINEAR: Final = (
+    "img_mod.1",
+    "txt_mod.1",
+    "img_in",
+    "txt_in",
+    "linear_1",
+    "linear_2",
+    "norm_out.linear",
+    "proj_out",
+)
 """Layers that modulate norms, embedders, and the last layers."""
 
-TARGETS: Final[Mapping[str, Sequence[str]]] = presets(JOINT_ATTENTION, _MLP, _REST)
+TARGET_PRESETS: Final[Mapping[str, Sequence[str]]] = target_presets(JOINT_ATTENTION, _MLP, _OTHER_LINEAR)
 
 FAMILY: Final = Family(
     name=NAME,
     prediction="flow",
-    read=read,
+    read_model=read_model,
     media_files=reading.vae_files,
     text_files=text_files,
-    media_encoder=media_encoder,
-    text_encoder=text_encoder,
-    why_not=why_not,
-    denoiser=loading.denoiser,
+    build_media_encoder=build_media_encoder,
+    build_text_encoder=build_text_encoder,
+    unsupported_reason=unsupported_reason,
+    load_denoiser=loading.load_denoiser,
     denoise=denoise,
     pad_text=pad_text,
-    tokens=tokens,
-    sampler=sampler,
-    targets=TARGETS,
+    token_count=token_count,
+    build_sampler=build_sampler,
+    target_presets=TARGET_PRESETS,
     export_prefix={"transformer": "transformer"},
-    tiny=tiny,
+    write_tiny_pipeline=write_tiny_pipeline,
 )

@@ -7,28 +7,28 @@ from typing import Final
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class PromptTemplate:
     template: str
-    dropped: int
+    prefix_tokens: int
     """Tokens at the beginning that are the same for every caption, and that the denoiser does not see."""
-    longest: int | None
+    max_caption_tokens: int | None
     """Tokens behind them that the denoiser is given at most; None: all there are."""
 
-    def around(self, caption: str) -> str:
+    def with_caption(self, caption: str) -> str:
         return self.template.replace("{}", caption)
 
 
-TO_PICTURE: Final = Prompt(
+TEXT_TO_IMAGE: Final = PromptTemplate(
     "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, spatial "
     "relationships of the objects and background:<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n",
-    dropped=34,
-    longest=512,
+    prefix_tokens=34,
+    max_caption_tokens=512,
 )
-EDIT: Final = Prompt(
+IMAGE_EDIT: Final = PromptTemplate(
     "<|im_start|>system\nDescribe the key features of the input image (color, shape, size, texture, objects, "
     "background), then explain how the user's text instruction should alter or modify the image. Generate a new image "
     "that meets the user's requirements while maintaining consistency with the original input where appropriate."
     "<|im_end|>\n<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>{}<|im_end|>\n<|im_start|>assistant\n",
-    dropped=64,
-    longest=None,
+    prefix_tokens=64,
+    max_caption_tokens=None,
 )

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from supertuner.models.families import image_common as pictures
-from supertuner.models.families.flux.shapes import PATCH
-from supertuner.models.spec import Model
+from supertuner.models.families.flux.shapes import PATCH_SIZE
+from supertuner.models.spec import ModelDescription
 
 
-def why_not(model: Model, shape: tuple[int, ...]) -> str | None:
-    return pictures.why_not(shape, pixels_per_latent(model) * PATCH)
+def unsupported_reason(model: ModelDescription, shape: tuple[int, ...]) -> str | None:
+    return pictures.image_unsupported_reason(shape, pixels_per_latent(model) * PATCH_SIZE)
 
 
-def pixels_per_latent(model: Model) -> int:
+def pixels_per_latent(model: ModelDescription) -> int:
     """Each of the VAE's levels but the last halves the sides; it has an entry for each of those."""
-    halved = model.configs["vae"].get("temperal_downsample", (False, True, True))
-    assert isinstance(halved, list | tuple)
-    return int(2 ** len(halved))
+    downsampling = model.configs["vae"].get("temperal_downsample", (False, True, True))
+    assert isinstance(downsampling, list | tuple)
+    return int(2 ** len(downsampling))
 
 
-def grid(shape: tuple[int, ...]) -> tuple[int, int, int]:
+def token_grid(shape: tuple[int, ...]) -> tuple[int, int, int]:
     """Frames, rows and columns of tokens that latents of this shape (… H W) are."""
-    return 1, shape[-2] // PATCH, shape[-1] // PATCH
+    return 1, shape[-2] // PATCH_SIZE, shape[-1] // PATCH_SIZE

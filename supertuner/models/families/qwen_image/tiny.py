@@ -13,8 +13,8 @@ from diffusers import (
     QwenImageTransformer2DModel,
 )
 
-from supertuner.models.families.qwen_image.tiny_text import tokenizer, vision_language_encoder
-from supertuner.models.quiet import quietly
+from supertuner.models.families.qwen_image.tiny_text import build_tokenizer, build_vision_language_encoder
+from supertuner.models.quiet import quiet_libraries
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,35 +27,35 @@ class TinyQwen:
     vae_width: int = 8
 
 
-def build(sizes: TinyQwen, seed: int) -> QwenImagePipeline:
+def build_pipeline(sizes: TinyQwen, seed: int) -> QwenImagePipeline:
     """The pipeline in memory. The same seed gives the same weights, and nobody else's random numbers are used up."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        words = tokenizer()
+        built_tokenizer = build_tokenizer()
         return QwenImagePipeline(
-            tokenizer=words,
-            text_encoder=vision_language_encoder(words, sizes.text_width),
-            vae=vae(sizes),
-            transformer=transformer(sizes),
-            scheduler=scheduler(),
+            tokenizer=built_tokenizer,
+            text_encoder=build_vision_language_encoder(built_tokenizer, sizes.text_width),
+            vae=build_vae(sizes),
+            transformer=build_transformer(sizes),
+            scheduler=build_scheduler(),
         )
 
 
-def write(folder: Path, sizes: TinyQwen, seed: int) -> None:
+def write_pipeline(folder: Path, sizes: TinyQwen, seed: int) -> None:
     """`build`, as a folder like those on the hub."""
-    with quietly():
-        build(sizes, seed).save_pretrained(folder)
+    with quiet_libraries():
+        build_pipeline(sizes, seed).save_pretrained(folder)
 
 
-def tiny(folder: Path, seed: int) -> None:
-    write(folder, TinyQwen(), seed)
+def write_tiny_pipeline(folder: Path, seed: int) -> None:
+    write_pipeline(folder, TinyQwen(), seed)
 
 
-def vae(sizes: TinyQwen) -> AutoencoderKLQwenImage:
+def build_vae(sizes: TinyQwen) -> AutoencoderKLQwenImage:
     return AutoencoderKLQwenImage(base_dim=sizes.vae_width, dim_mult=[1, 1, 1, 1], num_res_blocks=1).eval()
 
 
-def transformer(sizes: TinyQwen) -> QwenImageTransformer2DModel:
+def build_transformer(sizes: TinyQwen) -> QwenImageTransformer2DModel:
     return QwenImageTransformer2DModel(
         num_layers=sizes.layers,
         attention_head_dim=16,
@@ -65,7 +65,7 @@ def transformer(sizes: TinyQwen) -> QwenImageTransformer2DModel:
     ).eval()
 
 
-def scheduler() -> FlowMatchEulerDiscreteScheduler:
+def build_scheduler() -> FlowMatchEulerDiscreteScheduler:
     """Of Qwen-Image itself."""
     return FlowMatchEulerDiscreteScheduler(
         base_shift=0.5,

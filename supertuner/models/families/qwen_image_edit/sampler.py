@@ -18,73 +18,84 @@ from torch import nn
 
 from supertuner.core.errors import ModelError
 from supertuner.models.families import sampling_common as sampling
-from supertuner.models.families.flux.shapes import pack, unpack
+from supertuner.models.families.flux.shapes import pack_latents, unpack_latents
 from supertuner.models.families.qwen_image.encoders import QwenMediaEncoder
-from supertuner.models.families.qwen_image.sampler import PARTS, why_not_so_fast
-from supertuner.models.families.qwen_image.shapes import pixels_per_latent, why_not
-from supertuner.models.families.qwen_image_edit.text import QwenEditTextEncoder, reader
-from supertuner.models.spec import Model, SampleRequest, Tensors
+from supertuner.models.families.qwen_image.sampler import COMPONENTS, too_few_steps_reason
+from supertuner.models.families.qwen_image.shapes import pixels_per_latent, unsupported_reason
+from supertuner.models.families.qwen_image_edit.text import QwenEditTextEncoder, load_processor
+from supertuner.models.spec import ModelDescription, SampleRequest, Tensors
 
-Denoise = Callable[[Model, nn.Module, torch.Tensor, torch.Tensor, Tensors, Tensors], torch.Tensor]
+FamilyDenoise = Callable[[ModelDescription, nn.Module, torch.Tensor, torch.Tensor, Tensors, Tensors], torch.Tensor]
 
 
 class QwenEditSampler:
     def __init__(
-        self, model: Model, parts: Mapping[str, Any], denoise: Denoise, device: torch.device, dtype: torch.dtype
+        self,
+        model: ModelDescription,
+        components: Mapping[str, Any],
+        denoise: FamilyDenoise,
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
         self._model, self._denoise, self._device, self._dtype = model, denoise, device, dtype
-        self._module, self._vae, self._scheduler = parts["transformer"], parts["vae"], parts["scheduler"]
-        self._media = QwenMediaEncoder(parts["vae"], device)
-        self._text = QwenEditTextEncoder(reader(model), parts["text_encoder"], device)
+        self._module, self._vae, self._scheduler = components["transformer"], components["vae"], components["scheduler"]
+        self._media_encoder = QwenMediaEncoder(components["vae"], device)
+        self._text_encoder = QwenEditTextEncoder(load_processor(model), components["text_encoder"], device)
 
     @torch.no_grad()
     def sample(self, request: SampleRequest) -> NDArray[np.uint8]:
-        if why := self._why_not(request):
-            raise ModelError(f"the sample {request.prompt!r} cannot be made: {why}")
-        source = torch.from_numpy(np.array(request.image)).permute(2, 0, 1)
-        with sampling.computing([self._module], self._device, self._dtype):
-            latents = self._loop(request, source)
-        return sampling.uint8(self._pixels(latents))
+        if reason := self._unsupported_reason(request):
+            raise ModelError(f"the sample {request.prompt!r} cannot be made: {reason}")
+        reference = torch.from_numpy(np.array(request.image)).permute(2, 0, 1)
+        with sampling.eval_with_autocast([self._module], self._device, self._dtype):
+            latents = self._denoise_loop(request, reference)
+        return sampling.to_uint8(self._decode(latents))
 
-    def _why_not(self, request: SampleRequest) -> str | None:
+    def _unsupported_reason(self, request: SampleRequest) -> str | None:
         if request.image is None:
             return "it has no picture, and this model changes one"
         if request.frames != 1:
             return f"it has {request.frames} frames, and Qwen-Image-Edit makes pictures"
-        if why := why_not(self._model, (3, *request.image.shape[:2])):
-            return f"of the picture to change: {why}"
-        return why_not(self._model, (3, request.height, request.width)) or why_not_so_fast(self._scheduler, request)
+        if reason := unsupported_reason(self._model, (3, *request.image.shape[:2])):
+            return f"of the picture to change: {reason}"
+        return unsupported_reason(self._model, (3, request.height, request.width)) or too_few_steps_reason(
+            self._scheduler, request
+        )
 
-    def _loop(self, request: SampleRequest, source: torch.Tensor) -> torch.Tensor:
+    def _denoise_loop(self, request: SampleRequest, reference: torch.Tensor) -> torch.Tensor:
         guided = request.guidance_scale > 1
-        texts = [self._told(prompt, source) for prompt in (request.prompt, request.negative_prompt)[: 1 + guided]]
-        latents = self._noise(request, texts[0]["embeds"].dtype)
-        condition = self._media.encode(source[None])["latents"].to(self._device, latents.dtype)
-        for step in self._steps(request, latents):
-            level = step.expand(1).to(latents.dtype) / 1000
-            said = [
-                pack(self._denoise(self._model, self._module, latents, level, text, {"condition": condition}))
+        texts = [
+            self._encode_prompt(prompt, reference) for prompt in (request.prompt, request.negative_prompt)[: 1 + guided]
+        ]
+        latents = self._initial_noise(request, texts[0]["embeds"].dtype)
+        condition = self._media_encoder.encode(reference[None])["latents"].to(self._device, latents.dtype)
+        for step in self._timesteps(request, latents):
+            sigma = step.expand(1).to(latents.dtype) / 1000
+            predictions = [
+                pack_latents(self._denoise(self._model, self._module, latents, sigma, text, {"condition": condition}))
                 for text in texts
             ]
-            predicted = _guided(said[0], said[1], request.guidance_scale) if guided else said[0]
-            packed = self._scheduler.step(predicted, step, pack(latents), return_dict=False)[0]
-            latents = unpack(packed, latents.shape)
+            predicted = (
+                _apply_guidance(predictions[0], predictions[1], request.guidance_scale) if guided else predictions[0]
+            )
+            packed = self._scheduler.step(predicted, step, pack_latents(latents), return_dict=False)[0]
+            latents = unpack_latents(packed, latents.shape)
         return latents
 
-    def _told(self, prompt: str, source: torch.Tensor) -> Tensors:
-        (fields,) = self._text.encode_of([prompt], [source])
+    def _encode_prompt(self, prompt: str, reference: torch.Tensor) -> Tensors:
+        (fields,) = self._text_encoder.encode_with_images([prompt], [reference])
         return {name: one[None].to(self._device) for name, one in fields.items()}
 
-    def _noise(self, request: SampleRequest, dtype: torch.dtype) -> torch.Tensor:
-        side = pixels_per_latent(self._model)
-        shape = (1, self._vae.config.z_dim, request.height // side, request.width // side)
-        own = torch.Generator().manual_seed(request.seed)
-        return torch.randn(shape, generator=own, dtype=dtype).to(self._device)
+    def _initial_noise(self, request: SampleRequest, dtype: torch.dtype) -> torch.Tensor:
+        scale_factor = pixels_per_latent(self._model)
+        shape = (1, self._vae.config.z_dim, request.height // scale_factor, request.width // scale_factor)
+        generator = torch.Generator().manual_seed(request.seed)
+        return torch.randn(shape, generator=generator, dtype=dtype).to(self._device)
 
-    def _steps(self, request: SampleRequest, latents: torch.Tensor) -> Any:
+    def _timesteps(self, request: SampleRequest, latents: torch.Tensor) -> Any:
         config, count = self._scheduler.config, request.inference_steps
         mu = calculate_shift(
-            pack(latents).shape[1],
+            pack_latents(latents).shape[1],
             config.get("base_image_seq_len", 256),
             config.get("max_image_seq_len", 4096),
             config.get("base_shift", 0.5),
@@ -94,7 +105,7 @@ class QwenEditSampler:
         self._scheduler.set_begin_index(0)
         return self._scheduler.timesteps
 
-    def _pixels(self, latents: torch.Tensor) -> Any:
+    def _decode(self, latents: torch.Tensor) -> Any:
         config = self._vae.config
         frames = latents.to(self._vae.dtype)[:, :, None]
         shape = (1, config.z_dim, 1, 1, 1)
@@ -104,15 +115,21 @@ class QwenEditSampler:
         return VaeImageProcessor().postprocess(decoded, output_type="np")
 
 
-def _guided(said: torch.Tensor, said_of_negative: torch.Tensor, scale: float) -> torch.Tensor:
+def _apply_guidance(conditional: torch.Tensor, negative: torch.Tensor, scale: float) -> torch.Tensor:
     """Away from the negative prompt's prediction, in the norm of the prompt's."""
-    combined = said_of_negative + scale * (said - said_of_negative)
-    norm, of_combined = (torch.linalg.vector_norm(one, dim=-1, keepdim=True) for one in (said, combined))
-    rescaled: torch.Tensor = combined * (norm / of_combined)
+    combined = negative + scale * (conditional - negative)
+    norm, combined_norm = (torch.linalg.vector_norm(one, dim=-1, keepdim=True) for one in (conditional, combined))
+    rescaled: torch.Tensor = combined * (norm / combined_norm)
     return rescaled
 
 
-def sampler(
-    model: Model, denoise: Denoise, modules: Mapping[str, nn.Module], device: torch.device, dtype: torch.dtype
+def build_sampler(
+    model: ModelDescription,
+    denoise: FamilyDenoise,
+    modules: Mapping[str, nn.Module],
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> QwenEditSampler:
-    return QwenEditSampler(model, sampling.parts(model, modules, PARTS, device, dtype), denoise, device, dtype)
+    return QwenEditSampler(
+        model, sampling.pipeline_components(model, modules, COMPONENTS, device, dtype), denoise, device, dtype
+    )

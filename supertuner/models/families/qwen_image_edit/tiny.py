@@ -7,22 +7,22 @@ from pathlib import Path
 
 from transformers import Qwen2VLImageProcessorPil
 
-from supertuner.models.families.qwen_image.tiny import TinyQwen, build
-from supertuner.models.quiet import quietly
-from supertuner.models.reading import INDEX
+from supertuner.models.families.qwen_image.tiny import TinyQwen, build_pipeline
+from supertuner.models.quiet import quiet_libraries
+from supertuner.models.reading import INDEX_NAME
 
 
-def write(folder: Path, sizes: TinyQwen, seed: int) -> None:
+def write_pipeline(folder: Path, sizes: TinyQwen, seed: int) -> None:
     """A folder like those on the hub. Its index is written by hand: the processor's class wants torchvision."""
-    pipeline = build(sizes, seed)
-    with quietly():
+    pipeline = build_pipeline(sizes, seed)
+    with quiet_libraries():
         pipeline.save_pretrained(folder)
         pipeline.tokenizer.save_pretrained(folder / "processor")
         Qwen2VLImageProcessorPil(min_pixels=56 * 56, max_pixels=28 * 28 * 1280).save_pretrained(folder / "processor")
-    index = json.loads((folder / INDEX).read_bytes())
+    index = json.loads((folder / INDEX_NAME).read_bytes())
     index |= {"_class_name": "QwenImageEditPipeline", "processor": ["transformers", "Qwen2VLProcessor"]}
-    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def tiny(folder: Path, seed: int) -> None:
-    write(folder, TinyQwen(), seed)
+def write_tiny_pipeline(folder: Path, seed: int) -> None:
+    write_pipeline(folder, TinyQwen(), seed)

@@ -9,9 +9,9 @@ import torch
 from torch.nn.functional import pad
 
 from supertuner.models import loading
-from supertuner.models.spec import Model, Tensors
+from supertuner.models.spec import ModelDescription, Tensors
 
-TEXT_LENGTH: Final = 256
+MAX_TEXT_TOKENS: Final = 256
 """Tokens that T5 reads: the pipeline's own number."""
 
 
@@ -26,32 +26,35 @@ class Sd35TextEncoder:
         self._t5_tokenizer, self._t5 = t5[0], t5[1].to(device)
         self._clip_length = clips[0][0].model_max_length
         self._device = device
-        self.cut = 0
+        self.truncated_captions = 0
         """CLIP reads 77 tokens of any caption; what counts here is T5."""
 
     @torch.no_grad()
     def encode(self, captions: Sequence[str]) -> list[Tensors]:
-        return [self._one(caption) for caption in captions]
+        return [self._encode_one(caption) for caption in captions]
 
-    def _one(self, caption: str) -> Tensors:
-        self.cut += len(self._t5_tokenizer(caption, verbose=False).input_ids) > TEXT_LENGTH
-        told = [
-            encoder(self._ids(tokenizer, caption, self._clip_length), output_hidden_states=True)
+    def _encode_one(self, caption: str) -> Tensors:
+        self.truncated_captions += len(self._t5_tokenizer(caption, verbose=False).input_ids) > MAX_TEXT_TOKENS
+        clip_outputs = [
+            encoder(self._token_ids(tokenizer, caption, self._clip_length), output_hidden_states=True)
             for tokenizer, encoder in self._clips
         ]
-        clip = torch.cat([one.hidden_states[-2] for one in told], dim=-1)
-        t5 = self._t5(self._ids(self._t5_tokenizer, caption, TEXT_LENGTH))[0]
+        clip = torch.cat([one.hidden_states[-2] for one in clip_outputs], dim=-1)
+        t5 = self._t5(self._token_ids(self._t5_tokenizer, caption, MAX_TEXT_TOKENS))[0]
         embeds = torch.cat([pad(clip, (0, t5.shape[-1] - clip.shape[-1])), t5], dim=-2)
-        return {"embeds": embeds[0].cpu(), "pooled": torch.cat([one[0] for one in told], dim=-1)[0].cpu()}
+        return {"embeds": embeds[0].cpu(), "pooled": torch.cat([one[0] for one in clip_outputs], dim=-1)[0].cpu()}
 
-    def _ids(self, tokenizer: Any, caption: str, length: int) -> Any:
+    def _token_ids(self, tokenizer: Any, caption: str, length: int) -> Any:
         tokens = tokenizer([caption], padding="max_length", max_length=length, truncation=True, return_tensors="pt")
         return tokens.input_ids.to(self._device)
 
 
-def text_encoder(model: Model, device: torch.device, dtype: torch.dtype) -> Sd35TextEncoder:
-    clip, other, t5 = (
-        (loading.plain(model, f"tokenizer{which}"), loading.module(model, f"text_encoder{which}", dtype))
+def build_text_encoder(model: ModelDescription, device: torch.device, dtype: torch.dtype) -> Sd35TextEncoder:
+    clip_l, clip_g, t5 = (
+        (
+            loading.load_tokenizer_or_scheduler(model, f"tokenizer{which}"),
+            loading.load_module(model, f"text_encoder{which}", dtype),
+        )
         for which in ("", "_2", "_3")
     )
-    return Sd35TextEncoder((clip, other), t5, device)
+    return Sd35TextEncoder((clip_l, clip_g), t5, device)

@@ -12,10 +12,10 @@ from torch import nn
 
 from supertuner.models.families import image_common as pictures
 from supertuner.models.families import sampling_common as sampling
-from supertuner.models.families.image_common import PictureSampler
-from supertuner.models.spec import Model
+from supertuner.models.families.image_common import ImagePipelineSampler
+from supertuner.models.spec import ModelDescription
 
-PARTS: Final = (
+COMPONENTS: Final = (
     "transformer",
     "vae",
     "text_encoder",
@@ -28,29 +28,33 @@ PARTS: Final = (
 )
 
 
-def why_not(model: Model, shape: tuple[int, ...]) -> str | None:
+def unsupported_reason(model: ModelDescription, shape: tuple[int, ...]) -> str | None:
     """Sides are whole patches, and no longer than the positions that the model knows."""
-    side = pictures.scale(model) * patch(model)
-    if (why := pictures.why_not(shape, side)) is not None:
-        return why
-    most = _whole(model, "pos_embed_max_size", 96) * side
-    if max(shape[1:]) > most:
-        return f"it is {shape[2]}×{shape[1]}, and this model knows positions up to {most} pixels"
+    multiple = pictures.vae_scale_factor(model) * patch_size(model)
+    if (reason := pictures.image_unsupported_reason(shape, multiple)) is not None:
+        return reason
+    max_side = _transformer_integer(model, "pos_embed_max_size", 96) * multiple
+    if max(shape[1:]) > max_side:
+        return f"it is {shape[2]}×{shape[1]}, and this model knows positions up to {max_side} pixels"
     return None
 
 
-def patch(model: Model) -> int:
+def patch_size(model: ModelDescription) -> int:
     """Latents per token, along each side."""
-    return _whole(model, "patch_size", 2)
+    return _transformer_integer(model, "patch_size", 2)
 
 
-def _whole(model: Model, key: str, default: int) -> int:
+def _transformer_integer(model: ModelDescription, key: str, default: int) -> int:
     value = model.configs["transformer"].get(key, default)
     assert isinstance(value, int)
     return value
 
 
-def sampler(model: Model, modules: Mapping[str, nn.Module], device: torch.device, dtype: torch.dtype) -> PictureSampler:
+def build_sampler(
+    model: ModelDescription, modules: Mapping[str, nn.Module], device: torch.device, dtype: torch.dtype
+) -> ImagePipelineSampler:
     """The pipeline around `modules`; what is not among them is loaded."""
-    pipeline = diffusers.StableDiffusion3Pipeline(**sampling.parts(model, modules, PARTS, device, dtype))
-    return PictureSampler(pipeline, "transformer", partial(why_not, model), device, dtype)
+    pipeline = diffusers.StableDiffusion3Pipeline(
+        **sampling.pipeline_components(model, modules, COMPONENTS, device, dtype)
+    )
+    return ImagePipelineSampler(pipeline, "transformer", partial(unsupported_reason, model), device, dtype)

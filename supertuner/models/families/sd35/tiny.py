@@ -9,14 +9,14 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
 
 from supertuner.models.families.tiny_text import (
-    WORDS,
+    VOCABULARY,
     byte_tokenizer,
-    projecting_clip_encoder,
+    clip_encoder_with_projection,
     t5_encoder,
     unigram_tokenizer,
 )
-from supertuner.models.families.tiny_vae import picture_vae
-from supertuner.models.quiet import quietly
+from supertuner.models.families.tiny_vae import tiny_image_vae
+from supertuner.models.quiet import quiet_libraries
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +30,11 @@ class TinySd35:
     clip_widths: tuple[int, int] = (8, 16)
     text_width: int = 32
     """Of T5: at least both CLIPs side by side."""
-    words: tuple[str, ...] = WORDS
+    words: tuple[str, ...] = VOCABULARY
     vae_width: int = 8
 
 
-def build(sizes: TinySd35, seed: int) -> StableDiffusion3Pipeline:
+def build_pipeline(sizes: TinySd35, seed: int) -> StableDiffusion3Pipeline:
     """The pipeline in memory. The same seed gives the same weights, and nobody else's random numbers are used up."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -43,23 +43,23 @@ def build(sizes: TinySd35, seed: int) -> StableDiffusion3Pipeline:
             tokenizer=first,
             tokenizer_2=second,
             tokenizer_3=third,
-            text_encoder=projecting_clip_encoder(first, sizes.clip_widths[0], layers=2),
-            text_encoder_2=projecting_clip_encoder(second, sizes.clip_widths[1], layers=2),
+            text_encoder=clip_encoder_with_projection(first, sizes.clip_widths[0], layers=2),
+            text_encoder_2=clip_encoder_with_projection(second, sizes.clip_widths[1], layers=2),
             text_encoder_3=t5_encoder(len(third), sizes.text_width, layers=1),
-            vae=picture_vae(sizes.vae_width, channels=16, scaling_factor=1.5305, shift_factor=0.0609),
+            vae=tiny_image_vae(sizes.vae_width, channels=16, scaling_factor=1.5305, shift_factor=0.0609),
             transformer=_transformer(sizes),
             scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
         )
 
 
-def write(folder: Path, sizes: TinySd35, seed: int) -> None:
+def write_pipeline(folder: Path, sizes: TinySd35, seed: int) -> None:
     """`build`, as a folder like those on the hub."""
-    with quietly():
-        build(sizes, seed).save_pretrained(folder)
+    with quiet_libraries():
+        build_pipeline(sizes, seed).save_pretrained(folder)
 
 
-def tiny(folder: Path, seed: int) -> None:
-    write(folder, TinySd35(), seed)
+def write_tiny_pipeline(folder: Path, seed: int) -> None:
+    write_pipeline(folder, TinySd35(), seed)
 
 
 def _transformer(sizes: TinySd35) -> SD3Transformer2DModel:

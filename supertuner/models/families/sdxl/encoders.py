@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from supertuner.models import loading
-from supertuner.models.spec import Model, Tensors
+from supertuner.models.spec import ModelDescription, Tensors
 
 
 class SdxlTextEncoder:
@@ -21,15 +21,17 @@ class SdxlTextEncoder:
     def __init__(self, clips: Sequence[tuple[Any, Any]], device: torch.device) -> None:
         self._clips = [(tokenizer, encoder.to(device)) for tokenizer, encoder in clips]
         self._device = device
-        self.cut = 0
+        self.truncated_captions = 0
 
     @torch.no_grad()
     def encode(self, captions: Sequence[str]) -> list[Tensors]:
-        return [self._one(caption) for caption in captions]
+        return [self._encode_one(caption) for caption in captions]
 
-    def _one(self, caption: str) -> Tensors:
-        first = self._clips[0][0]
-        self.cut += len(first(caption, verbose=False).input_ids) > first.model_max_length
+    def _encode_one(self, caption: str) -> Tensors:
+        first_tokenizer = self._clips[0][0]
+        self.truncated_captions += (
+            len(first_tokenizer(caption, verbose=False).input_ids) > first_tokenizer.model_max_length
+        )
         hidden, pooled = [], torch.empty(0)
         for tokenizer, encoder in self._clips:
             ids = tokenizer(
@@ -39,32 +41,35 @@ class SdxlTextEncoder:
                 truncation=True,
                 return_tensors="pt",
             ).input_ids
-            told = encoder(ids.to(self._device), output_hidden_states=True)
-            hidden.append(told.hidden_states[-2])
-            pooled = told[0]
+            output = encoder(ids.to(self._device), output_hidden_states=True)
+            hidden.append(output.hidden_states[-2])
+            pooled = output[0]
         embeds = torch.cat(hidden, dim=-1)[0].cpu()
         return {"embeds": embeds, "pooled": pooled[0].cpu().clone(), "said": embeds.new_full((1,), bool(caption))}
 
 
-def pad_text(model: Model, captions: Sequence[Tensors]) -> Tensors:
+def pad_text(model: ModelDescription, captions: Sequence[Tensors]) -> Tensors:
     """All captions have the same length. Where the model's index says that no caption is zeros, an empty one is: that
     is what its pipeline guides away from."""
     batch = {name: torch.stack([caption[name] for caption in captions]) for name in ("embeds", "pooled")}
-    if empty_is_zero(model):
-        empty = [row for row, caption in enumerate(captions) if not caption["said"].item()]
+    if zeros_for_empty_prompt(model):
+        empty_rows = [row for row, caption in enumerate(captions) if not caption["said"].item()]
         for field in batch.values():
-            field[empty] = 0
+            field[empty_rows] = 0
     return batch
 
 
-def empty_is_zero(model: Model) -> bool:
+def zeros_for_empty_prompt(model: ModelDescription) -> bool:
     """Whether the pipeline's word for no caption is a row of zeros."""
     return bool(model.configs[""].get("force_zeros_for_empty_prompt", True))
 
 
-def text_encoder(model: Model, device: torch.device, dtype: torch.dtype) -> SdxlTextEncoder:
+def build_text_encoder(model: ModelDescription, device: torch.device, dtype: torch.dtype) -> SdxlTextEncoder:
     clips = [
-        (loading.plain(model, f"tokenizer{which}"), loading.module(model, f"text_encoder{which}", dtype))
+        (
+            loading.load_tokenizer_or_scheduler(model, f"tokenizer{which}"),
+            loading.load_module(model, f"text_encoder{which}", dtype),
+        )
         for which in ("", "_2")
     ]
     return SdxlTextEncoder(clips, device)

@@ -12,11 +12,11 @@ from torch import nn
 
 from supertuner.models.families import image_common as pictures
 from supertuner.models.families import sampling_common as sampling
-from supertuner.models.families.image_common import PictureSampler
-from supertuner.models.families.sdxl.encoders import empty_is_zero
-from supertuner.models.spec import Model, SampleRequest
+from supertuner.models.families.image_common import ImagePipelineSampler
+from supertuner.models.families.sdxl.encoders import zeros_for_empty_prompt
+from supertuner.models.spec import ModelDescription, SampleRequest
 
-PARTS: Final = (
+COMPONENTS: Final = (
     "unet",
     "vae",
     "text_encoder",
@@ -27,21 +27,25 @@ PARTS: Final = (
 )
 
 
-def why_not(model: Model, shape: tuple[int, ...]) -> str | None:
+def unsupported_reason(model: ModelDescription, shape: tuple[int, ...]) -> str | None:
     """Sides need no more than the VAE asks for: the UNet meets odd ones on its way down, and comes back to them."""
-    return pictures.why_not(shape, pictures.scale(model))
+    return pictures.image_unsupported_reason(shape, pictures.vae_scale_factor(model))
 
 
-def sampler(model: Model, modules: Mapping[str, nn.Module], device: torch.device, dtype: torch.dtype) -> PictureSampler:
+def build_sampler(
+    model: ModelDescription, modules: Mapping[str, nn.Module], device: torch.device, dtype: torch.dtype
+) -> ImagePipelineSampler:
     """The pipeline around `modules`; what is not among them is loaded."""
     pipeline = diffusers.StableDiffusionXLPipeline(
-        **sampling.parts(model, modules, PARTS, device, dtype),
-        force_zeros_for_empty_prompt=empty_is_zero(model),
+        **sampling.pipeline_components(model, modules, COMPONENTS, device, dtype),
+        force_zeros_for_empty_prompt=zeros_for_empty_prompt(model),
         add_watermarker=False,
     )
-    return PictureSampler(pipeline, "unet", partial(why_not, model), device, dtype, told=_told)
+    return ImagePipelineSampler(
+        pipeline, "unet", partial(unsupported_reason, model), device, dtype, extra_arguments=_pipeline_arguments
+    )
 
 
-def _told(request: SampleRequest) -> dict[str, Any]:
+def _pipeline_arguments(request: SampleRequest) -> dict[str, Any]:
     """No negative prompt at all can be zeros, an empty one cannot. Unsaid, a sample is a whole picture of its size."""
     return {"negative_prompt": request.negative_prompt or None}

@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from diffusers import EulerDiscreteScheduler, StableDiffusionXLPipeline, UNet2DConditionModel
 
-from supertuner.models.families.tiny_text import byte_tokenizer, clip_encoder, projecting_clip_encoder
-from supertuner.models.families.tiny_vae import picture_vae
-from supertuner.models.quiet import quietly
-from supertuner.models.spec import Prediction
+from supertuner.models.families.tiny_text import byte_tokenizer, clip_encoder, clip_encoder_with_projection
+from supertuner.models.families.tiny_vae import tiny_image_vae
+from supertuner.models.quiet import quiet_libraries
+from supertuner.models.spec import PredictionType
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,16 +19,16 @@ class TinySdxl:
     """Sizes of a tiny pipeline. What the mathematics depends on (latents, levels, framing, table) is as in the real
     one."""
 
-    prediction: Prediction = "epsilon"
+    prediction: PredictionType = "epsilon"
     """`v` is as finetunes of SDXL have it: with a last timestep that is all noise."""
     width: int = 8
     text_width: int = 8
     pooled_width: int = 16
-    framing_width: int = 8
+    time_ids_width: int = 8
     vae_width: int = 8
 
 
-def build(sizes: TinySdxl, seed: int) -> StableDiffusionXLPipeline:
+def build_pipeline(sizes: TinySdxl, seed: int) -> StableDiffusionXLPipeline:
     """The pipeline in memory. The same seed gives the same weights, and nobody else's random numbers are used up."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -37,22 +37,22 @@ def build(sizes: TinySdxl, seed: int) -> StableDiffusionXLPipeline:
             tokenizer=first,
             tokenizer_2=second,
             text_encoder=clip_encoder(first, sizes.text_width, layers=2),
-            text_encoder_2=projecting_clip_encoder(second, sizes.pooled_width, layers=2),
-            vae=picture_vae(sizes.vae_width, channels=4, scaling_factor=0.13025, shift_factor=None),
+            text_encoder_2=clip_encoder_with_projection(second, sizes.pooled_width, layers=2),
+            vae=tiny_image_vae(sizes.vae_width, channels=4, scaling_factor=0.13025, shift_factor=None),
             unet=_unet(sizes),
             scheduler=_scheduler(sizes.prediction),
             add_watermarker=False,
         )
 
 
-def write(folder: Path, sizes: TinySdxl, seed: int) -> None:
+def write_pipeline(folder: Path, sizes: TinySdxl, seed: int) -> None:
     """`build`, as a folder like those on the hub."""
-    with quietly():
-        build(sizes, seed).save_pretrained(folder)
+    with quiet_libraries():
+        build_pipeline(sizes, seed).save_pretrained(folder)
 
 
-def tiny(folder: Path, seed: int) -> None:
-    write(folder, TinySdxl(), seed)
+def write_tiny_pipeline(folder: Path, seed: int) -> None:
+    write_pipeline(folder, TinySdxl(), seed)
 
 
 def _unet(sizes: TinySdxl) -> UNet2DConditionModel:
@@ -68,12 +68,12 @@ def _unet(sizes: TinySdxl) -> UNet2DConditionModel:
         norm_num_groups=4,
         use_linear_projection=True,
         addition_embed_type="text_time",
-        addition_time_embed_dim=sizes.framing_width,
-        projection_class_embeddings_input_dim=6 * sizes.framing_width + sizes.pooled_width,
+        addition_time_embed_dim=sizes.time_ids_width,
+        projection_class_embeddings_input_dim=6 * sizes.time_ids_width + sizes.pooled_width,
     ).eval()
 
 
-def _scheduler(prediction: Prediction) -> EulerDiscreteScheduler:
+def _scheduler(prediction: PredictionType) -> EulerDiscreteScheduler:
     velocity = prediction == "v"
     return EulerDiscreteScheduler(
         beta_start=0.00085,

@@ -12,9 +12,9 @@ import torch
 from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 
 from supertuner.models import loading
-from supertuner.models.spec import Model, Tensors
+from supertuner.models.spec import ModelDescription, Tensors
 
-TEXT_LENGTH: Final = 512
+MAX_TEXT_TOKENS: Final = 512
 
 
 class WanMediaEncoder:
@@ -31,10 +31,10 @@ class WanMediaEncoder:
     @torch.no_grad()
     def encode(self, media: torch.Tensor) -> Tensors:
         videos_BCFHW = media if media.ndim == 5 else media.unsqueeze(2)
-        rows = [self._one(video) for video in videos_BCFHW.unbind()]
+        rows = [self._encode_one(video) for video in videos_BCFHW.unbind()]
         return {name: torch.cat([row[name] for row in rows]).cpu() for name in rows[0]}
 
-    def _one(self, video: torch.Tensor) -> Tensors:
+    def _encode_one(self, video: torch.Tensor) -> Tensors:
         pixels = video[None].to(self._device, torch.float32) / 255.0 * 2.0 - 1.0
         fields = {"latents": self._latents(pixels)}
         if self._conditioned:
@@ -64,20 +64,20 @@ class WanTextEncoder:
         self._tokenizer = tokenizer
         self._encoder = encoder.to(device)
         self._device = device
-        self.cut = 0
+        self.truncated_captions = 0
 
     @torch.no_grad()
     def encode(self, captions: Sequence[str]) -> list[Tensors]:
-        return [{"embeds": self._one(caption)} for caption in captions]
+        return [{"embeds": self._encode_one(caption)} for caption in captions]
 
-    def _one(self, caption: str) -> torch.Tensor:
+    def _encode_one(self, caption: str) -> torch.Tensor:
         """Encoded at the full length, as the pipeline does: the same bits, whatever the caption's neighbours."""
         text = prompt_clean(caption)
-        self.cut += len(self._tokenizer(text, verbose=False).input_ids) > TEXT_LENGTH
+        self.truncated_captions += len(self._tokenizer(text, verbose=False).input_ids) > MAX_TEXT_TOKENS
         tokens = self._tokenizer(
             [text],
             padding="max_length",
-            max_length=TEXT_LENGTH,
+            max_length=MAX_TEXT_TOKENS,
             truncation=True,
             return_attention_mask=True,
             return_tensors="pt",
@@ -87,11 +87,15 @@ class WanTextEncoder:
         return hidden[: int(tokens.attention_mask.sum())].cpu().clone()
 
 
-def media_encoder(model: Model, device: torch.device) -> WanMediaEncoder:
+def build_media_encoder(model: ModelDescription, device: torch.device) -> WanMediaEncoder:
     """In fp32, as Wan's VAE is meant to run."""
     conditioned = model.configs[""]["_class_name"] == "WanImageToVideoPipeline"
-    return WanMediaEncoder(loading.module(model, "vae", torch.float32), device, conditioned)
+    return WanMediaEncoder(loading.load_module(model, "vae", torch.float32), device, conditioned)
 
 
-def text_encoder(model: Model, device: torch.device, dtype: torch.dtype) -> WanTextEncoder:
-    return WanTextEncoder(loading.plain(model, "tokenizer"), loading.module(model, "text_encoder", dtype), device)
+def build_text_encoder(model: ModelDescription, device: torch.device, dtype: torch.dtype) -> WanTextEncoder:
+    return WanTextEncoder(
+        loading.load_tokenizer_or_scheduler(model, "tokenizer"),
+        loading.load_module(model, "text_encoder", dtype),
+        device,
+    )

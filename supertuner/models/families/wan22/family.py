@@ -12,78 +12,83 @@ from torch import nn
 from supertuner.core.errors import ModelError
 from supertuner.core.types import MediaKind
 from supertuner.models import loading, reading
-from supertuner.models.adapters.targets import SELF_ATTENTION, presets
-from supertuner.models.families.wan22.encoders import TEXT_LENGTH, media_encoder, text_encoder
-from supertuner.models.families.wan22.sampler import sampler
-from supertuner.models.families.wan22.shapes import tokens, why_not
-from supertuner.models.families.wan22.tiny import tiny
-from supertuner.models.reading import Config
-from supertuner.models.spec import Expert, Family, Model, Source, Tensors
+from supertuner.models.adapters.targets import SELF_ATTENTION, target_presets
+from supertuner.models.families.wan22.encoders import MAX_TEXT_TOKENS, build_media_encoder, build_text_encoder
+from supertuner.models.families.wan22.sampler import build_sampler
+from supertuner.models.families.wan22.shapes import token_count, unsupported_reason
+from supertuner.models.families.wan22.tiny import write_tiny_pipeline
+from supertuner.models.reading import ConfigDict
+from supertuner.models.spec import Expert, Family, ModelDescription, ModelSource, Tensors
 
 NAME: Final = "wan2.2"
-TRAIN_STEPS: Final = 1000
+TRAIN_TIMESTEPS: Final = 1000
 
 
-def read(source: Source) -> Model:
+def read_model(source: ModelSource) -> ModelDescription:
     source, index = reading.read_index(source, NAME)
     experts = _experts(source, index)
-    parts = (*(expert.part for expert in experts), "vae", "text_encoder", "tokenizer", "scheduler")
-    configs = reading.read_parts(source, index, parts)
-    if why := _unsupported(index, configs):
-        raise ModelError(f"{source.path} {why}")
-    return Model(
+    components = (*(expert.component for expert in experts), "vae", "text_encoder", "tokenizer", "scheduler")
+    configs = reading.read_component_configs(source, index, components)
+    if reason := _unsupported_variant(index, configs):
+        raise ModelError(f"{source.path} {reason}")
+    return ModelDescription(
         source=source,
         title=_title(index, len(experts)),
         experts=experts,
-        kinds=frozenset({MediaKind.VIDEO} if _from_image(index) else {MediaKind.IMAGE, MediaKind.VIDEO}),
-        shift=reading.positive(source, configs, "scheduler", ("flow_shift", "shift"), 1.0),
+        media_kinds=frozenset({MediaKind.VIDEO} if _is_image_to_video(index) else {MediaKind.IMAGE, MediaKind.VIDEO}),
+        shift=reading.positive_number(source, configs, "scheduler", ("flow_shift", "shift"), 1.0),
         configs=configs,
-        starts_from_frame=_from_image(index),
+        needs_first_frame=_is_image_to_video(index),
     )
 
 
-def _experts(source: Source, index: Config) -> tuple[Expert, ...]:
+def _experts(source: ModelSource, index: ConfigDict) -> tuple[Expert, ...]:
     """The pipeline gives timesteps from the boundary on to the first, and those below it to the second."""
     boundary = index.get("boundary_ratio")
     if boundary is None:
         return (Expert("model", "transformer"),)
     if not isinstance(boundary, float) or not 0 < boundary < 1:
-        raise ModelError(f"{source.path}: {reading.INDEX}: boundary_ratio is {boundary!r}, not between 0 and 1")
+        raise ModelError(f"{source.path}: {reading.INDEX_NAME}: boundary_ratio is {boundary!r}, not between 0 and 1")
     return (
-        Expert("high_noise", "transformer", low=float(boundary)),
-        Expert("low_noise", "transformer_2", high=float(boundary)),
+        Expert("high_noise", "transformer", sigma_min=float(boundary)),
+        Expert("low_noise", "transformer_2", sigma_max=float(boundary)),
     )
 
 
-def _title(index: Config, experts: int) -> str:
+def _title(index: ConfigDict, experts: int) -> str:
     version = "Wan2.2" if experts == 2 or index.get("expand_timesteps") else "Wan2.1"
-    what = "image-to-video" if _from_image(index) else "text-to-video"
-    return f"{version} {what}, {'two experts' if experts == 2 else 'one expert'}"
+    task = "image-to-video" if _is_image_to_video(index) else "text-to-video"
+    return f"{version} {task}, {'two experts' if experts == 2 else 'one expert'}"
 
 
-def _from_image(index: Config) -> bool:
+def _is_image_to_video(index: ConfigDict) -> bool:
     return bool(index["_class_name"] == "WanImageToVideoPipeline")
 
 
-def _unsupported(index: Config, configs: Mapping[str, Config]) -> str | None:
+def _unsupported_variant(index: ConfigDict, configs: Mapping[str, ConfigDict]) -> str | None:
     if configs["transformer"].get("image_dim") is not None:
         return "reads its first frame through an image encoder, as Wan2.1 did; Wan2.2 image-to-video is supported"
-    if _from_image(index) and index.get("expand_timesteps"):
+    if _is_image_to_video(index) and index.get("expand_timesteps"):
         return "is the 5B as image-to-video; its repository's WanPipeline (text-to-video) is supported"
     return None
 
 
-def text_files(model: Model) -> Sequence[Path]:
-    return reading.files_of(model.source, ("text_encoder", "tokenizer"))
+def text_files(model: ModelDescription) -> Sequence[Path]:
+    return reading.component_files(model.source, ("text_encoder", "tokenizer"))
 
 
 def denoise(
-    model: Model, module: nn.Module, noisy: torch.Tensor, levels: torch.Tensor, text: Tensors, conditions: Tensors
+    model: ModelDescription,
+    module: nn.Module,
+    noisy: torch.Tensor,
+    sigmas: torch.Tensor,
+    text: Tensors,
+    conditions: Tensors,
 ) -> torch.Tensor:
     """As the pipelines call it: a condition beside the latents; in the 5B a timestep for every token."""
-    timestep = levels * TRAIN_STEPS
+    timestep = sigmas * TRAIN_TIMESTEPS
     if model.configs[""].get("expand_timesteps"):
-        timestep = timestep[:, None].expand(-1, tokens(model, tuple(noisy.shape[1:])))
+        timestep = timestep[:, None].expand(-1, token_count(model, tuple(noisy.shape[1:])))
     if "condition" in conditions:
         noisy = torch.cat([noisy, conditions["condition"].to(noisy.dtype)], dim=1)
     predicted = module(hidden_states=noisy, timestep=timestep, encoder_hidden_states=text["embeds"], return_dict=False)[
@@ -93,35 +98,35 @@ def denoise(
     return predicted
 
 
-def pad_text(model: Model, captions: Sequence[Tensors]) -> Tensors:
+def pad_text(model: ModelDescription, captions: Sequence[Tensors]) -> Tensors:
     """Zeros up to the length that the pipeline uses; the model sees them, so they belong to it."""
     first = captions[0]["embeds"]
-    padded = first.new_zeros(len(captions), TEXT_LENGTH, first.shape[-1])
+    padded = first.new_zeros(len(captions), MAX_TEXT_TOKENS, first.shape[-1])
     for row, caption in zip(padded, captions, strict=True):
         row[: len(caption["embeds"])] = caption["embeds"]
     return {"embeds": padded}
 
 
 _MLP: Final = ("ffn.net.0.proj", "ffn.net.2")
-_REST: Final = ("linear_1", "linear_2", "time_proj", "proj_out")
+_OTHER_LINEAR: Final = ("linear_1", "linear_2", "time_proj", "proj_out")
 """Embedders of time and text, and the last layer."""
 
 FAMILY: Final = Family(
     name=NAME,
     prediction="flow",
-    read=read,
+    read_model=read_model,
     media_files=reading.vae_files,
     text_files=text_files,
-    media_encoder=media_encoder,
-    text_encoder=text_encoder,
-    why_not=why_not,
-    denoiser=loading.denoiser,
+    build_media_encoder=build_media_encoder,
+    build_text_encoder=build_text_encoder,
+    unsupported_reason=unsupported_reason,
+    load_denoiser=loading.load_denoiser,
     denoise=denoise,
     pad_text=pad_text,
-    tokens=tokens,
-    sampler=sampler,
-    targets=presets(SELF_ATTENTION, _MLP, _REST),
+    token_count=token_count,
+    build_sampler=build_sampler,
+    target_presets=target_presets(SELF_ATTENTION, _MLP, _OTHER_LINEAR),
     # Each expert's adapter is a file of its own, and diffusers wants the same prefix in both (load_into_transformer_2).
     export_prefix={"transformer": "transformer", "transformer_2": "transformer"},
-    tiny=tiny,
+    write_tiny_pipeline=write_tiny_pipeline,
 )
