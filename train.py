@@ -3,6 +3,6 @@
 import sys
 
 from supertuner.cli import main
-from supertuner.cli.train_flags import as_ours
+from supertuner.cli.train_flags import translate_arguments
 
-main(as_ours(sys.argv[1:]))
+main(translate_arguments(sys.argv[1:]))

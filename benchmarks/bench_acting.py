@@ -17,7 +17,7 @@ from benchmarks.harness import ClaimRow, FigureSpread, at_most, interleave, pair
 from supertuner.config.settings.optim import OptimizerSettings
 from supertuner.models.objective.diffusion import TrainingObjective
 from supertuner.models.spec import Expert, Tensors
-from supertuner.optim.table import build_optimizer
+from supertuner.optim.optimizer_registry import build_optimizer
 from supertuner.plan.placement.plan import ActivationPolicy, BlockPlan, MemoryPlan, OptimizerPlacement, WeightPlacement
 from supertuner.step.batch import StepBatch
 from supertuner.step.precision import ComputePrecision

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.harness import ClaimRow, FigureSpread, at_most, in_memory_folder, report, say
-from supertuner.arena.home import Home
+from supertuner.arena.home import ArenaHome
 from supertuner.core.host import HostFacts
 
 RECORDS = 1_000_000
@@ -31,11 +31,11 @@ SAMPLES = (500, 10_000)
 BATCH = 64
 
 
-def build(home: Home, name: str, count: int, payload: bytes) -> None:
+def build(home: ArenaHome, name: str, count: int, payload: bytes) -> None:
     """Units in an order that is not that of their keys, by two writers."""
     step = 7919  # a prime that divides none of the counts
     with home.build(name) as begun:
-        writers = [begun.writer(), begun.writer()]
+        writers = [begun.open_writer(), begun.open_writer()]
         for i in range(count):
             unit = writers[i % 2].begin(f"images/part-{i * step % count % 100:02d}/{i * step % count:09d}.jpg")
             unit.put("media", payload)
@@ -43,7 +43,7 @@ def build(home: Home, name: str, count: int, payload: bytes) -> None:
         begun.seal({"bench": "attach"})
 
 
-def attach_ms(home: Home, name: str) -> list[float]:
+def attach_ms(home: ArenaHome, name: str) -> list[float]:
     taken = []
     for _ in range(ATTACHES):
         gc.collect()
@@ -66,7 +66,7 @@ def epoch(folder: Path, name: str) -> float:
     order = np.random.default_rng(0)
     gc.collect()
     before = private_dirty_mb()
-    reader = Home(folder).attach(name)
+    reader = ArenaHome(folder).attach(name)
     out = np.empty((BATCH, reader.nbytes(0)), np.uint8)
     for _ in range(max(1, len(reader) // BATCH)):
         reader.gather(order.integers(0, len(reader), BATCH), out)
@@ -74,7 +74,7 @@ def epoch(folder: Path, name: str) -> float:
     return private_dirty_mb() - before
 
 
-def epoch_apart(home: Home, name: str) -> float:
+def epoch_apart(home: ArenaHome, name: str) -> float:
     command = [sys.executable, "-m", "benchmarks.bench_attach", "--epoch", str(home.path), name]
     root = Path(__file__).resolve().parents[1]
     with home.attach(name) as first:
@@ -85,7 +85,7 @@ def epoch_apart(home: Home, name: str) -> float:
     return float(json.loads(ran.stdout))
 
 
-def million_rows(home: Home) -> list[ClaimRow]:
+def million_rows(home: ArenaHome) -> list[ClaimRow]:
     room = HostFacts().memory_available() or 0
     # Each record takes a page. Where 4 GB are too much, empty records: the index is the same, the pages are not there.
     payload = b"x" if room > 8 << 30 else b""
@@ -106,7 +106,7 @@ def million_rows(home: Home) -> list[ClaimRow]:
     return rows
 
 
-def sample_rows(home: Home) -> list[ClaimRow]:
+def sample_rows(home: ArenaHome) -> list[ClaimRow]:
     rows = []
     for count in SAMPLES:
         build(home, "samples", count, os.urandom(SAMPLE_NBYTES))
@@ -120,7 +120,7 @@ def sample_rows(home: Home) -> list[ClaimRow]:
 
 def rows() -> list[ClaimRow]:
     with in_memory_folder() as folder:
-        home = Home(folder)
+        home = ArenaHome(folder)
         return million_rows(home) + sample_rows(home)
 
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness import ClaimRow, at_least, in_memory_folder, interleave, paired, report, say
-from supertuner.arena.home import Home
+from supertuner.arena.home import ArenaHome
 from supertuner.cache.capacity import CacheLocation
 from supertuner.cache.entries import NamedTensors
 from supertuner.cache.fill import EntryIndices, EntryRequest
@@ -99,7 +99,7 @@ def size_rows(label: str, latents: torch.Tensor) -> list[ClaimRow]:
 def cached(folder: Path, latents: torch.Tensor) -> Iterator[Batch]:
     """The latents in a store, read as training does: numbers → references → one new tensor."""
     space = CacheNamespace("latents", "bench", "bfloat16")
-    place = CacheLocation(Home(folder), "run", True, "on_demand", "", "")
+    place = CacheLocation(ArenaHome(folder), "run", True, "on_demand", "", "")
     keys = space.entry_keys(f"{number}".encode() for number in range(len(latents)))
 
     def make(places: EntryIndices) -> Generator[tuple[int, NamedTensors], None, None]:

@@ -23,16 +23,16 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.harness import ClaimRow, at_least, interleave, paired, report, say
-from supertuner.arena.home import Home, default_home
+from supertuner.arena.home import ArenaHome, default_home
 from supertuner.config.settings import data as settings
 from supertuner.core.events import NullSink
 from supertuner.core.host import HostFacts
-from supertuner.data.batching.batches import DecoderPool
+from supertuner.data.batching.decoder_pool import DecoderPool
 from supertuner.data.batching.prefetch import BatchPrefetcher
 from supertuner.data.batching.resize import ResizeFilter, crop_box
 from supertuner.data.corpus import Corpus, build_corpus
-from supertuner.data.ordering.windows import single_micro_batch
-from supertuner.data.staging.stage import DatasetStager
+from supertuner.data.ordering.micro_batches import single_micro_batch
+from supertuner.data.staging.stager import DatasetStager
 
 SIDE, BATCH, ROUNDS, CPUS = 1024, 4, 7, 2
 LIMIT = 1.3
@@ -115,7 +115,7 @@ def race(name: str, by: ResizeFilter, folder: Path, home: Path) -> ClaimRow:
     dataset = settings.DatasetSettings(
         id="bench", instance_data_dir=folder, resolution=(SIDE,), max_aspect_ratio=1.0, resize_filter=by
     )
-    _, staged = DatasetStager(Home(home), HostFacts(), silence, silence).open(dataset)
+    _, staged = DatasetStager(ArenaHome(home), HostFacts(), silence, silence).open(dataset)
     corpus = build_corpus([(dataset, staged)], seed=0, batch_size=BATCH)
     with staged, DecoderPool(corpus, CPUS) as decoders:
         rivals = {"ours": ours(corpus, decoders), "DataLoader": peer(folder, by)}

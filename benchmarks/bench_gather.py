@@ -37,7 +37,7 @@ from benchmarks.harness import (
     skipped,
 )
 from benchmarks.peers import PEERS, Bytes, Gather, Opener, dataloader_rounds, webdataset_gather
-from supertuner.arena.home import Home
+from supertuner.arena.home import ArenaHome
 from supertuner.core.host import HostFacts
 
 DATA_BYTES = 2 << 30
@@ -201,9 +201,9 @@ def memcpy_of(scene: GatherScenario) -> Gather:
 @contextmanager
 def arena_of(scene: GatherScenario, home: Path) -> Iterator[Callable[..., None]]:
     """The samples in an arena, read through the reader that training uses."""
-    arenas = Home(home)
+    arenas = ArenaHome(home)
     with arenas.build("gather") as build:
-        with build.writer() as writer:
+        with build.open_writer() as writer:
             for number, sample in enumerate(scene.samples):
                 with writer.begin(f"{number:08}") as unit:
                     unit.put("media", sample)

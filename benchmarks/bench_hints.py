@@ -16,8 +16,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness import ClaimRow, RivalTiming, at_most, interleave, noted, paired, report
-from supertuner.memory.emulator.superchip import Superchip
-from supertuner.memory.hints.api import Hints
+from supertuner.memory.emulator.superchip import EmulatedSuperchip
+from supertuner.memory.hints.api import ResidencyHints
 from supertuner.memory.machines import MACHINES
 
 LIMIT_US = 50.0
@@ -41,7 +41,7 @@ def typical() -> dict[str, torch.Tensor]:
 
 
 def rows() -> list[ClaimRow]:
-    batch, hints = typical(), Hints(Superchip(MACHINES["gh200-96"]))
+    batch, hints = typical(), ResidencyHints(EmulatedSuperchip(MACHINES["gh200-96"]))
     counts = hints.place_batch(batch)
     assert sum(counts.values()) == len(batch)
     timings = interleave(

@@ -26,7 +26,7 @@ WAIT_LIMIT = 0.5
 def bare_loop(run: TrainingRun) -> Callable[[], None]:
     """The same mathematics as a person would write it down: random batches of what the caches hold."""
     order = run.collator.corpus.order
-    from supertuner.data.ordering.windows import micro_batches
+    from supertuner.data.ordering.micro_batches import micro_batches
 
     micros = micro_batches(order, range(order.epoch_length(0)), 1)
     latents = torch.cat([run.collator.encoded.latents(micro)["latents"] for micro in micros])

@@ -71,7 +71,7 @@ def run_rank(folder: str, model: str, answer: Path) -> None:
 
 def _lighten(run: TrainingRun, make: Callable[[], nn.Module]) -> None:
     """Let the run train another module; data, caches, logs and reports stay as they are."""
-    from supertuner.optim.table import build_optimizer
+    from supertuner.optim.optimizer_registry import build_optimizer
     from supertuner.step.window import ExpertState
 
     trainees = []

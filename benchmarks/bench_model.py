@@ -27,12 +27,12 @@ from benchmarks.harness import (
     report,
     say,
 )
-from supertuner.memory.driver import HOST, Gpu, Kind, Span
-from supertuner.memory.emulator.superchip import Superchip
+from supertuner.memory.driver import HOST, AddressRange, GpuLocation, MemoryKind
+from supertuner.memory.emulator.superchip import EmulatedSuperchip
 from supertuner.memory.machines import MACHINES
 
 PAGE = 65536
-GPU = Gpu(0)
+GPU = GpuLocation(0)
 ROUNDS = 11
 WITHIN_BYTES = 80 << 30
 BEYOND_BYTES = 120 << 30
@@ -58,15 +58,15 @@ def small_pieces() -> ClaimRow:
     """One call for each block: the cost of a call, not of a page, decides. Said for the record."""
     model, span = managed(BEYOND_BYTES)
     model.touch(span, GPU)
-    parts = [Span(at, BLOCK_BYTES) for at in range(span.address, span.address + (8 << 30), BLOCK_BYTES)]
+    parts = [AddressRange(at, BLOCK_BYTES) for at in range(span.address, span.address + (8 << 30), BLOCK_BYTES)]
 
     def play() -> None:
         for part in parts:
             model.touch(part, GPU)
-        model.touch(Span(span.address + (8 << 30), span.nbytes - (8 << 30)), GPU)  # they are evicted again
+        model.touch(AddressRange(span.address + (8 << 30), span.nbytes - (8 << 30)), GPU)  # they are evicted again
 
     def rest() -> None:
-        model.touch(Span(span.address + (8 << 30), span.nbytes - (8 << 30)), GPU)
+        model.touch(AddressRange(span.address + (8 << 30), span.nbytes - (8 << 30)), GPU)
 
     timings = interleave({"both": play, "rest": rest}, ROUNDS)
     taken = [b - r for b, r in zip(timings["both"].rounds_s, timings["rest"].rounds_s, strict=True)]
@@ -75,15 +75,15 @@ def small_pieces() -> ClaimRow:
     return noted("beyond the GPU by single blocks of 2 MiB, million touches a second", figure, unit="M/s")
 
 
-def make() -> Superchip:
-    model = Superchip(MACHINES["gh200-96"])
-    model.allocate(Kind.MANAGED, WITHIN_BYTES)
+def make() -> EmulatedSuperchip:
+    model = EmulatedSuperchip(MACHINES["gh200-96"])
+    model.allocate(MemoryKind.MANAGED, WITHIN_BYTES)
     return model
 
 
-def managed(nbytes: int) -> tuple[Superchip, Span]:
-    model = Superchip(MACHINES["gh200-96"])
-    return model, Span(model.allocate(Kind.MANAGED, nbytes), nbytes)
+def managed(nbytes: int) -> tuple[EmulatedSuperchip, AddressRange]:
+    model = EmulatedSuperchip(MACHINES["gh200-96"])
+    return model, AddressRange(model.allocate(MemoryKind.MANAGED, nbytes), nbytes)
 
 
 def fresh() -> Callable[[], None]:
@@ -125,7 +125,7 @@ def beyond() -> Callable[[], None]:
 
 def by_tensors() -> Callable[[], None]:
     model, span = managed(BEYOND_BYTES)
-    parts = [Span(at, TENSOR_BYTES) for at in range(span.address, span.end, TENSOR_BYTES)]
+    parts = [AddressRange(at, TENSOR_BYTES) for at in range(span.address, span.end, TENSOR_BYTES)]
 
     def play() -> None:
         for part in parts:

@@ -17,14 +17,14 @@ from pathlib import Path
 from benchmarks import large_set, node_faults
 from benchmarks.harness import ClaimRow, FigureSpread, at_most, in_memory_folder, noted, report, say
 from benchmarks.node_faults import gathered
-from supertuner.arena.home import Home
-from supertuner.arena.peers import Peers, meet
+from supertuner.arena.home import ArenaHome
+from supertuner.arena.node_peers import NodePeers, join_node_peers
 from supertuner.core.events import NullSink
 from supertuner.core.host import HostFacts
-from supertuner.data.opened import open_corpus
-from supertuner.data.ordering.windows import single_micro_batch
+from supertuner.data.corpus_loader import open_corpus
+from supertuner.data.ordering.micro_batches import single_micro_batch
 from supertuner.data.staging.follower import announce_staged, follow_staging
-from supertuner.train.encoding.encoded import open_encoded_corpus
+from supertuner.train.encoding.encoded_corpus import open_encoded_corpus
 
 MILLION = 1_000_000
 CACHED = 100_000
@@ -51,10 +51,10 @@ def own_mb(home: Path) -> float:
 def rank(folder: Path, number: int, count: int) -> dict[str, float]:
     """One rank: what opening the data and using them took of its own memory, and how long the opening took."""
     config, host, silence = large_set.config_of(folder), HostFacts(), NullSink()
-    home, encoding = Home(folder / "home"), large_set.encoding_of()
+    home, encoding = ArenaHome(folder / "home"), large_set.encoding_of()
     gc.collect()
     before = own_mb(home.path)
-    with meet(home, "bench", number, count, partial(gathered, folder, "met", count)) as peers:
+    with join_node_peers(home, "bench", number, count, partial(gathered, folder, "met", count)) as peers:
         begin = time.perf_counter()
         with (
             open_corpus(config, host=host, sink=silence, progress=silence, peers=peers) as corpus,
@@ -85,7 +85,7 @@ def rank(folder: Path, number: int, count: int) -> dict[str, float]:
 def measured(folder: Path, samples: int, ranks: int = RANKS) -> list[dict[str, float]]:
     """What each of some ranks paid for a dataset of so many samples."""
     config = large_set.config_of(folder)
-    large_set.stage(Home(folder / "home"), config.datasets[0], samples)
+    large_set.stage(ArenaHome(folder / "home"), config.datasets[0], samples)
     large_set.fill_caches(config)
     here = [sys.executable, "-m", "benchmarks.bench_node", "--rank", str(folder)]
     root = Path(__file__).resolve().parents[1]
@@ -103,16 +103,16 @@ def measured(folder: Path, samples: int, ranks: int = RANKS) -> list[dict[str, f
 
 def attach_rows() -> list[ClaimRow]:
     with in_memory_folder() as folder:
-        home, dataset = Home(folder / "home"), large_set.config_of(folder).datasets[0]
+        home, dataset = ArenaHome(folder / "home"), large_set.config_of(folder).datasets[0]
         name = large_set.stage(home, dataset, MILLION)
-        room = home.beside(".bench")
-        announce_staged(Peers(0, 2, room), dataset.id, name)
+        room = home.side_folder(".bench")
+        announce_staged(NodePeers(0, 2, room), dataset.id, name)
         taken = []
         with home.attach(name):
             for _ in range(ATTACHES):
                 gc.collect()
                 begin = time.perf_counter()
-                staged = follow_staging(home, dataset.id, "on_demand", Peers(1, 2, room), NullSink())
+                staged = follow_staging(home, dataset.id, "on_demand", NodePeers(1, 2, room), NullSink())
                 taken.append((time.perf_counter() - begin) * 1e3)
                 staged.close()
     spread = FigureSpread(sorted(taken)[len(taken) // 2], min(taken), max(taken))

@@ -22,7 +22,7 @@ from torch import nn
 from benchmarks.harness import ClaimRow, FigureSpread, at_most, noted, report
 from benchmarks.runs import opened, rewind, write_config
 from supertuner.models.spec import Tensors
-from supertuner.optim.table import build_optimizer
+from supertuner.optim.optimizer_registry import build_optimizer
 from supertuner.step.window import ExpertState
 from supertuner.train import loop
 from supertuner.train.checkpoint.async_saver import CheckpointSaver

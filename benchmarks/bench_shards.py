@@ -57,7 +57,7 @@ def run_rank(folder: str, answer: Path) -> None:
 def _lighten(run: TrainingRun) -> None:
     """Let the run train another module; data, caches, logs and reports stay as they are."""
     from supertuner.models.adapters.attach import TrainableExpert
-    from supertuner.optim.table import build_optimizer
+    from supertuner.optim.optimizer_registry import build_optimizer
     from supertuner.step.window import ExpertState
 
     (trainee,), sharing = run.expert_states, run.process_group.sharder

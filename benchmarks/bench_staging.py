@@ -25,12 +25,12 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.harness import ClaimRow, FigureSpread, at_least, at_most, report, say
-from supertuner.arena.home import Home, default_home
+from supertuner.arena.home import ArenaHome, default_home
 from supertuner.config.settings.data import DatasetSettings
 from supertuner.core.events import NullSink
 from supertuner.core.host import HostFacts
 from supertuner.core.types import bytes_text
-from supertuner.data.staging.stage import DatasetStager
+from supertuner.data.staging.stager import DatasetStager
 
 CASES = {"100 KB": (4000, 384), "1 MB": (400, 1216)}
 """Files, and the side of the picture that each holds."""
@@ -83,7 +83,7 @@ def read_all(folder: Path, threads: int, read: Callable[[str], bytes]) -> list[b
 def stage(folder: Path, home: Path, threads: int, files: int) -> int:
     silence = NullSink()
     dataset = DatasetSettings(id="bench", instance_data_dir=folder, in_memory={"num_workers": threads})  # type: ignore[arg-type]
-    result = DatasetStager(Home(home), HostFacts(), silence, silence).stage(dataset)
+    result = DatasetStager(ArenaHome(home), HostFacts(), silence, silence).stage(dataset)
     assert result.files == files and not result.reused, result
     return result.stored_bytes
 

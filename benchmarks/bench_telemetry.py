@@ -13,9 +13,9 @@ from pathlib import Path
 from benchmarks.harness import ClaimRow, FigureSpread, at_most, in_memory_folder, noted, report, say, seconds_text
 from supertuner.core.events import Event, NullSink, TeeSink
 from supertuner.core.host import HostFacts
-from supertuner.memory.driver import Missing
-from supertuner.memory.probe import probe
-from supertuner.memory.telemetry.sampler import Sampler
+from supertuner.memory.driver import NotAvailable
+from supertuner.memory.probe import probe_machine
+from supertuner.memory.telemetry.sampler import MemorySampler
 from supertuner.sinks.jsonlines import JsonLinesFile
 from supertuner.sinks.tensorboard import TensorBoardSink
 
@@ -23,12 +23,12 @@ STEP_S = 0.05
 LIMIT_PERCENT = 0.5
 ROUNDS, CALLS, STEPS = 15, 200, 60
 SLOW_S = 0.005
-MISSING = Missing("no GPU in this benchmark")
+MISSING = NotAvailable("no GPU in this benchmark")
 
 
-def sampler(hints: Callable[[], Mapping[str, int]] | None = None) -> Sampler:
+def sampler(hints: Callable[[], Mapping[str, int]] | None = None) -> MemorySampler:
     host = HostFacts()
-    return Sampler(probe(host, MISSING, MISSING), host, MISSING, MISSING, hints=hints)
+    return MemorySampler(probe_machine(host, MISSING, MISSING), host, MISSING, MISSING, hints=hints)
 
 
 def each_s(act: Callable[[int], object], calls: int) -> float:
@@ -68,7 +68,7 @@ def one_event(folder: Path) -> ClaimRow:
 class TimedSink:
     """A sink in front of another, and the time that telemetry took with it."""
 
-    def __init__(self, ours: Sampler, sink: TeeSink | NullSink) -> None:
+    def __init__(self, ours: MemorySampler, sink: TeeSink | NullSink) -> None:
         self._ours, self._sink = ours, sink
         self.seconds, self.events = 0.0, 0
 
@@ -83,7 +83,7 @@ class TimedSink:
         self._sink.emit(event)
 
 
-def whole_run(name: str, ours: Sampler, sink: TeeSink | NullSink, steps: int) -> ClaimRow:
+def whole_run(name: str, ours: MemorySampler, sink: TeeSink | NullSink, steps: int) -> ClaimRow:
     """Steps that only wait, telemetry after each; the first event, which is never rationed, is not counted."""
     ours.emit(sink, 0)
     spent = TimedSink(ours, sink)

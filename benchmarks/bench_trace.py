@@ -20,12 +20,12 @@ PHASE_S, RSS_GB, AGAIN_S = 60.0, 1.5, 0.5
 
 def measured() -> dict[str, float]:
     """Phase → seconds of CPU of this process; `rss_gb` at the end; `again_s`, the longest second look."""
-    from supertuner.config.settings.tree import RunConfig
+    from supertuner.config.settings.run_config import RunConfig
     from supertuner.core.events import NullSink
-    from supertuner.models.published import describe_model
+    from supertuner.models.published_models import describe_model
     from supertuner.plan.trace import cached_traces as remembered
     from supertuner.plan.trace.cuda_kernels import CudaDevice
-    from supertuner.plan.trace.shapes import EncoderShapeProbe
+    from supertuner.plan.trace.encoder_shapes import EncoderShapeProbe
     from supertuner.plan.trace.trace_store import TraceCache, program_versions
 
     config = RunConfig.model_validate({"model": {"family": "wan2.2", "path": NAME}})

@@ -15,17 +15,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from supertuner.arena.home import Home
+from supertuner.arena.home import ArenaHome
 from supertuner.cache.entries import NamedTensors
 from supertuner.cache.fill import EntryIndices, EntryRequest
 from supertuner.cache.store import CacheStore
 from supertuner.config.settings.data import DatasetSettings
-from supertuner.config.settings.tree import RunConfig
+from supertuner.config.settings.run_config import RunConfig
 from supertuner.core.events import NullSink
 from supertuner.core.host import HostFacts
 from supertuner.core.types import JSON
-from supertuner.data.opened import open_corpus
-from supertuner.data.staged import SET_ASIDE_TABLE
+from supertuner.data.corpus_loader import open_corpus
+from supertuner.data.staged_dataset import SET_ASIDE_TABLE
 from supertuner.data.staging.columns import CAPTION_BYTES, CAPTION_INDEX, CAPTION_OFFSETS, COLUMNS
 from supertuner.data.staging.fingerprint import STAGED_VERSION, origin_digest
 from supertuner.models.spec import Family, ModelDescription
@@ -44,11 +44,11 @@ def config_of(folder: Path) -> RunConfig:
     return RunConfig.model_validate(given)
 
 
-def stage(home: Home, dataset: DatasetSettings, count: int) -> str:
+def stage(home: ArenaHome, dataset: DatasetSettings, count: int) -> str:
     """An arena that holds `count` samples of the dataset; its name."""
     name = f"{dataset.id}-of-{count}"
     with home.build(name) as build:
-        writer = build.writer()
+        writer = build.open_writer()
         for number in range(count):
             unit = writer.begin(f"part-{number * 7919 % 100:02d}/{number:09d}")
             unit.put("media", number.to_bytes(4, "little") if count <= 200_000 else b"")

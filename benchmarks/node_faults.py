@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 from benchmarks import large_set
-from supertuner.arena.home import Home
-from supertuner.arena.peers import Peers, meet
+from supertuner.arena.home import ArenaHome
+from supertuner.arena.node_peers import NodePeers, join_node_peers
 from supertuner.cache.entries import NamedTensors
 from supertuner.cache.fill import EntryIndices, EntryRequest
 from supertuner.cache.keys import CacheNamespace
@@ -44,18 +44,18 @@ def for_ever(folder: Path) -> None:
     signal.pause()
 
 
-def stager(folder: Path, peers: Peers) -> None:
+def stager(folder: Path, peers: NodePeers) -> None:
     """The first never says that the dataset is there."""
-    if peers.first:
+    if peers.is_first:
         for_ever(folder)
-    follow_staging(Home(folder / "home"), "large", "on_demand", peers, NullSink())
+    follow_staging(ArenaHome(folder / "home"), "large", "on_demand", peers, NullSink())
 
 
-def encoder(folder: Path, peers: Peers) -> None:
+def encoder(folder: Path, peers: NodePeers) -> None:
     """The second never makes what it took."""
 
     def make(numbers: EntryIndices) -> Generator[tuple[int, NamedTensors], None, None]:
-        if peers.number == 1:
+        if peers.local_rank == 1:
             for_ever(folder)
         for number in numbers.tolist():
             time.sleep(0.05)
@@ -70,7 +70,9 @@ def encoder(folder: Path, peers: Peers) -> None:
 
 def rank(kind: str, folder: Path, number: int) -> int:
     try:
-        with meet(Home(folder / "home"), "fault", number, RANKS, partial(gathered, folder, "met", RANKS)) as peers:
+        with join_node_peers(
+            ArenaHome(folder / "home"), "fault", number, RANKS, partial(gathered, folder, "met", RANKS)
+        ) as peers:
             (stager if kind == "stager" else encoder)(folder, peers)
     except PeerError:
         return NOTICED

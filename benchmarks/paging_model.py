@@ -14,16 +14,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from supertuner.memory.driver import HOST, Advice, Gpu, Kind, Refused, Span
-from supertuner.memory.emulator.figures import Parameters
-from supertuner.memory.emulator.superchip import Superchip
-from supertuner.memory.machines import Machine
+from supertuner.memory.driver import HOST, AddressRange, DriverError, GpuLocation, MemoryAdvice, MemoryKind
+from supertuner.memory.emulator.configuration import EmulatorParameters
+from supertuner.memory.emulator.superchip import EmulatedSuperchip
+from supertuner.memory.machines import MachineSpec
 from supertuner.plan.placement.choice import TimedStep
 from supertuner.plan.placement.plan import ActivationPolicy
 from supertuner.plan.placement.replay import PAGE_BYTES
 from supertuner.plan.placement.throughput import MemoryLimits, emulator_figures
 
-GPU = Gpu(0)
+GPU = GpuLocation(0)
 SIMULATED_MICRO_BATCHES = 2
 """Of a window that are played; further ones take as long as the last."""
 
@@ -40,7 +40,7 @@ class PagedWindow:
 
 
 def simulate_paging(
-    step: TimedStep, machine: Machine, limits: MemoryLimits, *, batch_on_host: bool = False
+    step: TimedStep, machine: MachineSpec, limits: MemoryLimits, *, batch_on_host: bool = False
 ) -> PagedWindow | None:
     """The quicker of keeping and recomputing. None: the memories together are too small.
 
@@ -50,7 +50,7 @@ def simulate_paging(
     for policy, caching in product((ActivationPolicy.KEEP, ActivationPolicy.RECOMPUTE), (False, True)):
         try:
             simulated_windows.append(_PagingSimulator(step, machine, limits, policy, batch_on_host, caching).simulate())
-        except Refused:
+        except DriverError:
             continue  # too large for both memories; another may fit
     return min(simulated_windows, key=lambda paged: paged.seconds, default=None)
 
@@ -59,21 +59,23 @@ class _PagingSimulator:
     def __init__(
         self,
         step: TimedStep,
-        machine: Machine,
+        machine: MachineSpec,
         limits: MemoryLimits,
         policy: ActivationPolicy,
         batch_on_host: bool,
         caching: bool,
     ) -> None:
         self._step, self._policy, self._caching = step, policy, caching
-        self._cached_spans: dict[int, list[Span]] = {}
+        self._cached_spans: dict[int, list[AddressRange]] = {}
         """Dead ranges that the caching allocator keeps, by their size."""
-        self._scratch_span: Span | None = None
+        self._scratch_span: AddressRange | None = None
         figures = emulator_figures(machine.title, step.rates, limits, ats=machine.ats)
         figures = replace(figures, gpu_read_bytes_s=math.inf, gpu_write_bytes_s=math.inf, host_bytes_s=math.inf)
-        pages = Parameters().fault_batch_pages * 65536 // PAGE_BYTES  # batches of as many bytes, whatever the page
-        parameters = Parameters(fault_batch_pages=pages, duplex=step.rates.duplex)
-        self._chip = Superchip(figures, page_bytes=PAGE_BYTES, parameters=parameters)
+        pages = (
+            EmulatorParameters().fault_batch_pages * 65536 // PAGE_BYTES
+        )  # batches of as many bytes, whatever the page
+        parameters = EmulatorParameters(fault_batch_pages=pages, duplex=step.rates.duplex)
+        self._chip = EmulatedSuperchip(figures, page_bytes=PAGE_BYTES, parameters=parameters)
         blocks = step.table.blocks
         self._weights = [self._allocate_filled(b.frozen_bytes) for b in blocks]
         self._trained = [self._allocate_filled(b.trained_bytes) for b in blocks]
@@ -81,9 +83,9 @@ class _PagingSimulator:
         self._idle = self._allocate_filled(step.table.idle_bytes)
         self._batch = self._allocate_filled(step.table.batch_bytes)
         if batch_on_host and self._batch is not None and not step.rates.one_pool:
-            self._chip.advise(self._batch, Advice.PREFERRED_LOCATION, HOST)
-        self._gradients: list[Span | None] = [None] * len(blocks)
-        self._saved: list[Span | None] = [None] * len(blocks)
+            self._chip.advise(self._batch, MemoryAdvice.PREFERRED_LOCATION, HOST)
+        self._gradients: list[AddressRange | None] = [None] * len(blocks)
+        self._saved: list[AddressRange | None] = [None] * len(blocks)
 
     def simulate(self) -> PagedWindow:
         self._run_window()
@@ -135,39 +137,39 @@ class _PagingSimulator:
     def _is_recomputed(self, block: int) -> bool:
         return self._policy is ActivationPolicy.RECOMPUTE and self._step.table.blocks[block].recomputable
 
-    def _compute(self, transient: int, written: Sequence[Span | None], seconds: float) -> None:
+    def _compute(self, transient: int, written: Sequence[AddressRange | None], seconds: float) -> None:
         space = self._scratch(transient) if self._caching else self._allocate(transient)
         self._touch([space, *written], write=True)
         self._chip.compute(seconds)
         if not self._caching:
             self._free(space)
 
-    def _touch(self, spans: Sequence[Span | None], write: bool = False) -> None:
+    def _touch(self, spans: Sequence[AddressRange | None], write: bool = False) -> None:
         for span in spans:
             if span is not None:
                 self._chip.touch(span, GPU, write=write)
 
-    def _allocate_filled(self, nbytes: int) -> Span | None:
+    def _allocate_filled(self, nbytes: int) -> AddressRange | None:
         """Managed memory that the host has filled."""
         span = self._allocate(nbytes)
         if span is not None:
             self._chip.touch(span, HOST, write=True)
         return span
 
-    def _allocate(self, nbytes: int) -> Span | None:
+    def _allocate(self, nbytes: int) -> AddressRange | None:
         if self._cached_spans.get(nbytes):
             return self._cached_spans[nbytes].pop()
-        return Span(self._chip.allocate(Kind.MANAGED, nbytes), nbytes) if nbytes else None
+        return AddressRange(self._chip.allocate(MemoryKind.MANAGED, nbytes), nbytes) if nbytes else None
 
-    def _scratch(self, nbytes: int) -> Span | None:
+    def _scratch(self, nbytes: int) -> AddressRange | None:
         """The beginning of one range that all temporaries share."""
         if self._scratch_span is None:
             blocks = self._step.table.blocks
             largest = max(b.saved_bytes + max(b.forward_peak_bytes, b.backward_peak_bytes) for b in blocks)
             self._scratch_span = self._allocate(largest)
-        return None if self._scratch_span is None or not nbytes else Span(self._scratch_span.address, nbytes)
+        return None if self._scratch_span is None or not nbytes else AddressRange(self._scratch_span.address, nbytes)
 
-    def _free(self, span: Span | None) -> None:
+    def _free(self, span: AddressRange | None) -> None:
         if span is None:
             return
         if self._caching:
@@ -175,7 +177,7 @@ class _PagingSimulator:
         else:
             self._chip.free(span.address)
 
-    def _drop(self, spans: list[Span | None], block: int) -> None:
+    def _drop(self, spans: list[AddressRange | None], block: int) -> None:
         self._free(spans[block])
         spans[block] = None
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.paging_model import PagedWindow, simulate_paging
-from supertuner.memory.machines import Machine
+from supertuner.memory.machines import MachineSpec
 from supertuner.plan.placement.choice import PlacementChoice, TimedStep
 from supertuner.plan.placement.fast_simulate import ChoiceEvaluation, evaluate_choice
 from supertuner.plan.placement.plan import ActivationPolicy
@@ -37,7 +37,7 @@ class BaselineTimes:
 
 
 def compute_baselines(
-    table: StepTable, machine: Machine, limits: MemoryLimits, *, rates: MachineRates | None = None
+    table: StepTable, machine: MachineSpec, limits: MemoryLimits, *, rates: MachineRates | None = None
 ) -> BaselineTimes:
     step = TimedStep.from_table(table, MachineRates.from_machine(machine) if rates is None else rates)
     return BaselineTimes(

@@ -26,7 +26,7 @@ from benchmarks.harness import ClaimRow, FigureSpread, RivalTiming, report
 from benchmarks.runs import write_config
 from supertuner.config.sources.launcher import LauncherEnvironment
 from supertuner.core.events import Event, MeasurementEvent
-from supertuner.sinks.training import TRAIN_STEP
+from supertuner.sinks.training_events import TRAIN_STEP
 from supertuner.train.run import TrainingRun
 
 TURN, MICRO, BATCH = 8, 4, 4
@@ -130,7 +130,7 @@ def measure(run: TrainingRun, bare: Callable[[int], None], micro: int, answer: P
 
 def samples(run: TrainingRun) -> Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Gives (clean, noise, level) of a micro-batch, of tensors that lie ready in memory."""
-    from supertuner.data.ordering.windows import micro_batches
+    from supertuner.data.ordering.micro_batches import micro_batches
 
     order = run.collator.corpus.order
     micros = micro_batches(order, range(order.epoch_length(0)), 1)

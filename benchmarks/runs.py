@@ -15,7 +15,7 @@ from torch import nn
 
 from supertuner.config.sources.load import load_config
 from supertuner.models.spec import Tensors
-from supertuner.optim.table import build_optimizer
+from supertuner.optim.optimizer_registry import build_optimizer
 from supertuner.step.window import ExpertState
 from supertuner.tools.session import RunSession, open_session
 from supertuner.tools.training import open_report_sinks

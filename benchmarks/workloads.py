@@ -89,13 +89,13 @@ def _kept(made: StepTable, how: str) -> dict[str, Any]:
 
 def trace(name: str) -> StepTable:
     """The step as it is today."""
-    from supertuner.config.settings.tree import RunConfig
-    from supertuner.models.published import describe_model
+    from supertuner.config.settings.run_config import RunConfig
+    from supertuner.models.published_models import describe_model
     from supertuner.plan.trace.cuda_kernels import CudaDevice
-    from supertuner.plan.trace.shapes import EncoderShapeProbe
-    from supertuner.plan.trace.summary import build_step_table
-    from supertuner.plan.trace.training import trace_training_step
-    from supertuner.step.trainee import selected_experts
+    from supertuner.plan.trace.encoder_shapes import EncoderShapeProbe
+    from supertuner.plan.trace.step_table_builder import build_step_table
+    from supertuner.plan.trace.training_step import trace_training_step
+    from supertuner.step.expert_setup import selected_experts
 
     one = WORKLOADS[name]
     config = RunConfig.model_validate(

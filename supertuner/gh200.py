@@ -12,9 +12,9 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 from supertuner.memory.hints.api import (
-    Counted,
-    Outcome,
-    Status,
+    BatchHintSummary,
+    HintOutcome,
+    HintStatus,
     gh200_uvm_enabled,
     hints_enabled,
     optimize_batch_for_gh200,
@@ -29,10 +29,10 @@ from supertuner.memory.hints.api import (
 from supertuner.optim.schedule import BatchRamp, accumulation_steps, window_samples
 
 __all__ = [
-    "Counted",
+    "BatchHintSummary",
     "GH200GradientRamp",
-    "Outcome",
-    "Status",
+    "HintOutcome",
+    "HintStatus",
     "gh200_uvm_enabled",
     "hints_enabled",
     "optimize_batch_for_gh200",

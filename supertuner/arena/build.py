@@ -13,38 +13,38 @@ import numpy as np
 from numpy.typing import NDArray
 
 from supertuner.arena import locks
-from supertuner.arena.catalog import Collected, ListedKeys
-from supertuner.arena.checks import check_catalog
-from supertuner.arena.files import HEAD, INDEX, Folder, discard
-from supertuner.arena.format import TABLES, UNITS, Head, segment_name
+from supertuner.arena.catalog import CatalogBuilder, ListedKeys
+from supertuner.arena.catalog_checks import check_catalog
+from supertuner.arena.folder import HEAD_FILE, INDEX_FILE, ArenaFolder, remove_arena
+from supertuner.arena.format import TABLE_SEGMENT, UNIT_SEGMENT, ArenaHead, segment_name
 from supertuner.arena.index import write_index
-from supertuner.arena.segments import collect, committed_keys, sync_data
-from supertuner.arena.writer import Writer
+from supertuner.arena.segments import collect_segments, committed_keys, sync_data_files
+from supertuner.arena.writer import SegmentWriter
 from supertuner.core.errors import ArenaBusyError, ArenaError
 from supertuner.core.types import JSON
 
-_GATE_S = 60.0
+_SEAL_WAIT_S = 60.0
 
 
-class Joined:
+class BuildParticipant:
     """This process's writers in an arena that is being built here or by another process."""
 
-    def __init__(self, folder: Folder, head: Head) -> None:
+    def __init__(self, folder: ArenaFolder, head: ArenaHead) -> None:
         self._folder = folder
         self._head = head
-        self._writers: list[Writer] = []
-        self._guard = threading.Lock()
+        self._writers: list[SegmentWriter] = []
+        self._lock = threading.Lock()
         self._pid = os.getpid()
 
     @property
     def name(self) -> str:
         return self._folder.path.name
 
-    def writer(self) -> Writer:
+    def open_writer(self) -> SegmentWriter:
         """A segment of its own; one per thread."""
-        return self._writer(UNITS)
+        return self._open_writer(UNIT_SEGMENT)
 
-    def committed(self) -> frozenset[str]:
+    def committed_keys(self) -> frozenset[str]:
         """Keys of all units committed so far, by any process."""
         return frozenset(key.decode() for key in committed_keys(self._folder, self._head.uuid))
 
@@ -54,12 +54,12 @@ class Joined:
 
     def close(self) -> None:
         """Close the writers. What they committed stays with the build."""
-        with self._guard:
+        with self._lock:
             for writer in self._writers:
                 writer.close()
         self._folder.close()
 
-    def __enter__(self) -> Joined:
+    def __enter__(self) -> BuildParticipant:
         return self
 
     def __exit__(
@@ -67,31 +67,31 @@ class Joined:
     ) -> None:
         self.close()
 
-    def _writer(self, kind: int) -> Writer:
+    def _open_writer(self, kind: int) -> SegmentWriter:
         assert self._folder.fd >= 0, "this build is closed"
-        with self._guard:
-            self._writers.append(Writer(self._folder, self._head.uuid, kind))
+        with self._lock:
+            self._writers.append(SegmentWriter(self._folder, self._head.uuid, kind))
             return self._writers[-1]
 
 
-class Build(Joined):
+class ArenaBuild(BuildParticipant):
     """The owner's side. Leaving it without `seal()` abandons it and leaves nothing behind.
 
     A resumable build is kept instead: the next `Home.build(name, resume=True)` goes on with its committed units.
     """
 
-    def __init__(self, folder: Folder, builder: int, head: Head) -> None:
+    def __init__(self, folder: ArenaFolder, builder: int, head: ArenaHead) -> None:
         super().__init__(folder, head)
-        self._builder = builder
-        self._tables: Writer | None = None
+        self._builder_fd = builder
+        self._table_writer: SegmentWriter | None = None
         self._sealed = False
 
     def put_table(self, name: str, array: NDArray[Any]) -> None:
         """Add a column of the whole dataset; `Reader.table(name)` maps it."""
         assert isinstance(array, np.ndarray), type(array)
-        if self._tables is None:
-            self._tables = self._writer(TABLES)
-        with self._tables.begin(name) as unit:
+        if self._table_writer is None:
+            self._table_writer = self._open_writer(TABLE_SEGMENT)
+        with self._table_writer.begin(name) as unit:
             unit.put("table", array)
 
     def seal(self, meta: Mapping[str, JSON] | None = None) -> None:
@@ -101,28 +101,30 @@ class Build(Joined):
         nobody can remove the arena: attach inside it.
         """
         assert not self._sealed and self._folder.fd >= 0, "sealed or closed already"
-        with self._guard:
+        with self._lock:
             for writer in self._writers:
-                assert writer._open is None, (
-                    f"unit {writer._open and writer._open.key!r} is neither committed nor aborted"
+                assert writer._open_unit is None, (
+                    f"unit {writer._open_unit and writer._open_unit.key!r} is neither committed nor aborted"
                 )
                 writer.close()
-        gate = self._folder.open_file(HEAD)
+        head_fd = self._folder.open_file(HEAD_FILE)
         try:
-            if not locks.lock(gate, exclusive=True, wait_s=_GATE_S):
+            if not locks.lock(head_fd, exclusive=True, wait_s=_SEAL_WAIT_S):
                 raise ArenaBusyError(f"{self._folder.path}: a writer of another process is stuck while opening")
-            self._seal(meta or {})
+            self._seal_locked(meta or {})
         finally:
-            os.close(gate)
+            os.close(head_fd)
 
-    def _seal(self, meta: Mapping[str, JSON]) -> None:
-        collected = collect(self._folder, self._head.uuid, {w.number: w.units for w in self._writers})
-        numbers = [s.number for s in collected.segments]
-        sync_data(self._folder, numbers)
-        order = _order(self._folder, collected)
-        keys = [collected.keys[unit] for unit in order]
-        catalog = collected.catalog(ListedKeys(()), np.array(order, np.intp))
-        check_catalog(self._folder.file(INDEX), catalog)
+    def _seal_locked(self, meta: Mapping[str, JSON]) -> None:
+        catalog_builder = collect_segments(
+            self._folder, self._head.uuid, {w.number: w.units_committed for w in self._writers}
+        )
+        numbers = [s.number for s in catalog_builder.segments]
+        sync_data_files(self._folder, numbers)
+        order = _sorted_units(self._folder, catalog_builder)
+        keys = [catalog_builder.keys[unit] for unit in order]
+        catalog = catalog_builder.build(ListedKeys(()), np.array(order, np.intp))
+        check_catalog(self._folder.file_path(INDEX_FILE), catalog)
         write_index(self._folder, catalog, keys, meta)
         self._sealed = True
         for number in numbers:
@@ -132,10 +134,10 @@ class Build(Joined):
         """Remove everything, committed units too. Other processes' writers learn it at their next commit."""
         assert not self._sealed, "a sealed arena is removed by Home.remove"
         if self._folder.fd >= 0 and os.getpid() == self._pid:  # in a forked child the build is the parent's
-            with self._guard:
+            with self._lock:
                 for writer in self._writers:
                     writer.close()
-            discard(self._folder)
+            remove_arena(self._folder)
         self._release()
 
     def close(self) -> None:
@@ -144,19 +146,19 @@ class Build(Joined):
         else:
             self.abandon()
 
-    def __enter__(self) -> Build:
+    def __enter__(self) -> ArenaBuild:
         return self
 
     def _release(self) -> None:
         super().close()
-        if self._builder >= 0:
-            os.close(self._builder)
-            self._builder = -1
+        if self._builder_fd >= 0:
+            os.close(self._builder_fd)
+            self._builder_fd = -1
 
 
-def _order(folder: Folder, collected: Collected) -> list[int]:
+def _sorted_units(folder: ArenaFolder, catalog_builder: CatalogBuilder) -> list[int]:
     """Units in bytewise order of their keys, which must differ."""
-    keys = collected.keys
+    keys = catalog_builder.keys
     order = sorted(range(len(keys)), key=keys.__getitem__)
     for before, after in pairwise(order):
         if keys[before] == keys[after]:

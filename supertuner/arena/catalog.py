@@ -17,8 +17,8 @@ from typing import Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from supertuner.arena.format import ABSENT, BIG_PAGE, PAGE, TABLES, Kind, round_up, unpack_kind
-from supertuner.arena.journal import Entry
+from supertuner.arena.format import ABSENT, BIG_PAGE, PAGE, TABLE_SEGMENT, RecordKind, round_up, unpack_kind
+from supertuner.arena.journal import JournalEntry
 from supertuner.core.errors import ArenaDamagedError
 from supertuner.core.types import JSON
 
@@ -32,7 +32,7 @@ KIND_ROW = np.dtype(
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class ArenaSegment:
     number: int
     kind: int
     records: int
@@ -42,18 +42,18 @@ class Segment:
     """Where it begins in the arena's addresses."""
 
 
-class Keys(Protocol):
+class KeyLookup(Protocol):
     def __len__(self) -> int: ...
 
-    def at(self, unit: int) -> bytes: ...
+    def key_at(self, unit: int) -> bytes: ...
 
     def find(self, key: bytes) -> int | None: ...
 
 
 @dataclass(frozen=True)
-class Catalog:
+class ArenaCatalog:
     uuid: bytes
-    segments: tuple[Segment, ...]
+    segments: tuple[ArenaSegment, ...]
     offset: U64
     nbytes: U64
     raw_nbytes: U64
@@ -62,28 +62,28 @@ class Catalog:
     kinds: NDArray[np.void]
     fields: Mapping[str, U32]
     """Per field: the record of each unit, or ABSENT."""
-    keys: Keys
+    keys: KeyLookup
     tables: Mapping[str, int] = field(default_factory=dict)
     meta: Mapping[str, JSON] = field(default_factory=dict)
 
     @property
-    def total(self) -> int:
+    def total_bytes(self) -> int:
         """Length of the arena's addresses."""
-        return extent(self.segments[-1].base, self.segments[-1].nbytes) if self.segments else BIG_PAGE
+        return next_segment_base(self.segments[-1].base, self.segments[-1].nbytes) if self.segments else BIG_PAGE
 
-    def kind_of(self, number: int) -> Kind:
-        return unpack_kind("index", self.kinds[number].tobytes())
+    def record_kind(self, kind_number: int) -> RecordKind:
+        return unpack_kind("index", self.kinds[kind_number].tobytes())
 
-    def segment_of(self, record: int) -> Segment:
-        return self.segments[bisect_right(self._first, record) - 1]
+    def segment_containing(self, record: int) -> ArenaSegment:
+        return self.segments[bisect_right(self._first_records, record) - 1]
 
     @cached_property
-    def _first(self) -> list[int]:
+    def _first_records(self) -> list[int]:
         """The first record of each segment."""
         return list(accumulate((s.records for s in self.segments[:-1]), initial=0))
 
 
-def extent(base: int, nbytes: int) -> int:
+def next_segment_base(base: int, nbytes: int) -> int:
     """Where the segment after one at `base` begins."""
     return round_up(base + nbytes, BIG_PAGE)
 
@@ -91,26 +91,26 @@ def extent(base: int, nbytes: int) -> int:
 class SortedKeys:
     """Keys in bytewise order, in place in the index: finding one is a binary search and takes no memory."""
 
-    def __init__(self, ends: memoryview, heap: memoryview) -> None:
+    def __init__(self, ends: memoryview, key_bytes: memoryview) -> None:
         self._ends = ends
-        self._heap = heap
+        self._key_bytes = key_bytes
 
     def __len__(self) -> int:
         return len(self._ends)
 
-    def at(self, unit: int) -> bytes:
-        return bytes(self._heap[self._ends[unit - 1] if unit else 0 : self._ends[unit]])
+    def key_at(self, unit: int) -> bytes:
+        return bytes(self._key_bytes[self._ends[unit - 1] if unit else 0 : self._ends[unit]])
 
     def find(self, key: bytes) -> int | None:
-        unit = bisect_left(range(len(self._ends)), key, key=self.at)
-        return unit if unit < len(self._ends) and self.at(unit) == key else None
+        unit = bisect_left(range(len(self._ends)), key, key=self.key_at)
+        return unit if unit < len(self._ends) and self.key_at(unit) == key else None
 
-    def of_width(self, nbytes: int) -> NDArray[np.bytes_] | None:
+    def fixed_width_array(self, nbytes: int) -> NDArray[np.bytes_] | None:
         """All keys as one array, in place; None unless each of them has `nbytes` bytes."""
         ends = np.frombuffer(self._ends, np.uint64)
         if not np.array_equal(ends, np.arange(1, len(ends) + 1, dtype=np.uint64) * np.uint64(nbytes)):
             return None
-        return np.frombuffer(self._heap, f"S{nbytes}") if len(ends) else np.zeros(0, f"S{nbytes}")
+        return np.frombuffer(self._key_bytes, f"S{nbytes}") if len(ends) else np.zeros(0, f"S{nbytes}")
 
 
 class ListedKeys:
@@ -118,16 +118,16 @@ class ListedKeys:
 
     def __init__(self, keys: Sequence[bytes]) -> None:
         self._keys = keys
-        self._units = {key: unit for unit, key in enumerate(keys)}
+        self._unit_by_key = {key: unit for unit, key in enumerate(keys)}
 
     def __len__(self) -> int:
         return len(self._keys)
 
-    def at(self, unit: int) -> bytes:
+    def key_at(self, unit: int) -> bytes:
         return self._keys[unit]
 
     def find(self, key: bytes) -> int | None:
-        return self._units.get(key)
+        return self._unit_by_key.get(key)
 
 
 class SegmentColumns:
@@ -138,13 +138,13 @@ class SegmentColumns:
         self.kind = kind
         self.offset, self.nbytes, self.raw_nbytes, self.checksum = array("Q"), array("Q"), array("Q"), array("Q")
         self.kinds = array("I")
-        self.nbytes_of_file = PAGE
+        self.file_nbytes = PAGE
 
     def __len__(self) -> int:
         return len(self.offset)
 
 
-class Collected:
+class CatalogBuilder:
     """Journal entries of all segments, gathered as columns while they are read."""
 
     def __init__(self, uuid: bytes) -> None:
@@ -159,52 +159,52 @@ class Collected:
         self.segments.append(SegmentColumns(number, kind))
         return self.segments[-1]
 
-    def add(self, segment: SegmentColumns, order: int, entry: Entry) -> None:
+    def add(self, segment: SegmentColumns, segment_index: int, entry: JournalEntry) -> None:
         """Take a committed unit (or table) of the segment that is `order`-th here."""
-        if segment.kind == TABLES:
-            self.tables[entry.key.decode()] = (order, len(segment))
+        if segment.kind == TABLE_SEGMENT:
+            self.tables[entry.key.decode()] = (segment_index, len(segment))
         unit = len(self.keys)
         for name, kind, offset, nbytes, raw_nbytes, checksum in entry.fields:
-            if segment.kind != TABLES:
+            if segment.kind != TABLE_SEGMENT:
                 columns = self._fields.get(name)
                 if columns is None:
                     columns = self._fields[name] = (array("Q"), array("Q"), array("Q"))
                 units, orders, records = columns
                 units.append(unit)
-                orders.append(order)
+                orders.append(segment_index)
                 records.append(len(segment))
             segment.offset.append(offset)
             segment.nbytes.append(nbytes)
             segment.raw_nbytes.append(raw_nbytes)
             segment.checksum.append(checksum)
             segment.kinds.append(self._kinds.setdefault(kind, len(self._kinds)))
-        if segment.kind != TABLES:
+        if segment.kind != TABLE_SEGMENT:
             self.keys.append(entry.key)
 
-    def catalog(self, keys: Keys, order: NDArray[np.intp] | None = None) -> Catalog:
+    def build(self, keys: KeyLookup, unit_order: NDArray[np.intp] | None = None) -> ArenaCatalog:
         """The columns; with `order`, units are renumbered: the first is the one that was `order[0]`."""
         bases, firsts, base, first = [], [], 0, 0
         for s in self.segments:
             bases.append(base)
             firsts.append(first)
-            base, first = extent(base, s.nbytes_of_file), first + len(s)
+            base, first = next_segment_base(base, s.file_nbytes), first + len(s)
         segments = tuple(
-            Segment(s.number, s.kind, len(s), s.nbytes_of_file, b) for s, b in zip(self.segments, bases, strict=True)
+            ArenaSegment(s.number, s.kind, len(s), s.file_nbytes, b) for s, b in zip(self.segments, bases, strict=True)
         )
-        return Catalog(
+        return ArenaCatalog(
             uuid=self.uuid,
             segments=segments,
-            offset=_joined(
+            offset=_concatenate(
                 [_u64(s.offset) + np.uint64(b) for s, b in zip(self.segments, bases, strict=True)], np.uint64
             ),
-            nbytes=_joined([_u64(s.nbytes) for s in self.segments], np.uint64),
-            raw_nbytes=_joined([_u64(s.raw_nbytes) for s in self.segments], np.uint64),
-            checksum=_joined([_u64(s.checksum) for s in self.segments], np.uint64),
-            kind=_joined([np.array(s.kinds, dtype=np.uint32) for s in self.segments], np.uint32),
+            nbytes=_concatenate([_u64(s.nbytes) for s in self.segments], np.uint64),
+            raw_nbytes=_concatenate([_u64(s.raw_nbytes) for s in self.segments], np.uint64),
+            checksum=_concatenate([_u64(s.checksum) for s in self.segments], np.uint64),
+            kind=_concatenate([np.array(s.kinds, dtype=np.uint32) for s in self.segments], np.uint32),
             kinds=np.frombuffer(b"".join(self._kinds), KIND_ROW),
-            fields={self._field_name(name): self._column(name, firsts, order) for name in sorted(self._fields)},
+            fields={self._field_name(name): self._column(name, firsts, unit_order) for name in sorted(self._fields)},
             keys=keys,
-            tables={name: firsts[at] + record for name, (at, record) in self.tables.items()},
+            tables={name: firsts[segment_index] + record for name, (segment_index, record) in self.tables.items()},
         )
 
     def _field_name(self, name: bytes) -> str:
@@ -213,16 +213,16 @@ class Collected:
         except UnicodeDecodeError as error:
             raise ArenaDamagedError("journal", f"a field's name is not UTF-8: {name!r}") from error
 
-    def _column(self, name: bytes, firsts: list[int], order: NDArray[np.intp] | None) -> U32:
+    def _column(self, name: bytes, firsts: list[int], unit_order: NDArray[np.intp] | None) -> U32:
         units, orders, records = self._fields[name]
         column = np.full(len(self.keys), ABSENT, np.uint32)
         column[_u64(units)] = np.array(firsts, dtype=np.uint64)[_u64(orders)] + _u64(records)
-        return column if order is None else column[order]
+        return column if unit_order is None else column[unit_order]
 
 
 def _u64(values: array[int]) -> U64:
     return np.array(values, dtype=np.uint64)
 
 
-def _joined(parts: list[NDArray[np.generic]], dtype: type[np.generic]) -> NDArray:  # type: ignore[type-arg]
+def _concatenate(parts: list[NDArray[np.generic]], dtype: type[np.generic]) -> NDArray:  # type: ignore[type-arg]
     return np.concatenate(parts) if parts else np.zeros(0, dtype)

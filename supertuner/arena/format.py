@@ -28,10 +28,10 @@ ABSENT = 0xFFFFFFFF
 HEAD_MAGIC, DATA_MAGIC, JOURNAL_MAGIC, INDEX_MAGIC = b"STARhead", b"STARdata", b"STARjrnl", b"STARindx"
 HEAD_NBYTES, JOURNAL_NBYTES, INDEX_NBYTES = 128, 128, 512
 
-UNITS, TABLES = 0, 1
+UNIT_SEGMENT, TABLE_SEGMENT = 0, 1
 """What a segment holds."""
 
-Life: TypeAlias = Literal["until_removed", "run"] | float
+ArenaLifetime: TypeAlias = Literal["until_removed", "run"] | float
 """How long a sealed arena stays: until removed, while anyone is attached, or so many hours from its creation."""
 
 DTYPES: dict[str, tuple[int, int]] = {
@@ -64,11 +64,11 @@ _HEAD = struct.Struct("<dIId")
 _KIND = struct.Struct("<16sBBB5x8Q")
 _U64 = struct.Struct("<Q")
 KIND_NBYTES = _KIND.size
-_LIVES: tuple[str, ...] = ("until_removed", "run", "hours")
+_LIFETIME_CODES: tuple[str, ...] = ("until_removed", "run", "hours")
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class RecordKind:
     """What a record's bytes mean. Equal kinds are stored once."""
 
     dtype: str
@@ -84,30 +84,30 @@ class Kind:
         """Bytes of such a record before compression, where the kind alone says it."""
         return None if self.shape is None else self.itemsize * _product(self.shape)
 
-    def shape_of(self, raw_nbytes: int) -> tuple[int, ...]:
+    def shape_for(self, raw_nbytes: int) -> tuple[int, ...]:
         return (raw_nbytes // self.itemsize,) if self.shape is None else self.shape
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class ArenaHead:
     """Who an arena is: written once, when its build begins."""
 
     uuid: bytes
     created: float
     """Seconds since 1970."""
-    life: Life
+    life: ArenaLifetime
     resumable: bool
     """Committed units outlive a builder that died, until a build resumes them or starts afresh."""
 
 
-def checked_name(name: str) -> str:
+def check_arena_name(name: str) -> str:
     """`name`, if it can be a folder's name without surprises."""
     if not _NAME.fullmatch(name):
         raise ArenaError(f"{name!r} cannot name an arena: use 1 to 128 of A-Z a-z 0-9 . _ - and no dot in front")
     return name
 
 
-def checked_codec(codec: str) -> str:
+def check_codec(codec: str) -> str:
     assert _CODEC.fullmatch(codec), f"codec {codec!r}: use 1 to 16 of a-z 0-9 _ -"
     return codec
 
@@ -120,12 +120,12 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def place(end: int, nbytes: int) -> int:
+def next_record_offset(previous_end: int, nbytes: int) -> int:
     """Where a record of `nbytes` goes that follows one ending at `end`."""
-    return round_up(end, BIG_PAGE if nbytes >= BIG_PAGE else PAGE)
+    return round_up(previous_end, BIG_PAGE if nbytes >= BIG_PAGE else PAGE)
 
 
-def end_of(offset: int, nbytes: int) -> int:
+def record_end(offset: int, nbytes: int) -> int:
     """First byte after a record. An empty one still takes an address: no two records begin at the same place."""
     return offset + max(nbytes, 1)
 
@@ -141,10 +141,10 @@ def unpack_header(file: object, content: bytes, magic: bytes, nbytes: int) -> tu
     """(uuid, body) of a header. The version is looked at before the checksum: a later format may lay that elsewhere."""
     if len(content) < nbytes:
         raise ArenaDamagedError(file, f"its header is cut short: {len(content)} of {nbytes} bytes")
-    found, version, _, uuid = _PRELUDE.unpack_from(content)
-    if found != magic:
+    found_magic, version, _, uuid = _PRELUDE.unpack_from(content)
+    if found_magic != magic:
         raise ArenaDamagedError(
-            file, f"begins with {found!r}, not with {magic!r}: not a file of an arena, or overwritten"
+            file, f"begins with {found_magic!r}, not with {magic!r}: not a file of an arena, or overwritten"
         )
     if version != VERSION:
         raise ArenaDamagedError(
@@ -157,31 +157,31 @@ def unpack_header(file: object, content: bytes, magic: bytes, nbytes: int) -> tu
     return uuid, content[_PRELUDE.size : nbytes - 8]
 
 
-def pack_head(head: Head) -> bytes:
+def pack_head(head: ArenaHead) -> bytes:
     life = head.life
-    kind = _LIVES.index(life) if isinstance(life, str) else _LIVES.index("hours")
+    kind = _LIFETIME_CODES.index(life) if isinstance(life, str) else _LIFETIME_CODES.index("hours")
     body = _HEAD.pack(head.created, kind, head.resumable, 0.0 if isinstance(life, str) else life)
     return pack_header(HEAD_MAGIC, head.uuid, body, HEAD_NBYTES)
 
 
-def unpack_head(file: object, content: bytes) -> Head:
+def unpack_head(file: object, content: bytes) -> ArenaHead:
     uuid, body = unpack_header(file, content, HEAD_MAGIC, HEAD_NBYTES)
     if len(content) != HEAD_NBYTES:
         raise ArenaDamagedError(file, f"is longer than its {HEAD_NBYTES} bytes")
     created, kind, resumable, hours = _HEAD.unpack_from(body)
-    if kind >= len(_LIVES) or resumable > 1 or not hours >= 0:
+    if kind >= len(_LIFETIME_CODES) or resumable > 1 or not hours >= 0:
         raise ArenaDamagedError(file, f"states an unknown life ({kind}, {resumable}, {hours})")
-    life: Life = "until_removed" if kind == 0 else "run" if kind == 1 else float(hours)
-    return Head(uuid, created, life, bool(resumable))
+    life: ArenaLifetime = "until_removed" if kind == 0 else "run" if kind == 1 else float(hours)
+    return ArenaHead(uuid, created, life, bool(resumable))
 
 
-def pack_segment(magic: bytes, uuid: bytes, number: int, kind: int) -> bytes:
+def pack_segment_header(magic: bytes, uuid: bytes, number: int, kind: int) -> bytes:
     """The header of a segment's data (one page) or journal. It holds nothing else, so readers compare it as a whole."""
     nbytes = PAGE if magic == DATA_MAGIC else JOURNAL_NBYTES
     return pack_header(magic, uuid, _SEGMENT.pack(number, kind, PAGE, BIG_PAGE), nbytes)
 
 
-def check_segment(file: object, content: bytes, magic: bytes, uuid: bytes, number: int) -> int:
+def check_segment_header(file: object, content: bytes, magic: bytes, uuid: bytes, number: int) -> int:
     """The kind (UNITS or TABLES) of a segment's file, which must be segment `number` of the arena `uuid`."""
     found_uuid, body = unpack_header(file, content, magic, PAGE if magic == DATA_MAGIC else JOURNAL_NBYTES)
     found_number, kind, page, big_page = _SEGMENT.unpack_from(body)
@@ -189,20 +189,20 @@ def check_segment(file: object, content: bytes, magic: bytes, uuid: bytes, numbe
         raise ArenaDamagedError(file, f"belongs to the arena {found_uuid.hex()}, not to {uuid.hex()}")
     if found_number != number:
         raise ArenaDamagedError(file, f"is segment {found_number} under the name of segment {number}")
-    if kind not in (UNITS, TABLES) or (page, big_page) != (PAGE, BIG_PAGE):
+    if kind not in (UNIT_SEGMENT, TABLE_SEGMENT) or (page, big_page) != (PAGE, BIG_PAGE):
         raise ArenaDamagedError(file, f"states kind {kind} and pages of {page} and {big_page} bytes")
     return int(kind)
 
 
-def pack_kind(kind: Kind) -> bytes:
+def pack_kind(kind: RecordKind) -> bytes:
     shape = kind.shape or ()
     assert len(shape) <= MAX_DIMS, f"{len(shape)} dimensions; an arena stores at most {MAX_DIMS}"
     flat = kind.shape is None
     dims = tuple(shape) + (0,) * (MAX_DIMS - len(shape))
-    return _KIND.pack(checked_codec(kind.codec).encode(), DTYPES[kind.dtype][0], len(shape), flat, *dims)
+    return _KIND.pack(check_codec(kind.codec).encode(), DTYPES[kind.dtype][0], len(shape), flat, *dims)
 
 
-def unpack_kind(file: object, row: bytes) -> Kind:
+def unpack_kind(file: object, row: bytes) -> RecordKind:
     """A kind from its row. Only the one canonical spelling is accepted."""
     if len(row) != _KIND.size:
         raise ArenaDamagedError(file, f"a record's kind has {len(row)} bytes, not {_KIND.size}")
@@ -210,7 +210,7 @@ def unpack_kind(file: object, row: bytes) -> Kind:
     text = codec.rstrip(b"\0").decode("ascii", "replace")
     if dtype not in _DTYPE_OF_CODE or dims > MAX_DIMS or not _CODEC.fullmatch(text):
         raise ArenaDamagedError(file, f"a record's kind is unknown: dtype {dtype}, {dims} dimensions, codec {text!r}")
-    kind = Kind(_DTYPE_OF_CODE[dtype], None if flat else tuple(shape[:dims]), text)
+    kind = RecordKind(_DTYPE_OF_CODE[dtype], None if flat else tuple(shape[:dims]), text)
     if pack_kind(kind) != row or (kind.raw_nbytes() or 0) > MAX_NBYTES:
         raise ArenaDamagedError(file, f"a record's kind is not a possible one: {kind}")
     return kind

@@ -13,28 +13,28 @@ from typing import TYPE_CHECKING, Any, TypeAlias, Union
 import numpy as np
 from numpy.typing import NDArray
 
-from supertuner.arena.catalog import U32, U64, Catalog
+from supertuner.arena.catalog import U32, U64, ArenaCatalog
 from supertuner.arena.format import ABSENT, DTYPES, PAGE
-from supertuner.arena.payload import is_torch
+from supertuner.arena.payload import is_torch_tensor
 
 if TYPE_CHECKING:
     import torch
 
-Indices: TypeAlias = Union[Sequence[int], NDArray[Any], "torch.Tensor"]
-Out: TypeAlias = Union[NDArray[Any], "torch.Tensor"]
+UnitIndices: TypeAlias = Union[Sequence[int], NDArray[Any], "torch.Tensor"]
+OutputBuffer: TypeAlias = Union[NDArray[Any], "torch.Tensor"]
 
-_BY_PAGES = 16 * PAGE
+_MAX_BYTES_BY_PAGES = 16 * PAGE
 """Up to this size numpy's take on whole pages is no slower than a copy per record: 2 times as fast at 4 KiB, 1.02 times
 at 64 KiB, 0.96 of one at 128 KiB, and 0.95 of one at 1 MB."""
-_MOST_THREADS = 72
-_THREAD_BYTES = 4 << 20
+_MAX_THREADS = 72
+_MIN_BYTES_PER_THREAD = 4 << 20
 """Least that a thread is woken for. Waking one takes up to some hundred microseconds in a virtual machine: two threads
 gained nothing on batches of 6 MB, and 1.2 to 1.5 times the speed of one on batches of 25 MB and more."""
-_CHUNK = 1 << 16
+_CHUNK_RECORDS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class UniformRecords:
     """What every record of a field is, where they are all alike: then a batch needs no look at each of them."""
 
     dtype: str
@@ -42,42 +42,48 @@ class Rows:
     nbytes: int
 
 
-def rows_of(catalog: Catalog, field: str) -> Rows | None:
+def find_uniform_records(catalog: ArenaCatalog, field: str) -> UniformRecords | None:
     """None where some unit lacks the field, or records differ, or are compressed. One pass, no memory."""
     column = catalog.fields[field]
     if not len(column) or column[0] == ABSENT:
         return None
     kind, nbytes = catalog.kind[column[0]], catalog.nbytes[column[0]]
-    for begin in range(0, len(column), _CHUNK):
-        records = column[begin : begin + _CHUNK]
+    for begin in range(0, len(column), _CHUNK_RECORDS):
+        records = column[begin : begin + _CHUNK_RECORDS]
         if records.max() == ABSENT:
             return None
         if (catalog.kind[records] != kind).any() or (catalog.nbytes[records] != nbytes).any():
             return None
-    meaning = catalog.kind_of(int(kind))
-    return Rows(meaning.dtype, meaning.shape_of(int(nbytes)), int(nbytes)) if meaning.codec == "raw" else None
+    record_kind = catalog.record_kind(int(kind))
+    return (
+        UniformRecords(record_kind.dtype, record_kind.shape_for(int(nbytes)), int(nbytes))
+        if record_kind.codec == "raw"
+        else None
+    )
 
 
-def units_of(indices: Indices, count: int) -> NDArray[np.int64]:
+def check_unit_indices(indices: UnitIndices, count: int) -> NDArray[np.int64]:
     """The indices as an array, each one of an existing unit."""
-    given = np.asarray(indices)
-    if given.ndim != 1 or (given.dtype.kind not in "iu" and given.size):
-        raise ValueError(f"indices must be whole numbers in one dimension, not {given.dtype} of shape {given.shape}")
-    units = np.ascontiguousarray(given, np.int64)
+    array = np.asarray(indices)
+    if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
+        raise ValueError(f"indices must be whole numbers in one dimension, not {array.dtype} of shape {array.shape}")
+    units = np.ascontiguousarray(array, np.int64)
     if units.size and units.view(np.uint64).max() >= count:  # a negative number is a huge one here
-        raise IndexError(f"indices from {given.min()} to {given.max()}; the arena has units 0 to {count - 1}")
+        raise IndexError(f"indices from {array.min()} to {array.max()}; the arena has units 0 to {count - 1}")
     return units
 
 
-def records_of(catalog: Catalog, units: NDArray[np.int64], field: str, rows: Rows | None) -> U32:
+def record_numbers(catalog: ArenaCatalog, units: NDArray[np.int64], field: str, uniform: UniformRecords | None) -> U32:
     records = catalog.fields[field][units]
-    if rows is None and (records == ABSENT).any():
-        missing = int(units[np.flatnonzero(records == ABSENT)[0]])
-        raise KeyError(f"unit {missing} has no field {field!r}")
+    if uniform is None and (records == ABSENT).any():
+        missing_unit = int(units[np.flatnonzero(records == ABSENT)[0]])
+        raise KeyError(f"unit {missing_unit} has no field {field!r}")
     return records
 
 
-def checked_out(catalog: Catalog, records: U32, out: Out, rows: Rows | None) -> tuple[NDArray[np.uint8], int]:
+def check_output(
+    catalog: ArenaCatalog, records: U32, out: OutputBuffer, uniform: UniformRecords | None
+) -> tuple[NDArray[np.uint8], int]:
     """`out` as flat bytes and the bytes of one row, if every record fits a row of it exactly."""
     buffer, dtype = flat_bytes(out)
     shape = tuple(out.shape)
@@ -85,17 +91,17 @@ def checked_out(catalog: Catalog, records: U32, out: Out, rows: Rows | None) -> 
         raise ValueError(f"out has shape {shape}; the first side must be {len(records)}, the number of indices")
     if not len(records):
         return buffer, 0
-    if rows is not None and rows.dtype == dtype and rows.shape == shape[1:]:
-        return buffer, rows.nbytes
-    return buffer, _checked_row(catalog, records, dtype, shape[1:])
+    if uniform is not None and uniform.dtype == dtype and uniform.shape == shape[1:]:
+        return buffer, uniform.nbytes
+    return buffer, _check_row(catalog, records, dtype, shape[1:])
 
 
 def copy_rows(pages: NDArray[np.uint8], offsets: U64, out: NDArray[np.uint8], nbytes: int) -> None:
     """Copy the record at each offset to the next row of `out`. Both ways of copying let other threads run."""
-    if nbytes <= _BY_PAGES and nbytes % PAGE == 0:
+    if nbytes <= _MAX_BYTES_BY_PAGES and nbytes % PAGE == 0:
         first = (offsets // PAGE).astype(np.intp)
-        wanted = first if nbytes == PAGE else (first[:, None] + np.arange(nbytes // PAGE)).ravel()
-        pages.take(wanted, 0, out.reshape(-1, PAGE), "clip")
+        page_numbers = first if nbytes == PAGE else (first[:, None] + np.arange(nbytes // PAGE)).ravel()
+        pages.take(page_numbers, 0, out.reshape(-1, PAGE), "clip")
         return
     memory, row = pages.reshape(-1), 0
     for start in offsets.tolist():
@@ -103,7 +109,7 @@ def copy_rows(pages: NDArray[np.uint8], offsets: U64, out: NDArray[np.uint8], nb
         row += nbytes
 
 
-class Copiers:
+class CopyThreads:
     """Threads that copy parts of a batch beside the caller: started when first asked for, ended by `close`.
 
     One core gets a fraction of a machine's memory bandwidth, and a Grace has 72.
@@ -112,48 +118,48 @@ class Copiers:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
-        self._owner = 0
+        self._owner_pid = 0
 
     def copy(self, pages: NDArray[np.uint8], offsets: U64, out: NDArray[np.uint8], nbytes: int, threads: int) -> None:
         """`copy_rows`, shared among up to `threads` threads, the caller's included."""
         if not nbytes or not len(offsets):
             return
-        parts = min(threads, _MOST_THREADS, len(offsets), out.nbytes // _THREAD_BYTES)
+        parts = min(threads, _MAX_THREADS, len(offsets), out.nbytes // _MIN_BYTES_PER_THREAD)
         if parts <= 1:
             copy_rows(pages, offsets, out, nbytes)
             return
         edges = [len(offsets) * part // parts for part in range(parts + 1)]
-        pool = self._threads()
-        others = [
+        pool = self._thread_pool()
+        futures = [
             pool.submit(copy_rows, pages, offsets[begin:end], out[begin * nbytes : end * nbytes], nbytes)
             for begin, end in pairwise(edges[1:])
         ]
         copy_rows(pages, offsets[: edges[1]], out[: edges[1] * nbytes], nbytes)
-        for other in others:
-            other.result()
+        for future in futures:
+            future.result()
 
     def close(self) -> None:
         with self._lock:
-            if self._pool is not None and self._owner == os.getpid():
+            if self._pool is not None and self._owner_pid == os.getpid():
                 self._pool.shutdown()
             self._pool = None
 
-    def _threads(self) -> ThreadPoolExecutor:
+    def _thread_pool(self) -> ThreadPoolExecutor:
         """The pool, which starts threads as they are needed; a forked child, which has none of them, gets its own."""
         with self._lock:
-            if self._pool is None or self._owner != os.getpid():
-                self._pool = ThreadPoolExecutor(_MOST_THREADS, thread_name_prefix="arena-copy")
-                self._owner = os.getpid()
+            if self._pool is None or self._owner_pid != os.getpid():
+                self._pool = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="arena-copy")
+                self._owner_pid = os.getpid()
             return self._pool
 
 
-def flat_bytes(out: Out) -> tuple[NDArray[np.uint8], str]:
+def flat_bytes(out: OutputBuffer) -> tuple[NDArray[np.uint8], str]:
     """`out` as writable bytes in one dimension, without a copy, and its dtype's name."""
     if isinstance(out, np.ndarray):
         if not out.flags.c_contiguous or not out.flags.writeable:
             raise ValueError("out must be contiguous and writable")
         return out.reshape(-1).view(np.uint8), _NUMPY_NAMES.get(out.dtype.str) or out.dtype.name
-    if not is_torch(out):
+    if not is_torch_tensor(out):
         raise ValueError(f"out is a {type(out).__name__}; it must be a numpy array or a torch tensor")
     if not out.is_contiguous() or out.device.type != "cpu":
         raise ValueError(f"out must be contiguous and on the CPU; it is on {out.device}")
@@ -162,15 +168,15 @@ def flat_bytes(out: Out) -> tuple[NDArray[np.uint8], str]:
     return out.detach().reshape(-1).view(torch.uint8).numpy(), str(out.dtype).removeprefix("torch.")
 
 
-def _checked_row(catalog: Catalog, records: U32, dtype: str, row: tuple[int, ...]) -> int:
+def _check_row(catalog: ArenaCatalog, records: U32, dtype: str, row_shape: tuple[int, ...]) -> int:
     kinds, nbytes = catalog.kind[records], catalog.raw_nbytes[records]
     for number in set(kinds.tolist()):
-        kind = catalog.kind_of(number)
+        kind = catalog.record_kind(number)
         if kind.codec != "raw":
             raise ValueError(f"a record is compressed with {kind.codec}; gather copies raw records only")
-        expected = kind.shape_of(int(nbytes[kinds == number][0]))
-        if (dtype, row) not in ((kind.dtype, expected), ("uint8", (int(nbytes[0]),))):
-            raise ValueError(f"out holds rows of {dtype} {row}; a record is {kind.dtype} {expected}")
+        expected = kind.shape_for(int(nbytes[kinds == number][0]))
+        if (dtype, row_shape) not in ((kind.dtype, expected), ("uint8", (int(nbytes[0]),))):
+            raise ValueError(f"out holds rows of {dtype} {row_shape}; a record is {kind.dtype} {expected}")
     if (nbytes != nbytes[0]).any():
         raise ValueError(f"records of {nbytes.min()} to {nbytes.max()} bytes do not fit rows of one size; use view()")
     return int(nbytes[0])

@@ -17,9 +17,9 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from supertuner.arena.catalog import KIND_ROW, Catalog, Segment, SortedKeys, extent
-from supertuner.arena.checks import check_catalog
-from supertuner.arena.files import INDEX, INDEX_TEMPORARY, Folder, naming
+from supertuner.arena.catalog import KIND_ROW, ArenaCatalog, ArenaSegment, SortedKeys, next_segment_base
+from supertuner.arena.catalog_checks import check_catalog
+from supertuner.arena.folder import INDEX_FILE, INDEX_TEMPORARY_FILE, ArenaFolder, translate_os_errors
 from supertuner.arena.format import (
     INDEX_MAGIC,
     INDEX_NBYTES,
@@ -39,7 +39,7 @@ _SEGMENT_ROW = np.dtype([("number", "<u4"), ("kind", "<u4"), ("records", "<u8"),
 
 
 @dataclass(frozen=True, slots=True)
-class Counts:
+class IndexCounts:
     units: int
     records: int
     kinds: int
@@ -50,7 +50,7 @@ class Counts:
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
+class IndexSection:
     name: str
     dtype: np.dtype[Any]
     count: int
@@ -59,7 +59,7 @@ class Section:
     """Padded with zeros to a multiple of 64; the checksum covers the padding."""
 
 
-def sections(counts: Counts) -> list[Section]:
+def index_sections(counts: IndexCounts) -> list[IndexSection]:
     """Where every column lies."""
     columns: list[tuple[str, np.dtype[Any], int]] = [
         ("offset", np.dtype("<u8"), counts.records),
@@ -74,18 +74,18 @@ def sections(counts: Counts) -> list[Section]:
         ("keys", np.dtype("u1"), counts.key_nbytes),
         ("info", np.dtype("u1"), counts.info_nbytes),
     ]
-    placed, at = [], INDEX_NBYTES
+    laid_out, at = [], INDEX_NBYTES
     for name, dtype, count in columns:
         end = round_up(at + dtype.itemsize * count, _ALIGN)
-        placed.append(Section(name, dtype, count, at, end))
+        laid_out.append(IndexSection(name, dtype, count, at, end))
         at = end
-    return placed
+    return laid_out
 
 
-def write_index(folder: Folder, catalog: Catalog, keys: list[bytes], meta: Mapping[str, JSON]) -> None:
+def write_index(folder: ArenaFolder, catalog: ArenaCatalog, keys: list[bytes], meta: Mapping[str, JSON]) -> None:
     """Seal: a complete, synced file takes the index's name, or none does. `keys` are in order."""
-    columns = _columns(catalog, keys, _info(catalog, meta))
-    counts = Counts(
+    columns = _index_columns(catalog, keys, _info_json(catalog, meta))
+    counts = IndexCounts(
         units=len(keys),
         records=len(catalog.offset),
         kinds=len(catalog.kinds),
@@ -94,67 +94,67 @@ def write_index(folder: Folder, catalog: Catalog, keys: list[bytes], meta: Mappi
         key_nbytes=len(columns["keys"]),
         info_nbytes=len(columns["info"]),
     )
-    folder.unlink(INDEX_TEMPORARY)
-    fd = folder.create(INDEX_TEMPORARY)
+    folder.unlink(INDEX_TEMPORARY_FILE)
+    fd = folder.create(INDEX_TEMPORARY_FILE)
     try:
-        with naming(folder.file(INDEX)):
-            checksums = [_write_section(fd, section, columns[section.name]) for section in sections(counts)]
+        with translate_os_errors(folder.file_path(INDEX_FILE)):
+            checksums = [_write_section(fd, section, columns[section.name]) for section in index_sections(counts)]
             body = _COUNTS.pack(*astuple(counts)) + struct.pack(f"<{len(checksums)}Q", *checksums)
             write_all(fd, pack_header(INDEX_MAGIC, catalog.uuid, body, INDEX_NBYTES), 0)
             os.fsync(fd)
-            os.rename(INDEX_TEMPORARY, INDEX, src_dir_fd=folder.fd, dst_dir_fd=folder.fd)
+            os.rename(INDEX_TEMPORARY_FILE, INDEX_FILE, src_dir_fd=folder.fd, dst_dir_fd=folder.fd)
             os.fsync(folder.fd)
     finally:
         os.close(fd)
 
 
-def read_index(folder: Folder, uuid: bytes) -> Catalog:
+def read_index(folder: ArenaFolder, uuid: bytes) -> ArenaCatalog:
     """The validated catalog of a sealed arena, zero-copy on a shared map of the index."""
-    file = folder.file(INDEX)
-    fd = folder.open_file(INDEX)
+    file = folder.file_path(INDEX_FILE)
+    fd = folder.open_file(INDEX_FILE)
     try:
-        with naming(file):
+        with translate_os_errors(file):
             size = os.fstat(fd).st_size
-            found, body = unpack_header(file, os.pread(fd, INDEX_NBYTES, 0), INDEX_MAGIC, INDEX_NBYTES)
-            counts = Counts(*_COUNTS.unpack_from(body))
-            layout = sections(counts)
-            _check_header(file, found == uuid, counts, size)
+            found_uuid, body = unpack_header(file, os.pread(fd, INDEX_NBYTES, 0), INDEX_MAGIC, INDEX_NBYTES)
+            counts = IndexCounts(*_COUNTS.unpack_from(body))
+            section_list = index_sections(counts)
+            _check_header(file, found_uuid == uuid, counts, size)
             memory = mmap.mmap(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
     finally:
         os.close(fd)
-    _check_sections(file, memory, layout, struct.unpack_from(f"<{len(layout)}Q", body, _COUNTS.size))
-    parts = {s.name: np.frombuffer(memory, s.dtype, s.count, s.begin) for s in layout}
-    catalog = _catalog(file, uuid, counts, parts)
+    _check_sections(file, memory, section_list, struct.unpack_from(f"<{len(section_list)}Q", body, _COUNTS.size))
+    parts = {s.name: np.frombuffer(memory, s.dtype, s.count, s.begin) for s in section_list}
+    catalog = _build_catalog(file, uuid, counts, parts)
     check_catalog(file, catalog)
     return catalog
 
 
-def _check_header(file: object, same_arena: bool, counts: Counts, size: int) -> None:
+def _check_header(file: object, same_arena: bool, counts: IndexCounts, size: int) -> None:
     if not same_arena:
         raise ArenaDamagedError(file, "belongs to another arena than `head` beside it")
-    expected = sections(counts)[-1].end
+    expected = index_sections(counts)[-1].end
     if expected != size:
         raise ArenaDamagedError(file, f"has {size} bytes; its header speaks of {expected}")
     if counts.info_nbytes > MAX_INFO_NBYTES or counts.fields > MAX_FIELDS:
         raise ArenaDamagedError(file, f"states {counts.fields} fields and {counts.info_nbytes} bytes of description")
 
 
-def _check_sections(file: object, memory: mmap.mmap, layout: list[Section], checksums: tuple[int, ...]) -> None:
+def _check_sections(file: object, memory: mmap.mmap, layout: list[IndexSection], checksums: tuple[int, ...]) -> None:
     view = memoryview(memory)
     for section, checksum in zip(layout, checksums, strict=True):
         if xxhash.xxh3_64_intdigest(view[section.begin : section.end]) != checksum:
             raise ArenaDamagedError(file, f"the checksum of its {section.name} does not hold")
 
 
-def _catalog(file: object, uuid: bytes, counts: Counts, parts: dict[str, NDArray[Any]]) -> Catalog:
+def _build_catalog(file: object, uuid: bytes, counts: IndexCounts, parts: dict[str, NDArray[Any]]) -> ArenaCatalog:
     info = _read_info(file, parts["info"].tobytes(), counts.fields)
     _check_key_ends(file, parts["key_end"], counts.key_nbytes)
     segments, base = [], 0
     for number, kind, records, nbytes in parts["segments"].tolist():
-        segments.append(Segment(number, kind, records, nbytes, base))
-        base = extent(base, segments[-1].nbytes)
+        segments.append(ArenaSegment(number, kind, records, nbytes, base))
+        base = next_segment_base(base, segments[-1].nbytes)
     columns = parts["fields"].reshape(counts.fields, counts.units)
-    return Catalog(
+    return ArenaCatalog(
         uuid=uuid,
         segments=tuple(segments),
         fields=dict(zip(info["fields"], columns, strict=True)),
@@ -171,7 +171,7 @@ def _check_key_ends(file: object, ends: NDArray[np.uint64], key_nbytes: int) -> 
         raise ArenaDamagedError(file, "its keys do not fill the place they have")
 
 
-def _info(catalog: Catalog, meta: Mapping[str, JSON]) -> bytes:
+def _info_json(catalog: ArenaCatalog, meta: Mapping[str, JSON]) -> bytes:
     info = {"fields": list(catalog.fields), "tables": dict(catalog.tables), "meta": dict(meta)}
     text = json.dumps(info, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
     if len(text) > MAX_INFO_NBYTES:
@@ -186,8 +186,8 @@ def _read_info(file: object, text: bytes, fields: int) -> dict[str, Any]:
         info = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ArenaDamagedError(file, f"its description is not JSON: {error}") from error
-    shapes = {"fields": list, "tables": dict, "meta": dict}
-    if not isinstance(info, dict) or {k: type(v) for k, v in info.items()} != shapes:
+    expected_types = {"fields": list, "tables": dict, "meta": dict}
+    if not isinstance(info, dict) or {k: type(v) for k, v in info.items()} != expected_types:
         raise ArenaDamagedError(file, "its description is not one of fields, tables and meta")
     names, tables = info["fields"], info["tables"]
     if len(names) != fields or not all(isinstance(n, str) for n in names) or len(set(names)) != fields:
@@ -197,7 +197,7 @@ def _read_info(file: object, text: bytes, fields: int) -> dict[str, Any]:
     return info
 
 
-def _columns(catalog: Catalog, keys: list[bytes], info: bytes) -> dict[str, NDArray[Any]]:
+def _index_columns(catalog: ArenaCatalog, keys: list[bytes], info: bytes) -> dict[str, NDArray[Any]]:
     rows = [(s.number, s.kind, s.records, s.nbytes) for s in catalog.segments]
     fields = list(catalog.fields.values())
     return {
@@ -215,7 +215,7 @@ def _columns(catalog: Catalog, keys: list[bytes], info: bytes) -> dict[str, NDAr
     }
 
 
-def _write_section(fd: int, section: Section, column: NDArray[Any]) -> int:
+def _write_section(fd: int, section: IndexSection, column: NDArray[Any]) -> int:
     assert column.dtype == section.dtype and len(column) == section.count, section
     padding = bytes(section.end - section.begin - column.nbytes)
     content = memoryview(column.tobytes() + padding)

@@ -15,14 +15,14 @@ from typing import NamedTuple
 
 import xxhash
 
-from supertuner.arena.files import Folder, naming
+from supertuner.arena.folder import ArenaFolder, translate_os_errors
 from supertuner.arena.format import (
     JOURNAL_MAGIC,
     JOURNAL_NBYTES,
     KIND_NBYTES,
     MAX_FIELDS,
     MAX_KEY_NBYTES,
-    check_segment,
+    check_segment_header,
     segment_name,
 )
 from supertuner.core.errors import ArenaDamagedError
@@ -34,7 +34,7 @@ _CHUNK = 1 << 20
 assert _ENTRY.size + _BODY.size + MAX_KEY_NBYTES + MAX_FIELDS * (_FIELD.size + KIND_NBYTES + 256) < _CHUNK
 
 
-class Placed(NamedTuple):
+class JournalField(NamedTuple):
     """One field of a committed unit. The kind is a packed row: equal rows are equal kinds."""
 
     name: bytes
@@ -45,14 +45,14 @@ class Placed(NamedTuple):
     checksum: int
 
 
-class Entry(NamedTuple):
+class JournalEntry(NamedTuple):
     end: int
     """Where in the journal it ends."""
     key: bytes
-    fields: list[Placed]
+    fields: list[JournalField]
 
 
-def pack_entry(position: int, key: bytes, fields: Sequence[Placed]) -> bytes:
+def pack_entry(position: int, key: bytes, fields: Sequence[JournalField]) -> bytes:
     parts = [_BODY.pack(len(key), len(fields)), key]
     for name, kind, *numbers in fields:
         short = kind.rstrip(b"\0")
@@ -61,7 +61,7 @@ def pack_entry(position: int, key: bytes, fields: Sequence[Placed]) -> bytes:
     return _ENTRY.pack(len(body), xxhash.xxh3_64_intdigest(body, position)) + body
 
 
-def one_field_packer(name: bytes, kind: bytes) -> Callable[[int, bytes, int, int, int], bytes]:
+def single_field_packer(name: bytes, kind: bytes) -> Callable[[int, bytes, int, int, int], bytes]:
     """`pack_entry` for units that all have one raw field of this name and kind: what they share is packed once."""
     short = kind.rstrip(b"\0")
     tail = name + short
@@ -75,7 +75,7 @@ def one_field_packer(name: bytes, kind: bytes) -> Callable[[int, bytes, int, int
     return pack
 
 
-def unpack_body(file: object, body: bytes) -> tuple[bytes, list[Placed]]:
+def unpack_body(file: object, body: bytes) -> tuple[bytes, list[JournalField]]:
     """Key and fields of a body whose checksum holds; what is still wrong with it is damage or an attack."""
     try:
         key_nbytes, count = _BODY.unpack_from(body)
@@ -86,7 +86,9 @@ def unpack_body(file: object, body: bytes) -> tuple[bytes, list[Placed]]:
             *numbers, name_nbytes, kind_nbytes = _FIELD.unpack_from(body, at)
             split = at + _FIELD.size + name_nbytes
             at = split + kind_nbytes
-            fields.append(Placed(body[split - name_nbytes : split], body[split:at].ljust(KIND_NBYTES, b"\0"), *numbers))
+            fields.append(
+                JournalField(body[split - name_nbytes : split], body[split:at].ljust(KIND_NBYTES, b"\0"), *numbers)
+            )
     except struct.error as error:
         raise ArenaDamagedError(file, "a journal entry is shorter than it says") from error
     if at != len(body) or not 0 < key_nbytes <= MAX_KEY_NBYTES:
@@ -96,19 +98,19 @@ def unpack_body(file: object, body: bytes) -> tuple[bytes, list[Placed]]:
     return key, fields
 
 
-class Journal:
+class JournalReader:
     """Reads a segment's journal from its beginning on, as far as it is whole."""
 
-    def __init__(self, folder: Folder, number: int, uuid: bytes) -> None:
+    def __init__(self, folder: ArenaFolder, number: int, uuid: bytes) -> None:
         """Raises ArenaDamaged unless it is the journal of that segment of that arena."""
         self.number = number
-        self.file = folder.file(segment_name(number, "journal"))
+        self.file = folder.file_path(segment_name(number, "journal"))
         self.position = JOURNAL_NBYTES
         self.fd = folder.open_file(segment_name(number, "journal"))
         try:
-            with naming(self.file):
+            with translate_os_errors(self.file):
                 header = os.pread(self.fd, JOURNAL_NBYTES, 0)
-            self.kind = check_segment(self.file, header, JOURNAL_MAGIC, uuid, number)
+            self.kind = check_segment_header(self.file, header, JOURNAL_MAGIC, uuid, number)
         except BaseException:
             self.close()
             raise
@@ -118,18 +120,18 @@ class Journal:
             os.close(self.fd)
             self.fd = -1
 
-    def advance(self) -> Iterator[Entry]:
+    def read_entries(self) -> Iterator[JournalEntry]:
         """The entries since the last one that was taken; ends at the file's end or at what is not whole."""
         while True:
             chunk = self._read(_CHUNK)
-            begin, before = self.position, self.position
-            while (entry := self._entry(chunk, begin)) is not None:
+            begin, previous_position = self.position, self.position
+            while (entry := self._parse_entry(chunk, begin)) is not None:
                 self.position = entry.end
                 yield entry
-            if self.position == before:
+            if self.position == previous_position:
                 return
 
-    def is_wrong(self) -> bool:
+    def has_damaged_entry(self) -> bool:
         """Whether what follows is an entry of full length whose checksum does not hold: damage, not a torn tail."""
         chunk = self._read(_ENTRY.size)
         if len(chunk) < _ENTRY.size:
@@ -138,16 +140,16 @@ class Journal:
         return bool(self.position + _ENTRY.size + nbytes <= os.fstat(self.fd).st_size)
 
     def _read(self, nbytes: int) -> bytes:
-        with naming(self.file):
+        with translate_os_errors(self.file):
             return os.pread(self.fd, nbytes, self.position)
 
-    def _entry(self, chunk: bytes, begin: int) -> Entry | None:
-        at = self.position - begin
-        if len(chunk) - at < _ENTRY.size:
+    def _parse_entry(self, chunk: bytes, begin: int) -> JournalEntry | None:
+        offset = self.position - begin
+        if len(chunk) - offset < _ENTRY.size:
             return None
-        nbytes, checksum = _ENTRY.unpack_from(chunk, at)
-        body = chunk[at + _ENTRY.size : at + _ENTRY.size + nbytes]
+        nbytes, checksum = _ENTRY.unpack_from(chunk, offset)
+        body = chunk[offset + _ENTRY.size : offset + _ENTRY.size + nbytes]
         if len(body) < nbytes or xxhash.xxh3_64_intdigest(body, self.position) != checksum:
             return None
         key, fields = unpack_body(self.file, body)
-        return Entry(self.position + _ENTRY.size + nbytes, key, fields)
+        return JournalEntry(self.position + _ENTRY.size + nbytes, key, fields)

@@ -27,9 +27,9 @@ def try_lock(fd: int, *, exclusive: bool) -> bool:
 
 def lock(fd: int, *, exclusive: bool, wait_s: float = 0.0) -> bool:
     """Lock within `wait_s`, at least GRACE_S."""
-    end = time.monotonic() + max(wait_s, GRACE_S)
+    deadline = time.monotonic() + max(wait_s, GRACE_S)
     while not try_lock(fd, exclusive=exclusive):
-        if time.monotonic() >= end:
+        if time.monotonic() >= deadline:
             return False
         time.sleep(_POLL_S)
     return True
@@ -47,10 +47,10 @@ def is_held(fd: int) -> bool:
     return False
 
 
-def same_file(fd: int, path: str) -> bool:
+def leads_to(fd: int, path: str) -> bool:
     """Whether `path` still leads to the file that was opened: it may have been replaced before the lock was had."""
     try:
-        there = os.stat(path, follow_symlinks=False)
+        status = os.stat(path, follow_symlinks=False)
     except FileNotFoundError:
         return False
-    return os.path.samestat(there, os.fstat(fd))
+    return os.path.samestat(status, os.fstat(fd))

@@ -10,35 +10,37 @@ import mmap
 import os
 from collections.abc import Sequence
 
-from supertuner.arena.catalog import Segment
-from supertuner.arena.files import Folder
+from supertuner.arena.catalog import ArenaSegment
+from supertuner.arena.folder import ArenaFolder
 from supertuner.arena.format import segment_name
 from supertuner.core.errors import ArenaError
 
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000  # Linux on x86-64 and aarch64; Python names it only from 3.13 on
-_FAILED = ctypes.c_void_p(-1).value
+_MAP_FAILED = ctypes.c_void_p(-1).value
 
 
-def map_segments(folder: Folder, segments: Sequence[Segment], total: int) -> mmap.mmap:
+def map_segments(folder: ArenaFolder, segments: Sequence[ArenaSegment], total_bytes: int) -> mmap.mmap:
     """The segments at their bases. It is unmapped when the last view of it is gone, not before."""
     try:
-        memory = mmap.mmap(-1, total, flags=mmap.MAP_PRIVATE | _MAP_NORESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        memory = mmap.mmap(
+            -1, total_bytes, flags=mmap.MAP_PRIVATE | _MAP_NORESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE
+        )
     except OSError as error:
         raise ArenaError(
-            f"{folder.path}: cannot map {total} bytes: {error.strerror}; raise `ulimit -v`, "
+            f"{folder.path}: cannot map {total_bytes} bytes: {error.strerror}; raise `ulimit -v`, "
             "or set vm.overcommit_memory to 0 or 1"
         ) from error
-    begin = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    base_address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     libc_mmap = _libc_mmap()
     for segment in segments:
         fd = folder.open_file(segment_name(segment.number, "data"))
         try:
             flags = mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE
-            where = begin + segment.base
-            got = libc_mmap(where, segment.nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
-            if got == _FAILED:
-                file = folder.file(segment_name(segment.number, "data"))
+            address = base_address + segment.base
+            mapped_at = libc_mmap(address, segment.nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
+            if mapped_at == _MAP_FAILED:
+                file = folder.file_path(segment_name(segment.number, "data"))
                 raise ArenaError(f"{file}: cannot be mapped: {os.strerror(ctypes.get_errno())}")
         finally:
             os.close(fd)

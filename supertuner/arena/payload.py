@@ -8,39 +8,39 @@ from typing import TYPE_CHECKING, Any, TypeAlias, Union
 import numpy as np
 from numpy.typing import NDArray
 
-from supertuner.arena.format import DTYPES, Kind
+from supertuner.arena.format import DTYPES, RecordKind
 
 if TYPE_CHECKING:
     import torch
 
 Payload: TypeAlias = Union[bytes, bytearray, memoryview, NDArray[Any], "torch.Tensor"]
 
-_BYTES = Kind("uint8", None)
+_BYTES_KIND = RecordKind("uint8", None)
 
 
-def is_torch(value: object) -> bool:
+def is_torch_tensor(value: object) -> bool:
     """Whether this is a torch tensor, asked without importing torch."""
     return any(base.__module__ == "torch" and base.__name__ == "Tensor" for base in type(value).__mro__)
 
 
-def as_bytes(payload: Payload) -> tuple[memoryview, Kind]:
+def as_bytes(payload: Payload) -> tuple[memoryview, RecordKind]:
     """The payload's bytes (no copy where it is contiguous) and its kind."""
     if isinstance(payload, np.ndarray):
-        return _of_array(payload)
-    if is_torch(payload):
-        return _of_tensor(payload)
+        return _array_bytes(payload)
+    if is_torch_tensor(payload):
+        return _tensor_bytes(payload)
     view = memoryview(payload)  # type: ignore[arg-type]
-    return (view if view.format == "B" and view.ndim == 1 else view.cast("B")), _BYTES
+    return (view if view.format == "B" and view.ndim == 1 else view.cast("B")), _BYTES_KIND
 
 
-def compressed(payload: Payload, codec: str, raw_nbytes: int | None) -> tuple[memoryview, Kind, int]:
+def compressed_payload(payload: Payload, codec: str, raw_nbytes: int | None) -> tuple[memoryview, RecordKind, int]:
     """Bytes of a codec, which stand for `raw_nbytes` others."""
     content, _ = as_bytes(payload)
     assert raw_nbytes is not None, f"a payload of codec {codec!r} needs raw_nbytes, its size when unpacked"
-    return content, Kind("uint8", None, codec), raw_nbytes
+    return content, RecordKind("uint8", None, codec), raw_nbytes
 
 
-def checked_dtype(name: str) -> str:
+def check_dtype(name: str) -> str:
     if name not in DTYPES:
         raise ValueError(f"an arena cannot store {name}; it stores {', '.join(DTYPES)}")
     return name
@@ -62,22 +62,22 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
         raise ValueError(f"numpy has no {name}; take it with tensor(), or its bytes with view()") from error
 
 
-def _of_array(array: NDArray[Any]) -> tuple[memoryview, Kind]:
-    dtype = checked_dtype(array.dtype.name)
-    little = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
+def _array_bytes(array: NDArray[Any]) -> tuple[memoryview, RecordKind]:
+    dtype = check_dtype(array.dtype.name)
+    little_endian = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
     shape = None if array.ndim == 1 else array.shape
-    return _flat(little), Kind(dtype, shape)
+    return _flat_bytes(little_endian), RecordKind(dtype, shape)
 
 
-def _of_tensor(tensor: Any) -> tuple[memoryview, Kind]:
+def _tensor_bytes(tensor: Any) -> tuple[memoryview, RecordKind]:
     import torch
 
     assert tensor.device.type == "cpu", f"a tensor on {tensor.device}; bring it to the CPU first"
-    dtype = checked_dtype(str(tensor.dtype).removeprefix("torch."))
+    dtype = check_dtype(str(tensor.dtype).removeprefix("torch."))
     flat = tensor.detach().contiguous().reshape(-1)
     shape = None if tensor.ndim == 1 else tuple(tensor.shape)
-    return _flat(flat.view(torch.uint8).numpy()), Kind(dtype, shape)
+    return _flat_bytes(flat.view(torch.uint8).numpy()), RecordKind(dtype, shape)
 
 
-def _flat(array: NDArray[Any]) -> memoryview:
+def _flat_bytes(array: NDArray[Any]) -> memoryview:
     return array.reshape(-1).view(np.uint8).data

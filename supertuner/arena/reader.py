@@ -13,12 +13,21 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from supertuner.arena.catalog import U32, Catalog, SortedKeys
-from supertuner.arena.files import INDEX, Folder
-from supertuner.arena.format import ABSENT, PAGE, Kind
-from supertuner.arena.gather import Copiers, Indices, Out, Rows, checked_out, records_of, rows_of, units_of
+from supertuner.arena.catalog import U32, ArenaCatalog, SortedKeys
+from supertuner.arena.folder import INDEX_FILE, ArenaFolder
+from supertuner.arena.format import ABSENT, PAGE, RecordKind
+from supertuner.arena.gather import (
+    CopyThreads,
+    OutputBuffer,
+    UniformRecords,
+    UnitIndices,
+    check_output,
+    check_unit_indices,
+    find_uniform_records,
+    record_numbers,
+)
 from supertuner.arena.payload import numpy_dtype, torch_dtype
-from supertuner.arena.verify import Stopped, check_record, verify_arena
+from supertuner.arena.verify import VerificationStopped, check_record, verify_arena
 from supertuner.core.errors import ArenaDamagedError, ArenaError
 from supertuner.core.events import NullSink, Progress
 from supertuner.core.types import JSON
@@ -26,27 +35,32 @@ from supertuner.core.types import JSON
 if TYPE_CHECKING:
     import torch
 
-Verify: TypeAlias = Literal["on_demand", "background", "always"]
+VerifyMode: TypeAlias = Literal["on_demand", "background", "always"]
 """When payload checksums are checked: only by `verify()`, by a thread after attaching, or before every read."""
 
 
-class Reader:
+class ArenaReader:
     """Views stay good after `close()`, as long as somebody holds them; only the lock ends there."""
 
     def __init__(
-        self, folder: Folder, catalog: Catalog, memory: mmap.mmap, verify: Verify, on_close: Callable[[], None]
+        self,
+        folder: ArenaFolder,
+        catalog: ArenaCatalog,
+        memory: mmap.mmap,
+        verify: VerifyMode,
+        on_close: Callable[[], None],
     ) -> None:
         self._folder = folder
         self._on_close = on_close
-        self._always = verify == "always"
-        self._fault: ArenaDamagedError | ArenaError | None = None
+        self._always_verify = verify == "always"
+        self._verification_error: ArenaDamagedError | ArenaError | None = None
         self._stop = threading.Event()
-        self._copiers = Copiers()
-        self._thread: threading.Thread | None = None
-        self._show(catalog, memory)
+        self._copy_threads = CopyThreads()
+        self._verify_thread: threading.Thread | None = None
+        self._set_catalog(catalog, memory)
         if verify == "background":
-            self._thread = threading.Thread(target=self._verify_quietly, name="arena-verify", daemon=True)
-            self._thread.start()
+            self._verify_thread = threading.Thread(target=self._verify_in_background, name="arena-verify", daemon=True)
+            self._verify_thread.start()
 
     def __len__(self) -> int:
         return len(self._catalog.keys)
@@ -56,7 +70,7 @@ class Reader:
         return self._folder.path.name
 
     @property
-    def memory(self) -> tuple[int, int]:
+    def memory_range(self) -> tuple[int, int]:
         """Where its records lie in this process: address and bytes. They stay there until the last view is gone."""
         return self._pages.ctypes.data, self._pages.nbytes
 
@@ -75,27 +89,29 @@ class Reader:
 
     def key(self, i: int) -> str:
         self._check_unit(i)
-        key = self._catalog.keys.at(i)
+        key = self._catalog.keys.key_at(i)
         try:
             return key.decode()
         except UnicodeDecodeError as error:
-            raise ArenaDamagedError(self._folder.file(INDEX), f"key {i} is not UTF-8: {key[:80]!r}") from error
+            raise ArenaDamagedError(
+                self._folder.file_path(INDEX_FILE), f"key {i} is not UTF-8: {key[:80]!r}"
+            ) from error
 
     def find(self, key: str) -> int | None:
         """The unit of that key, or None."""
         return self._catalog.keys.find(key.encode(errors="surrogatepass"))
 
-    def keys_of_width(self, nbytes: int) -> NDArray[np.bytes_] | None:
+    def fixed_width_keys(self, nbytes: int) -> NDArray[np.bytes_] | None:
         """All keys in their order as one array, without a copy; None unless each of them has `nbytes` bytes."""
         keys = self._catalog.keys
-        return keys.of_width(nbytes) if isinstance(keys, SortedKeys) else None
+        return keys.fixed_width_array(nbytes) if isinstance(keys, SortedKeys) else None
 
-    def stored_as(self, field: str = "media") -> NDArray[np.uint64]:
+    def record_fingerprints(self, field: str = "media") -> NDArray[np.uint64]:
         """What each unit's record is known by, one row each: checksum, stored and real bytes, digest of the codec."""
-        self._check_state(field)
+        self._check_readable(field)
         catalog = self._catalog
-        records = records_of(catalog, np.arange(len(self)), field, None)
-        names = [catalog.kind_of(number).codec.encode() for number in range(len(catalog.kinds))]
+        records = record_numbers(catalog, np.arange(len(self)), field, None)
+        names = [catalog.record_kind(number).codec.encode() for number in range(len(catalog.kinds))]
         codecs = np.array([xxhash.xxh3_64_intdigest(name) for name in names], np.uint64)
         columns = (catalog.checksum, catalog.nbytes, catalog.raw_nbytes)
         return np.stack([*(column[records] for column in columns), codecs[catalog.kind[records]]], axis=1)
@@ -112,15 +128,15 @@ class Reader:
 
     def array(self, i: int, field: str = "media") -> NDArray[Any]:
         """The record as a read-only array of its dtype and shape."""
-        return self._array(self._record(i, field))
+        return self._record_array(self._record(i, field))
 
     def tensor(self, i: int, field: str = "media") -> torch.Tensor:
         """The record as a tensor on the arena's memory. Writing to it changes this process's copy of the page only."""
         import torch
 
         record = self._record(i, field)
-        kind, raw_nbytes = self._raw_kind(record), self._raw_nbytes[record]
-        dtype, shape = torch_dtype(kind.dtype), kind.shape_of(raw_nbytes)
+        kind, raw_nbytes = self._raw_record_kind(record), self._raw_nbytes[record]
+        dtype, shape = torch_dtype(kind.dtype), kind.shape_for(raw_nbytes)
         if not raw_nbytes:
             return torch.empty(shape, dtype=dtype)
         flat = torch.frombuffer(
@@ -129,7 +145,7 @@ class Reader:
         return flat.view(shape)
 
     def codec(self, i: int, field: str = "media") -> str:
-        return self._kind(self._record(i, field)).codec
+        return self._record_kind(self._record(i, field)).codec
 
     def nbytes(self, i: int, field: str = "media") -> int:
         """Stored bytes."""
@@ -139,38 +155,38 @@ class Reader:
         """Bytes once unpacked."""
         return int(self._raw_nbytes[self._record(i, field)])
 
-    def gather(self, indices: Indices, out: Out, field: str = "media", *, threads: int = 1) -> None:
+    def gather(self, indices: UnitIndices, out: OutputBuffer, field: str = "media", *, threads: int = 1) -> None:
         """Copy the units' records into the rows of `out`, a contiguous numpy array or CPU tensor of shape [k, …].
 
         A row has the records' dtype and shape, or is their bytes (uint8). Records of different sizes: ValueError.
         A large batch is copied by up to `threads` threads at once.
         """
-        self._check_state(field)
-        rows = self._rows_of(field)
-        records = records_of(self._catalog, units_of(indices, len(self)), field, rows)
-        flat, nbytes = checked_out(self._catalog, records, out, rows)
-        self._copy(records, flat, nbytes, threads)
+        self._check_readable(field)
+        rows = self._uniform_records(field)
+        records = record_numbers(self._catalog, check_unit_indices(indices, len(self)), field, rows)
+        flat, nbytes = check_output(self._catalog, records, out, rows)
+        self._copy_records(records, flat, nbytes, threads)
 
-    def gathered(self, indices: Indices, *, threads: int = 1) -> dict[str, torch.Tensor]:
+    def gather_tensors(self, indices: UnitIndices, *, threads: int = 1) -> dict[str, torch.Tensor]:
         """Units that are alike, stacked: for each field that the first of them has, a new tensor of shape [k, …]."""
         import torch
 
-        units = units_of(indices, len(self))
-        found = {}
+        units = check_unit_indices(indices, len(self))
+        tensors = {}
         for field, column in self._columns.items():
-            self._check_state(field)
+            self._check_readable(field)
             first = column[int(units[0])]
             if first == ABSENT:
                 continue
-            kind = self._raw_kind(first)
-            shape = kind.shape_of(self._raw_nbytes[first])
-            out = found[field] = torch.empty((len(units), *shape), dtype=torch_dtype(kind.dtype))
-            if (rows := self._rows_of(field)) is None:
+            kind = self._raw_record_kind(first)
+            shape = kind.shape_for(self._raw_nbytes[first])
+            out = tensors[field] = torch.empty((len(units), *shape), dtype=torch_dtype(kind.dtype))
+            if (rows := self._uniform_records(field)) is None:
                 self.gather(units, out, field, threads=threads)
             else:  # all of the field's records are alike, so that nothing is left to check
                 flat = out.view(-1).view(torch.uint8).numpy()
-                self._copy(self._catalog.fields[field][units], flat, rows.nbytes, threads)
-        return found
+                self._copy_records(self._catalog.fields[field][units], flat, rows.nbytes, threads)
+        return tensors
 
     def check(self, i: int, field: str = "media") -> None:
         """Raise ArenaDamaged unless the record's bytes have the checksum they were written with."""
@@ -182,28 +198,28 @@ class Reader:
             raise KeyError(f"no table {name!r} in {self.name}; it has {', '.join(self.tables) or 'none'}")
         record = self._catalog.tables[name]
         self._check_record(record)
-        return self._array(record)
+        return self._record_array(record)
 
     def verify(self, progress: Progress | None = None) -> None:
         """Check every byte of every file of the arena; raises ArenaDamaged naming the file."""
         total = int(self._catalog.nbytes.sum())
         title, records = f"verifying {self.name}", len(self._offset)
         with (progress or NullSink()).phase(title, items=records, nbytes=total, noun="records") as phase:
-            verify_arena(self._folder, phase, stop=lambda: False)
+            verify_arena(self._folder, phase, should_stop=lambda: False)
 
     def close(self) -> None:
         """Give up the lock. Views that were given out stay good."""
         if self._folder.fd < 0:
             return
         self._stop.set()
-        self._copiers.close()
-        if self._thread is not None:
-            self._thread.join()
+        self._copy_threads.close()
+        if self._verify_thread is not None:
+            self._verify_thread.join()
         self._columns.clear()
         self._folder.close()
         self._on_close()
 
-    def __enter__(self) -> Reader:
+    def __enter__(self) -> ArenaReader:
         return self
 
     def __exit__(
@@ -211,7 +227,7 @@ class Reader:
     ) -> None:
         self.close()
 
-    def _show(self, catalog: Catalog, memory: mmap.mmap) -> None:
+    def _set_catalog(self, catalog: ArenaCatalog, memory: mmap.mmap) -> None:
         """Let these be what the reader shows. Columns are kept as memoryviews too: one number of them costs little."""
         self._catalog = catalog
         self._memory = memory
@@ -220,22 +236,22 @@ class Reader:
         self._raw_nbytes = catalog.raw_nbytes.data
         self._columns = {name: column.data for name, column in catalog.fields.items()}
         self._pages = np.frombuffer(self._bytes, np.uint8).reshape(-1, PAGE)
-        self._kinds: dict[int, Kind] = {}
-        self._rows: dict[str, Rows | None] = {}
+        self._kinds: dict[int, RecordKind] = {}
+        self._uniform_by_field: dict[str, UniformRecords | None] = {}
 
-    def _rows_of(self, field: str) -> Rows | None:
-        if field not in self._rows:
-            self._rows[field] = rows_of(self._catalog, field)
-        return self._rows[field]
+    def _uniform_records(self, field: str) -> UniformRecords | None:
+        if field not in self._uniform_by_field:
+            self._uniform_by_field[field] = find_uniform_records(self._catalog, field)
+        return self._uniform_by_field[field]
 
-    def _copy(self, records: U32, flat: NDArray[np.uint8], nbytes: int, threads: int) -> None:
-        if self._always:
+    def _copy_records(self, records: U32, flat: NDArray[np.uint8], nbytes: int, threads: int) -> None:
+        if self._always_verify:
             for record in records.tolist():
                 check_record(self._folder, self._catalog, self._bytes, record)
-        self._copiers.copy(self._pages, self._catalog.offset[records], flat, nbytes, threads)
+        self._copy_threads.copy(self._pages, self._catalog.offset[records], flat, nbytes, threads)
 
     def _record(self, i: int, field: str) -> int:
-        self._check_state(field)
+        self._check_readable(field)
         self._check_unit(i)
         record = int(self._columns[field][i])
         if record == ABSENT:
@@ -243,9 +259,9 @@ class Reader:
         self._check_record(record)
         return record
 
-    def _check_state(self, field: str) -> None:
-        if self._fault is not None:
-            raise self._fault
+    def _check_readable(self, field: str) -> None:
+        if self._verification_error is not None:
+            raise self._verification_error
         if field not in self._columns:
             assert self._folder.fd >= 0, "this reader is closed"
             raise KeyError(f"no field {field!r} in {self.name}; it has {', '.join(self.fields) or 'none'}")
@@ -255,37 +271,37 @@ class Reader:
             raise IndexError(f"unit {i} of {len(self)}")
 
     def _check_record(self, record: int) -> None:
-        if self._always:
+        if self._always_verify:
             check_record(self._folder, self._catalog, self._bytes, record)
 
-    def _kind(self, record: int) -> Kind:
+    def _record_kind(self, record: int) -> RecordKind:
         number = int(self._catalog.kind[record])
         kind = self._kinds.get(number)
         if kind is None:
             if len(self._kinds) > 1024:
                 self._kinds.clear()
-            kind = self._kinds[number] = self._catalog.kind_of(number)
+            kind = self._kinds[number] = self._catalog.record_kind(number)
         return kind
 
-    def _raw_kind(self, record: int) -> Kind:
-        kind = self._kind(record)
+    def _raw_record_kind(self, record: int) -> RecordKind:
+        kind = self._record_kind(record)
         if kind.codec != "raw":
             raise ValueError(f"this record is compressed with {kind.codec}; unpack the bytes of view()")
         return kind
 
-    def _array(self, record: int) -> NDArray[Any]:
-        kind, raw_nbytes = self._raw_kind(record), self._raw_nbytes[record]
+    def _record_array(self, record: int) -> NDArray[Any]:
+        kind, raw_nbytes = self._raw_record_kind(record), self._raw_nbytes[record]
         dtype, count = numpy_dtype(kind.dtype), raw_nbytes // kind.itemsize
         flat: NDArray[Any] = np.frombuffer(self._bytes, dtype, count, self._offset[record])
-        return flat.reshape(kind.shape_of(raw_nbytes))
+        return flat.reshape(kind.shape_for(raw_nbytes))
 
-    def _verify_quietly(self) -> None:
+    def _verify_in_background(self) -> None:
         """Background verification: its finding is raised at the next read."""
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         phase = NullSink().phase("")
         try:
             verify_arena(self._folder, phase, self._stop.is_set)
-        except Stopped:
+        except VerificationStopped:
             return
         except ArenaError as error:
-            self._fault = error
+            self._verification_error = error

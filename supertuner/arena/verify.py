@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import xxhash
 
-from supertuner.arena.catalog import Catalog, Segment
-from supertuner.arena.checks import check_keys, check_used_once
-from supertuner.arena.files import INDEX, Folder, naming
+from supertuner.arena.catalog import ArenaCatalog, ArenaSegment
+from supertuner.arena.catalog_checks import check_keys, check_records_used_once
+from supertuner.arena.folder import INDEX_FILE, ArenaFolder, translate_os_errors
 from supertuner.arena.format import PAGE, segment_name
 from supertuner.arena.mapping import map_segments
 from supertuner.arena.sealed import open_sealed
@@ -18,62 +18,64 @@ from supertuner.core.errors import ArenaDamagedError
 from supertuner.core.events import ProgressPhase
 
 _CHUNK = 1 << 20
-_PULSE = 256
+_STOP_CHECK_EVERY = 256
 
 
-class Stopped(Exception):
+class VerificationStopped(Exception):
     """A background verification was asked to end."""
 
 
-def verify_arena(folder: Folder, phase: ProgressPhase, stop: Callable[[], bool]) -> None:
+def verify_arena(folder: ArenaFolder, phase: ProgressPhase, should_stop: Callable[[], bool]) -> None:
     """Read everything again from the files, through a map of its own. Raises ArenaDamaged, or Stopped."""
     _, catalog = open_sealed(folder)
     count = 0
 
-    def pulse() -> None:
+    def check_stop() -> None:
         nonlocal count
         count += 1
-        if count % _PULSE == 0 and stop():
-            raise Stopped
+        if count % _STOP_CHECK_EVERY == 0 and should_stop():
+            raise VerificationStopped
 
-    check_used_once(folder.file(INDEX), catalog)
-    check_keys(folder.file(INDEX), catalog, pulse)
-    view = memoryview(map_segments(folder, catalog.segments, catalog.total)).toreadonly()
+    check_records_used_once(folder.file_path(INDEX_FILE), catalog)
+    check_keys(folder.file_path(INDEX_FILE), catalog, check_stop)
+    view = memoryview(map_segments(folder, catalog.segments, catalog.total_bytes)).toreadonly()
     first = 0
     for segment in catalog.segments:
         for record in range(first, first + segment.records):
-            pulse()
+            check_stop()
             check_record(folder, catalog, view, record)
             phase.advance(items=1, nbytes=int(catalog.nbytes[record]))
-        check_gaps(folder, catalog, segment, first, pulse)
+        check_gaps_are_zero(folder, catalog, segment, first, check_stop)
         first += segment.records
 
 
-def check_record(folder: Folder, catalog: Catalog, view: memoryview, record: int) -> None:
+def check_record(folder: ArenaFolder, catalog: ArenaCatalog, view: memoryview, record: int) -> None:
     """Raise ArenaDamaged unless the record's bytes, as `view` shows them, have their checksum."""
     begin, nbytes = int(catalog.offset[record]), int(catalog.nbytes[record])
     if xxhash.xxh3_64_intdigest(view[begin : begin + nbytes]) != int(catalog.checksum[record]):
-        segment = catalog.segment_of(record)
+        segment = catalog.segment_containing(record)
         raise ArenaDamagedError(
-            folder.file(segment_name(segment.number, "data")),
+            folder.file_path(segment_name(segment.number, "data")),
             f"the checksum of record {record} ({nbytes} bytes at {begin - segment.base}) does not hold",
         )
 
 
-def check_gaps(folder: Folder, catalog: Catalog, segment: Segment, first: int, pulse: Callable[[], None]) -> None:
+def check_gaps_are_zero(
+    folder: ArenaFolder, catalog: ArenaCatalog, segment: ArenaSegment, first_record: int, check_stop: Callable[[], None]
+) -> None:
     """Raise ArenaDamaged unless all bytes outside the header and the records are zero. Holes are skipped, not read."""
     name = segment_name(segment.number, "data")
-    records = slice(first, first + segment.records)
+    records = slice(first_record, first_record + segment.records)
     begins = [*(catalog.offset[records] - segment.base).tolist(), segment.nbytes]
     sizes = [0, *catalog.nbytes[records].tolist()]
     fd = folder.open_file(name)
     try:
-        with naming(folder.file(name)):
+        with translate_os_errors(folder.file_path(name)):
             after = PAGE
             for begin, size in zip(begins, sizes, strict=True):
-                pulse()
+                check_stop()
                 after += size
-                _check_zeros(folder.file(name), fd, after, begin)
+                _check_zeros(folder.file_path(name), fd, after, begin)
                 after = begin
     finally:
         os.close(fd)
@@ -82,7 +84,7 @@ def check_gaps(folder: Folder, catalog: Catalog, segment: Segment, first: int, p
 def _check_zeros(file: object, fd: int, begin: int, end: int) -> None:
     while begin < end:
         if end - begin > PAGE or begin % PAGE == 0:
-            begin = _next_data(fd, begin)
+            begin = _next_stored_byte(fd, begin)
         chunk = os.pread(fd, max(0, min(end - begin, _CHUNK)), begin)
         if chunk.count(0) != len(chunk):
             at = begin + len(chunk) - len(chunk.lstrip(b"\0"))
@@ -90,7 +92,7 @@ def _check_zeros(file: object, fd: int, begin: int, end: int) -> None:
         begin += len(chunk) or end
 
 
-def _next_data(fd: int, begin: int) -> int:
+def _next_stored_byte(fd: int, begin: int) -> int:
     """The first byte from `begin` on that is stored; beyond the file if none is."""
     try:
         return os.lseek(fd, begin, os.SEEK_DATA)

@@ -9,7 +9,7 @@ from types import TracebackType
 import xxhash
 
 from supertuner.arena import locks
-from supertuner.arena.files import HEAD, INDEX, Folder, naming
+from supertuner.arena.folder import HEAD_FILE, INDEX_FILE, ArenaFolder, translate_os_errors
 from supertuner.arena.format import (
     DATA_MAGIC,
     JOURNAL_MAGIC,
@@ -17,62 +17,62 @@ from supertuner.arena.format import (
     MAX_FIELDS,
     MAX_KEY_NBYTES,
     PAGE,
-    Kind,
-    end_of,
+    RecordKind,
+    next_record_offset,
     pack_kind,
-    pack_segment,
-    place,
+    pack_segment_header,
+    record_end,
     round_up,
     segment_name,
 )
-from supertuner.arena.journal import Placed, pack_entry
-from supertuner.arena.payload import Payload, as_bytes, compressed
+from supertuner.arena.journal import JournalField, pack_entry
+from supertuner.arena.payload import Payload, as_bytes, compressed_payload
 from supertuner.core.bulk_io import read_all, write_all
 from supertuner.core.errors import ArenaBusyError, ArenaError, BrokenMediaError
 
-_CHUNK = 256 << 10
+_CHUNK_BYTES = 256 << 10
 """Read, checksummed and written in such pieces, each is in the cache all three times."""
-_KEPT = 1 << 20
+_BUFFER_BYTES = 1 << 20
 """Up to this size a file's bytes stay in the writer's buffer; larger ones are looked at where they were written."""
-_GATE_S = 60.0
+_SEAL_WAIT_S = 60.0
 
 
-class Writer:
+class SegmentWriter:
     """A segment being written. For one thread; open as many as there are threads."""
 
-    def __init__(self, folder: Folder, uuid: bytes, kind: int) -> None:
+    def __init__(self, folder: ArenaFolder, uuid: bytes, kind: int) -> None:
         self._folder = folder
         self.number, self._journal, self._data = open_segment(folder, uuid, kind)
-        self._data_file = folder.file(segment_name(self.number, "data"))
-        self._journal_file = folder.file(segment_name(self.number, "journal"))
+        self._data_file = folder.file_path(segment_name(self.number, "data"))
+        self._journal_file = folder.file_path(segment_name(self.number, "journal"))
         self._end = PAGE
         self._journal_end = JOURNAL_NBYTES
         self._buffer = bytearray()
-        self._kinds: dict[Kind, bytes] = {}
-        self._open: Unit | None = None
-        self.units = 0
+        self._packed_kinds: dict[RecordKind, bytes] = {}
+        self._open_unit: UnitWriter | None = None
+        self.units_committed = 0
 
-    def begin(self, key: str) -> Unit:
+    def begin(self, key: str) -> UnitWriter:
         """Start a unit. One at a time: commit or abort it before the next."""
-        assert self._open is None, f"unit {self._open and self._open.key!r} is still open"
+        assert self._open_unit is None, f"unit {self._open_unit and self._open_unit.key!r} is still open"
         assert self._data >= 0, "this writer is closed"
         encoded = encoded_key(key)
-        self._open = Unit(self, encoded)
-        return self._open
+        self._open_unit = UnitWriter(self, encoded)
+        return self._open_unit
 
     def close(self) -> None:
         """Give up an open unit and release the segment. What was committed stays."""
         if self._data < 0:
             return
         try:
-            if self._open is not None:
-                self._open.abort()
+            if self._open_unit is not None:
+                self._open_unit.abort()
         finally:
             os.close(self._data)
             os.close(self._journal)
             self._data = self._journal = -1
 
-    def __enter__(self) -> Writer:
+    def __enter__(self) -> SegmentWriter:
         return self
 
     def __exit__(
@@ -82,55 +82,55 @@ class Writer:
 
     def _write(self, content: memoryview, offset: int) -> int:
         """Write at `offset`, and return the checksum of what was written."""
-        if len(content) <= _CHUNK:
-            with naming(self._data_file):
+        if len(content) <= _CHUNK_BYTES:
+            with translate_os_errors(self._data_file):
                 if not len(content):
                     os.ftruncate(self._data, offset)  # the file reaches every record's place, an empty one's too
                 write_all(self._data, content, offset)
             return xxhash.xxh3_64_intdigest(content)
         digest = xxhash.xxh3_64()
-        with naming(self._data_file):
-            for at in range(0, len(content), _CHUNK):
-                digest.update(content[at : at + _CHUNK])
-                write_all(self._data, content[at : at + _CHUNK], offset + at)
+        with translate_os_errors(self._data_file):
+            for at in range(0, len(content), _CHUNK_BYTES):
+                digest.update(content[at : at + _CHUNK_BYTES])
+                write_all(self._data, content[at : at + _CHUNK_BYTES], offset + at)
         return digest.intdigest()
 
     def _copy_file(self, fd: int, nbytes: int, offset: int) -> tuple[memoryview, int]:
         """Bring a file's first bytes to `offset`; a view and their checksum. Errors of reading pass as they are."""
-        if len(self._buffer) < min(nbytes, _KEPT):
-            self._buffer = bytearray(min(round_up(nbytes, _CHUNK), _KEPT))
+        if len(self._buffer) < min(nbytes, _BUFFER_BYTES):
+            self._buffer = bytearray(min(round_up(nbytes, _CHUNK_BYTES), _BUFFER_BYTES))
         buffer, digest = memoryview(self._buffer), xxhash.xxh3_64()
-        for at in range(0, nbytes, _CHUNK):
-            here = at % _KEPT
-            chunk = buffer[here : here + min(_CHUNK, nbytes - at)]
-            _read_full(fd, chunk, at, nbytes)
+        for at in range(0, nbytes, _CHUNK_BYTES):
+            buffer_offset = at % _BUFFER_BYTES
+            chunk = buffer[buffer_offset : buffer_offset + min(_CHUNK_BYTES, nbytes - at)]
+            _read_exactly(fd, chunk, at, nbytes)
             digest.update(chunk)
-            with naming(self._data_file):
+            with translate_os_errors(self._data_file):
                 write_all(self._data, chunk, offset + at)
         if not nbytes:
             return memoryview(b""), self._write(memoryview(b""), offset)
-        if nbytes <= _KEPT:
+        if nbytes <= _BUFFER_BYTES:
             return buffer[:nbytes].toreadonly(), digest.intdigest()
-        shared = mmap.mmap(self._data, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=offset)
-        return memoryview(shared), digest.intdigest()
+        mapped = mmap.mmap(self._data, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=offset)
+        return memoryview(mapped), digest.intdigest()
 
-    def _kind(self, kind: Kind) -> bytes:
-        row = self._kinds.get(kind)
+    def _packed_kind(self, kind: RecordKind) -> bytes:
+        row = self._packed_kinds.get(kind)
         if row is None:
-            if len(self._kinds) > 1024:
-                self._kinds.clear()
-            row = self._kinds[kind] = pack_kind(kind)
+            if len(self._packed_kinds) > 1024:
+                self._packed_kinds.clear()
+            row = self._packed_kinds[kind] = pack_kind(kind)
         return row
 
-    def _commit(self, key: bytes, fields: list[Placed], end: int) -> None:
-        self._append(pack_entry(self._journal_end, key, fields), end, units=1)
-        self._open = None
+    def _commit_unit(self, key: bytes, fields: list[JournalField], end: int) -> None:
+        self._append_entries(pack_entry(self._journal_end, key, fields), end, units=1)
+        self._open_unit = None
 
-    def _append(self, entries: bytes, end: int, units: int) -> None:
+    def _append_entries(self, entries: bytes, end: int, units: int) -> None:
         """Commit journal entries, all or none; `end` is where the last of their records ends."""
         if os.fstat(self._journal).st_nlink == 0:
             raise ArenaError(f"{self._folder.path}: its owner abandoned the build; nothing more can be committed")
-        with naming(self._journal_file):
+        with translate_os_errors(self._journal_file):
             try:
                 write_all(self._journal, entries, self._journal_end)
             except OSError:
@@ -138,36 +138,36 @@ class Writer:
                 raise
         self._journal_end += len(entries)
         self._end = end
-        self.units += units
+        self.units_committed += units
 
-    def _abort(self) -> None:
+    def _discard_uncommitted(self) -> None:
         """Take back what was written since the last commit: the pages are freed and read as zeros again."""
-        self._open = None
-        with naming(self._data_file):
+        self._open_unit = None
+        with translate_os_errors(self._data_file):
             if os.fstat(self._data).st_size > self._end:
                 os.ftruncate(self._data, self._end)
 
 
-class Unit:
+class UnitWriter:
     """What is committed together under one key. As a context manager it commits, or aborts on an error."""
 
-    def __init__(self, writer: Writer, key: bytes) -> None:
+    def __init__(self, writer: SegmentWriter, key: bytes) -> None:
         self.key = key
         self._writer = writer
         self._end = writer._end
-        self._fields: list[Placed] = []
+        self._fields: list[JournalField] = []
 
     def put(self, field: str, payload: Payload, *, codec: str = "raw", raw_nbytes: int | None = None) -> None:
         """Add bytes, an array or a tensor. With a codec, `raw_nbytes` is its size when unpacked."""
         if codec == "raw":
             content, kind = as_bytes(payload)
-            real = len(content)
-            assert raw_nbytes in (None, real), f"raw bytes are {real}, not {raw_nbytes}"
+            raw_size = len(content)
+            assert raw_nbytes in (None, raw_size), f"raw bytes are {raw_size}, not {raw_nbytes}"
         else:
-            content, kind, real = compressed(payload, codec, raw_nbytes)
-        offset = self._place(field, len(content))
+            content, kind, raw_size = compressed_payload(payload, codec, raw_nbytes)
+        offset = self._reserve_offset(field, len(content))
         checksum = self._writer._write(content, offset)
-        self._add(field, kind, offset, len(content), real, checksum)
+        self._add_field(field, kind, offset, len(content), raw_size, checksum)
 
     def put_file(self, field: str, fd: int, nbytes: int) -> memoryview:
         """Add the first `nbytes` of an open file, read once; a read-only view of them, good until the next put_file.
@@ -175,70 +175,72 @@ class Unit:
         The view is for looking into the file: abort if it will not do. A file that turns out shorter is BrokenMedia, an
         error in reading it is the system's own OSError, an error in writing is an ArenaError.
         """
-        offset = self._place(field, nbytes)
+        offset = self._reserve_offset(field, nbytes)
         view, checksum = self._writer._copy_file(fd, nbytes, offset)
-        self._add(field, Kind("uint8", None), offset, nbytes, nbytes, checksum)
+        self._add_field(field, RecordKind("uint8", None), offset, nbytes, nbytes, checksum)
         return view
 
     def commit(self) -> None:
         """From here on the unit is there for every reader; before, for none."""
-        assert self._writer._open is self, "this unit was committed or aborted already"
-        self._writer._commit(self.key, self._fields, self._end)
+        assert self._writer._open_unit is self, "this unit was committed or aborted already"
+        self._writer._commit_unit(self.key, self._fields, self._end)
 
     def abort(self) -> None:
-        assert self._writer._open is self, "this unit was committed or aborted already"
-        self._writer._abort()
+        assert self._writer._open_unit is self, "this unit was committed or aborted already"
+        self._writer._discard_uncommitted()
 
-    def __enter__(self) -> Unit:
+    def __enter__(self) -> UnitWriter:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._writer._open is not self:
+        if self._writer._open_unit is not self:
             return
         if error is None:
             self.commit()
         else:
             self.abort()
 
-    def _place(self, field: str, nbytes: int) -> int:
-        assert self._writer._open is self, "this unit was committed or aborted already"
+    def _reserve_offset(self, field: str, nbytes: int) -> int:
+        assert self._writer._open_unit is self, "this unit was committed or aborted already"
         assert 0 < len(field) <= 64 and all(f.name != field.encode() for f in self._fields), (
             f"field {field!r}: put twice?"
         )
         assert len(self._fields) < MAX_FIELDS
-        return place(self._end, nbytes)
+        return next_record_offset(self._end, nbytes)
 
-    def _add(self, field: str, kind: Kind, offset: int, nbytes: int, raw_nbytes: int, checksum: int) -> None:
-        row = self._writer._kind(kind)
-        self._fields.append(Placed(field.encode(), row, offset, nbytes, raw_nbytes, checksum))
-        self._end = end_of(offset, nbytes)
+    def _add_field(
+        self, field: str, kind: RecordKind, offset: int, nbytes: int, raw_nbytes: int, checksum: int
+    ) -> None:
+        packed_kind = self._writer._packed_kind(kind)
+        self._fields.append(JournalField(field.encode(), packed_kind, offset, nbytes, raw_nbytes, checksum))
+        self._end = record_end(offset, nbytes)
 
 
-def open_segment(folder: Folder, uuid: bytes, kind: int) -> tuple[int, int, int]:
+def open_segment(folder: ArenaFolder, uuid: bytes, kind: int) -> tuple[int, int, int]:
     """A new segment of an arena that is not sealed: (number, journal, data). The journal is locked while it is open."""
-    gate = folder.open_file(HEAD)
+    head_fd = folder.open_file(HEAD_FILE)
     try:
-        if not locks.lock(gate, exclusive=False, wait_s=_GATE_S):
+        if not locks.lock(head_fd, exclusive=False, wait_s=_SEAL_WAIT_S):
             raise ArenaBusyError(f"{folder.path}: is being sealed; no writer can join any more")
-        if folder.has(INDEX):
+        if folder.has(INDEX_FILE):
             raise ArenaError(f"{folder.path}: is sealed; nothing can be added")
-        number, journal = _claim(folder)
+        number, journal = _claim_segment(folder)
         return number, journal, _begin_segment(folder, uuid, kind, number, journal)
     finally:
-        os.close(gate)
+        os.close(head_fd)
 
 
-def _begin_segment(folder: Folder, uuid: bytes, kind: int, number: int, journal: int) -> int:
+def _begin_segment(folder: ArenaFolder, uuid: bytes, kind: int, number: int, journal: int) -> int:
     """The data file of a claimed segment. The journal's header comes last: a journal that has one has data."""
     data = -1
     try:
         locks.lock(journal, exclusive=True)
         data = folder.create(segment_name(number, "data"))
-        with naming(folder.file(segment_name(number, "data"))):
-            write_all(data, pack_segment(DATA_MAGIC, uuid, number, kind), 0)
-            write_all(journal, pack_segment(JOURNAL_MAGIC, uuid, number, kind), 0)
+        with translate_os_errors(folder.file_path(segment_name(number, "data"))):
+            write_all(data, pack_segment_header(DATA_MAGIC, uuid, number, kind), 0)
+            write_all(journal, pack_segment_header(JOURNAL_MAGIC, uuid, number, kind), 0)
     except BaseException:
         os.close(journal)
         if data >= 0:
@@ -257,9 +259,9 @@ def encoded_key(key: str) -> bytes:
     return encoded
 
 
-def _claim(folder: Folder) -> tuple[int, int]:
+def _claim_segment(folder: ArenaFolder) -> tuple[int, int]:
     """The next free number, ours by having made its journal."""
-    number = max(folder.segments("journal") + folder.segments("data"), default=-1) + 1
+    number = max(folder.segment_numbers("journal") + folder.segment_numbers("data"), default=-1) + 1
     while True:
         try:
             return number, folder.create(segment_name(number, "journal"))
@@ -267,7 +269,7 @@ def _claim(folder: Folder) -> tuple[int, int]:
             number += 1
 
 
-def _read_full(fd: int, chunk: memoryview, at: int, nbytes: int) -> None:
-    done = read_all(fd, chunk, at)
-    if done < len(chunk):
-        raise BrokenMediaError(f"ends after {at + done} of {nbytes} bytes; it changed while it was read")
+def _read_exactly(fd: int, chunk: memoryview, at: int, nbytes: int) -> None:
+    count = read_all(fd, chunk, at)
+    if count < len(chunk):
+        raise BrokenMediaError(f"ends after {at + count} of {nbytes} bytes; it changed while it was read")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from supertuner.arena.format import PAGE, Life, round_up
-from supertuner.arena.home import Home
-from supertuner.arena.reader import Verify
+from supertuner.arena.format import PAGE, ArenaLifetime, round_up
+from supertuner.arena.home import ArenaHome
+from supertuner.arena.reader import VerifyMode
 from supertuner.cache.entries import NamedTensors
 from supertuner.core.errors import CacheError
 from supertuner.core.host import HostFacts
@@ -23,11 +23,11 @@ _RESERVE_SHARE, _RESERVE_AT_MOST = 0.05, 2 * GIB
 class CacheLocation:
     """A folder of arenas, and how those of a cache are kept there."""
 
-    home: Home
-    life: Life
+    home: ArenaHome
+    life: ArenaLifetime
     in_memory: bool
     """Whether the folder is memory (tmpfs); then memory is what runs out."""
-    verify: Verify
+    verify: VerifyMode
     """When the bytes of entries are checked."""
     damage_remedy: str
     """What to do about a damaged entry."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from supertuner.arena.reader import Reader
+from supertuner.arena.reader import ArenaReader
 from supertuner.cache.keys import KEY_WIDTH, EntryKeys
 from supertuner.core.errors import ArenaDamagedError, CacheError
 from supertuner.core.events import Progress
@@ -29,12 +29,12 @@ _UNIT_MASK = (1 << UNIT_BITS) - 1
 class CacheEntries:
     """Later arenas win: an entry that was made again is found where it was made last."""
 
-    def __init__(self, readers: Sequence[Reader] = (), remedy: str = "") -> None:
+    def __init__(self, readers: Sequence[ArenaReader] = (), remedy: str = "") -> None:
         self._readers = list(readers)
         self._remedy = remedy
         self._dropped: set[int] = set()
 
-    def add_reader(self, reader: Reader) -> None:
+    def add_reader(self, reader: ArenaReader) -> None:
         """Also show this arena's entries, before those of the others."""
         self._readers.append(reader)
 
@@ -57,12 +57,12 @@ class CacheEntries:
         """Entries of one shape, stacked: for each field a new contiguous tensor [k, …] on the CPU."""
         try:
             if len(self._readers) == 1:  # it refuses numbers that are none of its own
-                return self._readers[0].gathered(refs, threads=threads)
+                return self._readers[0].gather_tensors(refs, threads=threads)
             numbers = refs >> UNIT_BITS
             assert numbers.min() >= 0, "an entry that was never made is asked for"
             edges = [0, *(np.flatnonzero(numbers[1:] != numbers[:-1]) + 1).tolist(), len(refs)]
             parts = [  # neighbours in one arena go in one call
-                self._readers[int(numbers[begin])].gathered(refs[begin:end] & _UNIT_MASK, threads=threads)
+                self._readers[int(numbers[begin])].gather_tensors(refs[begin:end] & _UNIT_MASK, threads=threads)
                 for begin, end in pairwise(edges)
             ]
         except ArenaDamagedError as error:
@@ -105,7 +105,7 @@ class CacheEntries:
             self._readers.pop().close()
 
     def _find_in(self, reader_index: int, keys: EntryKeys) -> EntryRefs:
-        table = self._readers[reader_index].keys_of_width(KEY_WIDTH)
+        table = self._readers[reader_index].fixed_width_keys(KEY_WIDTH)
         if table is None or not len(table) or not len(keys):
             return np.full(len(keys), MISSING_REF, np.int64)
         at = np.minimum(np.searchsorted(table, keys), len(table) - 1)
@@ -114,7 +114,7 @@ class CacheEntries:
             refs[np.isin(refs, np.fromiter(self._dropped, np.int64))] = MISSING_REF
         return refs
 
-    def _reader(self, ref: int) -> Reader:
+    def _reader(self, ref: int) -> ArenaReader:
         return self._readers[ref >> UNIT_BITS]
 
     def _damage_error(self, error: ArenaDamagedError) -> CacheError:

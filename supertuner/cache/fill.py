@@ -10,8 +10,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from supertuner.arena.build import Joined
-from supertuner.arena.writer import Writer
+from supertuner.arena.build import BuildParticipant
+from supertuner.arena.writer import SegmentWriter
 from supertuner.cache.capacity import CacheLocation, entry_bytes, free_bytes, no_room_message, require_room
 from supertuner.cache.entries import NamedTensors
 from supertuner.cache.keys import EntryKeys, key_text
@@ -64,13 +64,13 @@ class CacheFiller:
         self.entries_made = 0
 
     def write_entries(
-        self, build: Joined, chunks: Iterable[EntryIndices], phase: ProgressPhase, stop: Callable[[], bool]
+        self, build: BuildParticipant, chunks: Iterable[EntryIndices], phase: ProgressPhase, stop: Callable[[], bool]
     ) -> None:
         """Make and commit all of them. A writer is opened for the first, and closed after the last."""
-        writer: Writer | None = None
+        writer: SegmentWriter | None = None
         try:
             for indices in chunks:
-                writer = writer or build.writer()
+                writer = writer or build.open_writer()
                 made_before = self.entries_made
                 with closing(self._request.make(indices)) as entries:
                     for index, entry in entries:
@@ -83,7 +83,7 @@ class CacheFiller:
             if writer is not None:
                 writer.close()
 
-    def _write_entry(self, writer: Writer, index: int, entry: NamedTensors) -> int:
+    def _write_entry(self, writer: SegmentWriter, index: int, entry: NamedTensors) -> int:
         nbytes, size = entry_bytes(entry), self._request.relative_size(np.array([index], np.intp))
         needed_bytes = int(nbytes * self._remaining_size / size)
         entries = self._entry_count - self.entries_made

@@ -16,9 +16,9 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
-from supertuner.arena.build import Build, Joined
-from supertuner.arena.peers import ALONE, Peers
-from supertuner.arena.reader import Reader
+from supertuner.arena.build import ArenaBuild, BuildParticipant
+from supertuner.arena.node_peers import NO_PEERS, NodePeers
+from supertuner.arena.reader import ArenaReader
 from supertuner.cache.capacity import CacheLocation
 from supertuner.cache.entries import MISSING_REF, CacheEntries, EntryRefs
 from supertuner.cache.fill import CacheFiller, EntryIndices, EntryRequest, FillStopped, never_stop
@@ -87,7 +87,7 @@ class CacheStore:
         host: HostFacts,
         progress: Progress,
         stop: Callable[[], bool] = never_stop,
-        peers: Peers = ALONE,
+        peers: NodePeers = NO_PEERS,
     ) -> int:
         """Make what is missing; how many entries were made, by this process and its peers.
 
@@ -101,7 +101,7 @@ class CacheStore:
             if build is None:
                 continue
             with build:
-                if isinstance(build, Build):
+                if isinstance(build, ArenaBuild):
                     self.refresh()  # others may have sealed something while we came here
                     entries_made += self._build_missing(build, request, host, progress, stop, peers)
                 else:
@@ -110,7 +110,7 @@ class CacheStore:
         return entries_made
 
     def help_fill(
-        self, create_request: Callable[[], EntryRequest], *, host: HostFacts, progress: Progress, peers: Peers
+        self, create_request: Callable[[], EntryRequest], *, host: HostFacts, progress: Progress, peers: NodePeers
     ) -> bool:
         """Make some of what a peer is filling this store with now; False: there is nothing to be taken.
 
@@ -161,13 +161,15 @@ class CacheStore:
             message = f"{error.file}: {error.description}; its entries are made again, and `supertuner cache prune` removes it"
             self._sink.emit(WarningEvent(f"cache of {self.namespace.kind}", message))
 
-    def _add_arena(self, number: int, reader: Reader) -> None:
+    def _add_arena(self, number: int, reader: ArenaReader) -> None:
         self.entries.add_reader(reader)
         self._known_arenas[number] = True
         if self.location.on_attach is not None:
-            self.location.on_attach(*reader.memory)
+            self.location.on_attach(*reader.memory_range)
 
-    def _acquire_build(self, progress: Progress, stop: Callable[[], bool], peers: Peers) -> Build | Joined | None:
+    def _acquire_build(
+        self, progress: Progress, stop: Callable[[], bool], peers: NodePeers
+    ) -> ArenaBuild | BuildParticipant | None:
         """A build of the next arena, or of the one that a dead builder left, or a part in that of a peer; None: look
         again what is missing."""
         try:
@@ -179,7 +181,7 @@ class CacheStore:
         with progress.phase(waiting) as phase:
             while not stop():
                 phase.advance()
-                peers.look()
+                peers.check_peers()
                 try:
                     return self._try_build(_WAIT_S)
                 except ArenaBusyError:
@@ -187,7 +189,7 @@ class CacheStore:
                         return joined
         raise FillStopped
 
-    def _join_peer_build(self, peers: Peers) -> Joined | None:
+    def _join_peer_build(self, peers: NodePeers) -> BuildParticipant | None:
         """A part in what a peer builds; None: nobody of this run does, or nothing is left to be taken."""
         name = self._arena_name(max(self._arena_numbers(), default=-1))
         queue = EntryQueue.join(peers, self.location.home.path / name)
@@ -203,7 +205,7 @@ class CacheStore:
         except (ArenaMissingError, ArenaBusyError):
             return None  # sealed, or left by its builder, since we looked
 
-    def _try_build(self, wait_s: float) -> Build | None:
+    def _try_build(self, wait_s: float) -> ArenaBuild | None:
         last = max(self._arena_numbers(), default=-1)
         number = last if last >= 0 and last not in self._known_arenas else last + 1
         try:
@@ -216,14 +218,14 @@ class CacheStore:
 
     def _build_missing(
         self,
-        build: Build,
+        build: ArenaBuild,
         request: EntryRequest,
         host: HostFacts,
         progress: Progress,
         stop: Callable[[], bool],
-        peers: Peers,
+        peers: NodePeers,
     ) -> int:
-        committed, missing = build.committed(), self.missing_indices(request.keys)
+        committed, missing = build.committed_keys(), self.missing_indices(request.keys)
         to_make = np.array([index for index in missing if key_text(request.keys[index]) not in committed], np.intp)
         if not len(to_make) and not committed:
             build.abandon()
@@ -231,7 +233,7 @@ class CacheStore:
         with progress.phase(self._title(request), items=len(missing), noun="entries") as phase:
             phase.advance(items=len(missing) - len(to_make))
             filler = self._create_filler(request, to_make, host)
-            if peers.count == 1:
+            if peers.local_world_size == 1:
                 filler.write_entries(build, [to_make] if len(to_make) else [], phase, stop)
             else:
                 with EntryQueue.publish(peers, self.location.home.path / build.name, to_make) as queue:
@@ -243,12 +245,12 @@ class CacheStore:
 
     def _fill_joined(
         self,
-        build: Joined,
+        build: BuildParticipant,
         request: EntryRequest,
         host: HostFacts,
         progress: Progress,
         stop: Callable[[], bool],
-        peers: Peers,
+        peers: NodePeers,
     ) -> int:
         """Make some of what a peer's build is missing; who builds waits for the last and seals."""
         queue = EntryQueue.join(peers, self.location.home.path / build.name)

@@ -19,9 +19,9 @@ from types import TracebackType
 import numpy as np
 
 from supertuner.arena import locks
-from supertuner.arena.build import Joined
-from supertuner.arena.files import naming
-from supertuner.arena.peers import POLL_S, Peers
+from supertuner.arena.build import BuildParticipant
+from supertuner.arena.folder import translate_os_errors
+from supertuner.arena.node_peers import POLL_S, NodePeers
 from supertuner.cache.fill import CacheFiller, EntryIndices, FillStopped
 from supertuner.core.bulk_io import write_all
 from supertuner.core.errors import CacheError, PeerError
@@ -56,30 +56,30 @@ class EntryQueue:
         self._fd, self._name = fd, name
 
     @classmethod
-    def publish(cls, peers: Peers, arena: Path, to_make: EntryIndices) -> EntryQueue:
+    def publish(cls, peers: NodePeers, arena: Path, to_make: EntryIndices) -> EntryQueue:
         """Publish the list for the arena at that place, which this process builds."""
         assert peers.folder is not None
         name = f"queue-{uuid.uuid4().hex}"
-        state = QueueState(len(to_make), peers.count)
-        with naming(peers.folder / name):
+        state = QueueState(len(to_make), peers.local_world_size)
+        with translate_os_errors(peers.folder / name):
             fd = os.open(peers.folder / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             queue = cls(fd, name)
             try:
                 write_all(fd, _HEADER.pack(*astuple(state)) + to_make.astype("<i8").tobytes(), 0)
-                peers.tell(_message_name(arena), name.encode())
+                peers.publish(_message_name(arena), name.encode())
             except BaseException:
                 queue.close()
                 raise
         return queue
 
     @classmethod
-    def join(cls, peers: Peers, arena: Path) -> EntryQueue | None:
+    def join(cls, peers: NodePeers, arena: Path) -> EntryQueue | None:
         """The list of the arena that another process of the node builds; None if there is none."""
-        name = peers.told(_message_name(arena))
+        name = peers.read_published(_message_name(arena))
         if name is None or peers.folder is None:
             return None
         file = peers.folder / name.decode()
-        with naming(file):
+        with translate_os_errors(file):
             return cls(os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC), name.decode())
 
     def claim_chunks(self) -> Iterator[EntryIndices]:
@@ -118,16 +118,16 @@ class EntryQueue:
         content = os.pread(self._fd, 8 * (state.total - state.taken), _HEADER.size + 8 * state.taken)
         return np.frombuffer(content, "<i8").astype(np.intp)
 
-    def report_failure(self, peers: Peers, reason: str) -> None:
+    def report_failure(self, peers: NodePeers, reason: str) -> None:
         """Tell all that wait for entries which we took that they will not come."""
-        peers.tell(f"{self._name} failed", reason.encode())
+        peers.publish(f"{self._name} failed", reason.encode())
 
-    def require_no_failure(self, peers: Peers) -> None:
+    def require_no_failure(self, peers: NodePeers) -> None:
         """Raise what ended another process's making; PeerError if one is gone."""
-        reason = peers.told(f"{self._name} failed")
+        reason = peers.read_published(f"{self._name} failed")
         if reason is not None:
             raise CacheError(reason.decode(errors="replace"))
-        peers.look()
+        peers.check_peers()
 
     def close(self) -> None:
         os.close(self._fd)
@@ -173,7 +173,7 @@ class EntryQueue:
 class SharedPhase:
     """A phase that shows what all processes of the node made, and ends with the error of one that failed."""
 
-    def __init__(self, queue: EntryQueue, phase: ProgressPhase, peers: Peers) -> None:
+    def __init__(self, queue: EntryQueue, phase: ProgressPhase, peers: NodePeers) -> None:
         self._queue, self._phase, self._peers = queue, phase, peers
         self._shown_items = self._shown_bytes = 0
         self._checked_at = time.monotonic()
@@ -198,7 +198,12 @@ class SharedPhase:
 
 
 def fill_from_queue(
-    queue: EntryQueue, filler: CacheFiller, build: Joined, phase: ProgressPhase, stop: Callable[[], bool], peers: Peers
+    queue: EntryQueue,
+    filler: CacheFiller,
+    build: BuildParticipant,
+    phase: ProgressPhase,
+    stop: Callable[[], bool],
+    peers: NodePeers,
 ) -> bool:
     """Make entries until all are taken, and wait for those that others took; whether all are in the arena now."""
     shared_phase = SharedPhase(queue, phase, peers)
@@ -216,7 +221,7 @@ def fill_from_queue(
         raise
 
 
-def _wait_for_others(queue: EntryQueue, phase: ProgressPhase, stop: Callable[[], bool], peers: Peers) -> bool:
+def _wait_for_others(queue: EntryQueue, phase: ProgressPhase, stop: Callable[[], bool], peers: NodePeers) -> bool:
     while (state := queue.state()).active_workers:
         if stop():
             raise FillStopped

@@ -12,8 +12,8 @@ import typer
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from supertuner.arena.home import Home
-    from supertuner.arena.states import ArenaInfo
+    from supertuner.arena.arena_info import ArenaInfo
+    from supertuner.arena.home import ArenaHome
 
 app = typer.Typer(help="See, check and remove staged data of this node.", no_args_is_help=True)
 
@@ -27,7 +27,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print the figures as J
 def list_arenas(home: HomeOption = None, as_json: JsonOption = False) -> None:
     """List arenas: how much they hold, whether anyone uses them, and how long they stay."""
     arena_home = _open_home(home)
-    infos = arena_home.ls()
+    infos = arena_home.list_arenas()
     if as_json:
         typer.echo(json.dumps([_record(info) for info in infos], indent=2, ensure_ascii=False))
         return
@@ -55,7 +55,7 @@ def verify(
     from supertuner.sinks.console import ConsoleSink
 
     arena_home = _open_home(home)
-    chosen = names or [info.name for info in arena_home.ls() if info.state in ("sealed", "damaged")]
+    chosen = names or [info.name for info in arena_home.list_arenas() if info.state in ("sealed", "damaged")]
     damaged = 0
     with ConsoleSink() as console:
         for name in chosen:
@@ -80,7 +80,7 @@ def rm(
     from supertuner.core.types import bytes_text
 
     arena_home = _open_home(home)
-    sizes = {info.name: info.nbytes for info in arena_home.ls()}
+    sizes = {info.name: info.nbytes for info in arena_home.list_arenas()}
     if not yes:
         listed = ", ".join(f"{name} ({bytes_text(sizes.get(name, 0))})" for name in names)
         typer.confirm(f"remove {listed} from {arena_home.path}?", abort=True)
@@ -89,13 +89,13 @@ def rm(
         typer.echo(f"removed {name}, {bytes_text(sizes.get(name, 0))}")
 
 
-def _open_home(path: Path | None) -> Home:
-    from supertuner.arena.home import Home, default_home
+def _open_home(path: Path | None) -> ArenaHome:
+    from supertuner.arena.home import ArenaHome, default_home
     from supertuner.core.errors import ArenaError
 
     if path is not None and not path.is_dir():  # looking at a folder must not make it
         raise ArenaError(f"--home {path}: is not a folder; `arena.home` of the configuration names it")
-    return Home(path or default_home())
+    return ArenaHome(path or default_home())
 
 
 def _record(info: ArenaInfo) -> dict[str, object]:

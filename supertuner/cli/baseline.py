@@ -13,7 +13,7 @@ from supertuner.cli.stage import ConfigArgument, SetOption
 from supertuner.core.errors import BaselineError, OptionError, SuperTunerError
 
 if TYPE_CHECKING:
-    from supertuner.tools.baseline.judging import ComparisonResult
+    from supertuner.tools.baseline.regression import ComparisonResult
 
 
 class BaselineCommandGroup(TyperGroup):
@@ -80,13 +80,13 @@ def capture(
     """
     from supertuner.config.sources import environment
     from supertuner.sinks.console import ConsoleSink
-    from supertuner.tools.baseline.capturing import capture_baseline as run_capture
-    from supertuner.tools.baseline.report import baseline_summary
+    from supertuner.tools.baseline.baseline_capture import capture_baseline as run_capture
+    from supertuner.tools.baseline.baseline_report import baseline_summary
 
     if peer is not None:
         _refuse_options({"--profile": profile}, "with --peer only ratios are kept: leave out {}, or leave out --peer")
-        from supertuner.tools.baseline import ratios
-        from supertuner.tools.baseline.checking import ComparisonOptions
+        from supertuner.tools.baseline import peer_ratios as ratios
+        from supertuner.tools.baseline.baseline_check import ComparisonOptions
 
         with ConsoleSink() as console:
             options = ComparisonOptions(rounds=repeats, max_rounds=3 * repeats, steps=steps)
@@ -164,11 +164,11 @@ def check(
     """
     from supertuner.config.sources import environment
     from supertuner.sinks.console import ConsoleSink
-    from supertuner.tools.baseline import checking
+    from supertuner.tools.baseline import baseline_check as checking
 
     options = checking.ComparisonOptions(limit / 100, repeats, most or 3 * repeats, steps)
     if peer is not None:
-        from supertuner.tools.baseline import ratios
+        from supertuner.tools.baseline import peer_ratios as ratios
 
         path = folder / name
         unusable_options = {"--against": against is not None, "--stored": stored}
@@ -221,8 +221,8 @@ def compare(
     """
     from supertuner.config.sources import environment
     from supertuner.sinks.console import ConsoleSink
-    from supertuner.tools.baseline import checking
-    from supertuner.tools.baseline.capturing import DEFAULT_REPEATS
+    from supertuner.tools.baseline import baseline_check as checking
+    from supertuner.tools.baseline.baseline_capture import DEFAULT_REPEATS
 
     if not again:
         unusable_options = {"--steps": steps is not None, "--repeats": repeats is not None, "--most": most is not None}
@@ -253,8 +253,8 @@ def _refuse_options(is_given_by_option: dict[str, bool], message: str) -> None:
 def _report_and_exit(title: str, judgement: ComparisonResult, stem: Path | None, as_json: bool) -> None:
     """Print what was found, keep it, and leave with its exit code."""
     from supertuner.core.durable import write_json, write_text
-    from supertuner.tools.baseline import verdict
-    from supertuner.tools.baseline.judging import RegressionVerdict
+    from supertuner.tools.baseline import comparison_report as verdict
+    from supertuner.tools.baseline.regression import RegressionVerdict
 
     document, text = verdict.as_json(title, judgement), verdict.as_markdown(title, judgement)
     if stem is not None:

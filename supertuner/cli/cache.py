@@ -10,7 +10,7 @@ import typer
 from supertuner.cli.stage import ConfigArgument, SetOption
 
 if TYPE_CHECKING:
-    from supertuner.cache.inspect import CacheArenaStatus
+    from supertuner.cache.inventory import CacheArenaStatus
 
 app = typer.Typer(help="Build, see, check and prune caches of encoded samples and captions.", no_args_is_help=True)
 

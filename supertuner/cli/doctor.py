@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from supertuner.tools.doctor.check import CheckResult
+    from supertuner.tools.doctor.check_result import CheckResult
 
 REQUIREMENT_NAMES = (
     "gpu, known-machine, managed, concurrent, ats, direct, one-pool, batch-calls, cuda-torch, stock-torch, pages-64k, "
@@ -55,9 +55,9 @@ def doctor(
     from supertuner.core.events import NullSink
     from supertuner.core.host import HostFacts
     from supertuner.sinks.console import ConsoleSink
-    from supertuner.tools.doctor import report as reports
-    from supertuner.tools.doctor.checks import parse_requirements, unmet_requirements
-    from supertuner.tools.doctor.machine import examine_machine
+    from supertuner.tools.doctor import doctor_report as reports
+    from supertuner.tools.doctor.examination import examine_machine
+    from supertuner.tools.doctor.requirements import parse_requirements, unmet_requirements
 
     requirements = parse_requirements(require) if require is not None else ()
     report_path = report or (None if as_json else Path(reports.DEFAULT_NAME))

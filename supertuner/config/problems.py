@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from pydantic import ValidationError
 
-from supertuner.config.dialects.table import dataset_keys, inherited_keys, run_keys
+from supertuner.config.dialects.key_tables import dataset_keys, inherited_keys, run_keys
 from supertuner.config.settings.block import CONTRADICTION
 from supertuner.config.sources import key_path as places
 from supertuner.config.sources.key_path import KeyPath

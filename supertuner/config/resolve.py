@@ -12,7 +12,7 @@ from typing import Any
 
 from supertuner.config.settings.block import SettingsBlock
 from supertuner.config.settings.data import DatasetSettings
-from supertuner.config.settings.tree import RunConfig
+from supertuner.config.settings.run_config import RunConfig
 from supertuner.config.sources import key_path as places
 from supertuner.config.sources.key_path import KeyPath
 from supertuner.config.sources.provenance import Provenance

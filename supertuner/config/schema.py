@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from supertuner.config.settings.tree import RunConfig
+from supertuner.config.settings.run_config import RunConfig
 
 
 def json_schema() -> dict[str, Any]:

@@ -9,7 +9,7 @@ from enum import StrEnum
 from supertuner.config.settings.cache import CacheConfig
 from supertuner.config.settings.data import DatasetSettings
 from supertuner.core.events import WarningEvent
-from supertuner.data.content import varying_caption_settings, varying_media_settings
+from supertuner.data.content_key import varying_caption_settings, varying_media_settings
 
 
 class CacheMode(StrEnum):

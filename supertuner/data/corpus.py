@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from supertuner.config.settings.data import DatasetSettings
 from supertuner.core.events import SetAsideEvent
-from supertuner.data.ordering.assign import no_bucket_reason, slice_metadata
-from supertuner.data.ordering.members import BucketMembers, assign_buckets
-from supertuner.data.ordering.order import BucketGroup, SampleOrder, draws_per_epoch
-from supertuner.data.originals import ReferenceImages, find_reference_images
+from supertuner.data.ordering.bucket_assignment import no_bucket_reason, slice_metadata
+from supertuner.data.ordering.bucket_members import BucketMembers, assign_buckets
+from supertuner.data.ordering.sample_order import BucketGroup, SampleOrder, draws_per_epoch
+from supertuner.data.reference_images import ReferenceImages, find_reference_images
 from supertuner.data.samples import SampleCollection
 
 

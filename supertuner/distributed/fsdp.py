@@ -25,8 +25,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from supertuner.config.settings.parallel import ParallelSettings
-from supertuner.distributed.expert_swap import ShardedExpertSwap
 from supertuner.distributed.gradient_sum import ReplicatedGradientReduction
+from supertuner.distributed.sharded_expert_swap import ShardedExpertSwap
 from supertuner.models.adapters.attach import RowShard, TrainableExpert
 from supertuner.models.blocks import named_blocks
 from supertuner.step.window import ExpertState

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from supertuner.config.settings.tree import RunConfig
+from supertuner.config.settings.run_config import RunConfig
 from supertuner.core.errors import TrainError
-from supertuner.optim.table import OPTIMIZERS
+from supertuner.optim.optimizer_registry import OPTIMIZERS
 
 
 def require_fsdp_supported(config: RunConfig) -> None:

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
-from supertuner.arena.home import Home, default_home
-from supertuner.arena.peers import ALONE, Peers, meet
-from supertuner.config.settings.tree import RunConfig
+from supertuner.arena.home import ArenaHome, default_home
+from supertuner.arena.node_peers import NO_PEERS, NodePeers, join_node_peers
+from supertuner.config.settings.run_config import RunConfig
 from supertuner.core import processes
 from supertuner.core.errors import TrainError
 from supertuner.data.corpus import Corpus, CorpusDataset
@@ -48,10 +48,10 @@ def ranks_on_same_node(locations: Sequence[RankLocation], rank: int) -> list[int
 
 
 @contextmanager
-def open_node_peers(config: RunConfig, process_group: ProcessGroup) -> Iterator[Peers]:
+def open_node_peers(config: RunConfig, process_group: ProcessGroup) -> Iterator[NodePeers]:
     """Meet the other processes of this node; all processes of the job come here. Alone on a node there is nobody."""
     if process_group.world_size == 1:
-        yield ALONE
+        yield NO_PEERS
         return
     introduction = {"machine": _machine_id(), "local_rank": process_group.local_rank, "job": uuid.uuid4().hex}
     introductions = [json.loads(content) for content in process_group.all_gather(json.dumps(introduction).encode())]
@@ -60,24 +60,24 @@ def open_node_peers(config: RunConfig, process_group: ProcessGroup) -> Iterator[
     )
     if len(node_ranks) == 1:
         process_group.all_reduce_max([0])
-        yield ALONE
+        yield NO_PEERS
         return
-    home = Home(config.arena.home or default_home())
+    home = ArenaHome(config.arena.home or default_home())
     name = f"{introductions[0]['job']}-{node_ranks[0]}"
-    with meet(
+    with join_node_peers(
         home, name, node_ranks.index(process_group.rank), len(node_ranks), lambda: _barrier(process_group)
     ) as peers:
         yield peers
 
 
-def require_same_data(process_group: ProcessGroup, peers: Peers, corpora: Sequence[Corpus]) -> None:
+def require_same_data(process_group: ProcessGroup, peers: NodePeers, corpora: Sequence[Corpus]) -> None:
     """TrainError, naming dataset and machines, unless every node staged the same samples and captions: positions mean
     the same sample everywhere. Called by all processes; one of each node looks."""
     if process_group.world_size == 1:
         return
     parts = [part for corpus in corpora for part in corpus.datasets]
     own_digests = (
-        {part.samples.id: [len(part.samples), _dataset_digest(part)] for part in parts} if peers.first else None
+        {part.samples.id: [len(part.samples), _dataset_digest(part)] for part in parts} if peers.is_first else None
     )
     messages = [
         json.loads(content) for content in process_group.all_gather(json.dumps([_machine_id(), own_digests]).encode())

@@ -11,7 +11,7 @@ import xxhash
 
 import supertuner
 from supertuner.config.dialects.translate import iter_settings
-from supertuner.config.settings.tree import RunConfig
+from supertuner.config.settings.run_config import RunConfig
 from supertuner.config.sources import key_path as place
 from supertuner.core.errors import ConfigError, ConfigProblem
 from supertuner.distributed.process_group import ProcessGroup

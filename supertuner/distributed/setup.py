@@ -10,9 +10,9 @@ import torch
 
 from supertuner.config.settings.parallel import ParallelSettings
 from supertuner.config.sources.launcher import LauncherEnvironment
-from supertuner.distributed.group import join_process_group
 from supertuner.distributed.process_group import ProcessGroup, SingleProcess
 from supertuner.distributed.rendezvous import open_rendezvous_store
+from supertuner.distributed.torch_process_group import join_process_group
 from supertuner.distributed.watchdog.heartbeat import Heartbeat, HeartbeatReduction
 from supertuner.distributed.watchdog.watch import watch_ranks
 

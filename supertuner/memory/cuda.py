@@ -18,52 +18,67 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
-from supertuner.memory.driver import HOST, Advice, Device, Gpu, Home, HostNode, Kind, Missing, Refused, Span
-from supertuner.memory.pages import MovePages, kernel_move_pages
+from supertuner.memory.driver import (
+    HOST,
+    AddressRange,
+    DeviceProperties,
+    DriverError,
+    GpuLocation,
+    HostNumaLocation,
+    MemoryAdvice,
+    MemoryKind,
+    MemoryLocation,
+    NotAvailable,
+)
+from supertuner.memory.move_pages import MovePages, kernel_move_pages
 
 if TYPE_CHECKING:
     from types import ModuleType
 
-LOCATIONS_SINCE = 12020
+LOCATION_API_VERSION = 12020
 """Before CUDA 12.2 a driver knows no locations; every superchip's driver is newer."""
-BATCHES_SINCE = 13000
-_SUCCESS, _NOTHING, _CPU = 0, -2, -1
-_ADVICE = {
-    Advice.PREFERRED_LOCATION: "PREFERRED_LOCATION",
-    Advice.ACCESSED_BY: "ACCESSED_BY",
-    Advice.READ_MOSTLY: "READ_MOSTLY",
+BATCH_API_VERSION = 13000
+_CUDA_SUCCESS, _CU_DEVICE_INVALID, _CU_DEVICE_CPU = 0, -2, -1
+_ADVICE_NAMES = {
+    MemoryAdvice.PREFERRED_LOCATION: "PREFERRED_LOCATION",
+    MemoryAdvice.ACCESSED_BY: "ACCESSED_BY",
+    MemoryAdvice.READ_MOSTLY: "READ_MOSTLY",
 }
 
 
-def open_cuda(move_pages: MovePages = kernel_move_pages) -> CudaDriver | Missing:
+def open_cuda(move_pages: MovePages = kernel_move_pages) -> CudaDriver | NotAvailable:
     """The driver of this machine, initialised; or why there is none, which takes under a millisecond."""
     try:
         ctypes.CDLL("libcuda.so.1")  # importing the bindings takes a hundred times as long as knowing that
     except OSError as error:
-        absent = "cannot open shared object file" in str(error)
-        return Missing("no NVIDIA driver (libcuda.so.1) here" if absent else f"libcuda.so.1 cannot be loaded: {error}")
+        not_found = "cannot open shared object file" in str(error)
+        return NotAvailable(
+            "no NVIDIA driver (libcuda.so.1) here" if not_found else f"libcuda.so.1 cannot be loaded: {error}"
+        )
     try:
         from cuda.bindings import driver as bindings
     except ImportError:
-        return Missing("cuda-bindings is not installed; `pip install cuda-bindings`")
-    return start(bindings, move_pages)
+        return NotAvailable("cuda-bindings is not installed; `pip install cuda-bindings`")
+    return start_driver(bindings, move_pages)
 
 
-def start(bindings: ModuleType, move_pages: MovePages) -> CudaDriver | Missing:
+def start_driver(bindings: ModuleType, move_pages: MovePages) -> CudaDriver | NotAvailable:
     """Initialise the driver below these bindings."""
     driver = CudaDriver(bindings, move_pages)
     try:
         driver.initialise()
-        devices, version = driver.count(), driver.version()
-    except Refused as refused:
-        if refused.name == "CUDA_ERROR_NO_DEVICE":
-            return Missing("the driver found no GPU")
-        return Missing(f"the driver does not start ({refused}); `nvidia-smi` may say more")
-    if devices == 0:
-        return Missing("the driver found no GPU")
-    if version < LOCATIONS_SINCE:
-        needed = f"{LOCATIONS_SINCE // 1000}.{LOCATIONS_SINCE % 1000 // 10}"
-        return Missing(f"the driver is of CUDA {version // 1000}.{version % 1000 // 10}; {needed} or newer is needed")
+        device_count, version = driver.device_count(), driver.version()
+    except DriverError as error:
+        if error.name == "CUDA_ERROR_NO_DEVICE":
+            return NotAvailable("the driver found no GPU")
+        return NotAvailable(f"the driver does not start ({error}); `nvidia-smi` may say more")
+    if device_count == 0:
+        return NotAvailable("the driver found no GPU")
+    if version < LOCATION_API_VERSION:
+        needed_version = f"{LOCATION_API_VERSION // 1000}.{LOCATION_API_VERSION % 1000 // 10}"
+        return NotAvailable(
+            f"the driver is of CUDA {version // 1000}.{version % 1000 // 10}; {needed_version} or newer is needed"
+        )
     return driver
 
 
@@ -78,36 +93,36 @@ class CudaDriver:
         self._lock = Lock()
         self._contexts: dict[int, Any] = {}
         self._streams: dict[int, Any] = {}
-        self._system: dict[int, mmap.mmap] = {}
+        self._system_blocks: dict[int, mmap.mmap] = {}
 
     def initialise(self) -> None:
-        _ask(self._cuda.cuInit, 0)
+        _call(self._cuda.cuInit, 0)
 
-    def count(self) -> int:
-        return int(_ask(self._cuda.cuDeviceGetCount))
+    def device_count(self) -> int:
+        return int(_call(self._cuda.cuDeviceGetCount))
 
     def version(self) -> int:
-        return int(_ask(self._cuda.cuDriverGetVersion))
+        return int(_call(self._cuda.cuDriverGetVersion))
 
-    def devices(self) -> tuple[Device, ...]:
-        return tuple(self._device(number) for number in range(self.count()))
+    def devices(self) -> tuple[DeviceProperties, ...]:
+        return tuple(self._device_properties(number) for number in range(self.device_count()))
 
-    def _device(self, number: int) -> Device:
-        name = bytes(_ask(self._cuda.cuDeviceGetName, 128, number)).split(b"\0")[0].decode()
-        major, minor = (self._attribute(number, f"COMPUTE_CAPABILITY_{part}") for part in ("MAJOR", "MINOR"))
+    def _device_properties(self, number: int) -> DeviceProperties:
+        name = bytes(_call(self._cuda.cuDeviceGetName, 128, number)).split(b"\0")[0].decode()
+        major, minor = (self._device_attribute(number, f"COMPUTE_CAPABILITY_{part}") for part in ("MAJOR", "MINOR"))
 
         def flag(attribute: str) -> bool | None:
-            value = self._attribute(number, attribute)
+            value = self._device_attribute(number, attribute)
             return None if value is None else bool(value)
 
         def node(attribute: str) -> int | None:
-            value = self._attribute(number, attribute)
+            value = self._device_attribute(number, attribute)
             return None if value is None or value < 0 else value
 
-        return Device(
+        return DeviceProperties(
             number=number,
             name=name,
-            total_bytes=int(_ask(self._cuda.cuDeviceTotalMem, number)),
+            total_bytes=int(_call(self._cuda.cuDeviceTotalMem, number)),
             capability=None if major is None or minor is None else (major, minor),
             managed=flag("MANAGED_MEMORY"),
             concurrent_managed=flag("CONCURRENT_MANAGED_ACCESS"),
@@ -117,181 +132,187 @@ class CudaDriver:
             integrated=flag("INTEGRATED"),
             numa_node=node("NUMA_ID") if flag("NUMA_CONFIG") else None,
             host_node=node("HOST_NUMA_ID"),
-            uuid=f"GPU-{UUID(bytes=bytes(_ask(self._cuda.cuDeviceGetUuid, number).bytes))}",
+            uuid=f"GPU-{UUID(bytes=bytes(_call(self._cuda.cuDeviceGetUuid, number).bytes))}",
         )
 
-    def _attribute(self, number: int, name: str) -> int | None:
+    def _device_attribute(self, number: int, name: str) -> int | None:
         """None: this driver does not know the attribute."""
         attribute = getattr(self._cuda.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
         try:
-            return int(_ask(self._cuda.cuDeviceGetAttribute, attribute, number))
-        except Refused as refused:
-            if refused.name != "CUDA_ERROR_INVALID_VALUE":
+            return int(_call(self._cuda.cuDeviceGetAttribute, attribute, number))
+        except DriverError as error:
+            if error.name != "CUDA_ERROR_INVALID_VALUE":
                 raise
             return None
 
     def free_bytes(self, device: int) -> int:
-        with self._on(device):
-            free, _ = _ask(self._cuda.cuMemGetInfo)
+        with self._device_context(device):
+            free, _ = _call(self._cuda.cuMemGetInfo)
         return int(free)
 
     # ---- memory
 
-    def allocate(self, kind: Kind, nbytes: int, device: int = 0) -> int:
-        if kind is Kind.SYSTEM:
-            return self._take_from_system(nbytes)
-        with self._on(device):
-            if kind is Kind.MANAGED:
+    def allocate(self, kind: MemoryKind, nbytes: int, device: int = 0) -> int:
+        if kind is MemoryKind.SYSTEM:
+            return self._allocate_system(nbytes)
+        with self._device_context(device):
+            if kind is MemoryKind.MANAGED:
                 attach = self._cuda.CUmemAttach_flags.CU_MEM_ATTACH_GLOBAL
-                return int(_ask(self._cuda.cuMemAllocManaged, nbytes, attach.value))
-            if kind is Kind.DEVICE:
-                return int(_ask(self._cuda.cuMemAlloc, nbytes))
-        raise Refused(f"allocate({kind})", "CUDA_ERROR_INVALID_VALUE", 1)
+                return int(_call(self._cuda.cuMemAllocManaged, nbytes, attach.value))
+            if kind is MemoryKind.DEVICE:
+                return int(_call(self._cuda.cuMemAlloc, nbytes))
+        raise DriverError(f"allocate({kind})", "CUDA_ERROR_INVALID_VALUE", 1)
 
-    def _take_from_system(self, nbytes: int) -> int:
+    def _allocate_system(self, nbytes: int) -> int:
         if nbytes <= 0:
-            raise Refused("mmap", "CUDA_ERROR_INVALID_VALUE", 1)
+            raise DriverError("mmap", "CUDA_ERROR_INVALID_VALUE", 1)
         block = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         address = ctypes.addressof(ctypes.c_char.from_buffer(block))
         with self._lock:
-            self._system[address] = block
+            self._system_blocks[address] = block
         return address
 
     def free(self, address: int) -> None:
         with self._lock:
-            block = self._system.pop(address, None)
+            block = self._system_blocks.pop(address, None)
         if block is not None:
             block.close()
             return
-        with self._on():
-            _ask(self._cuda.cuMemFree, address)
+        with self._device_context():
+            _call(self._cuda.cuMemFree, address)
 
-    def kind_of(self, address: int) -> Kind:
+    def memory_kind_at(self, address: int) -> MemoryKind:
         names = self._cuda.CUpointer_attribute
-        wanted = [names.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, names.CU_POINTER_ATTRIBUTE_IS_MANAGED]
+        attributes = [names.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, names.CU_POINTER_ATTRIBUTE_IS_MANAGED]
         # In the plural the call does not fail for a pointer that is not CUDA's: all attributes are then zero.
-        memory_type, is_managed = _ask(self._cuda.cuPointerGetAttributes, len(wanted), wanted, address)
+        memory_type, is_managed = _call(self._cuda.cuPointerGetAttributes, len(attributes), attributes, address)
         if is_managed:
-            return Kind.MANAGED
+            return MemoryKind.MANAGED
         host, device = (self._cuda.CUmemorytype.CU_MEMORYTYPE_HOST, self._cuda.CUmemorytype.CU_MEMORYTYPE_DEVICE)
-        return {host.value: Kind.PINNED, device.value: Kind.DEVICE}.get(int(memory_type), Kind.SYSTEM)
+        return {host.value: MemoryKind.PINNED, device.value: MemoryKind.DEVICE}.get(int(memory_type), MemoryKind.SYSTEM)
 
     # ---- hints
 
-    def advise(self, span: Span, advice: Advice, home: Home) -> None:
-        self._advise(span, f"SET_{_ADVICE[advice]}", home)
+    def advise(self, span: AddressRange, advice: MemoryAdvice, location: MemoryLocation) -> None:
+        self._call_advise(span, f"SET_{_ADVICE_NAMES[advice]}", location)
 
-    def unadvise(self, span: Span, advice: Advice, home: Home) -> None:
-        self._advise(span, f"UNSET_{_ADVICE[advice]}", home)
+    def unadvise(self, span: AddressRange, advice: MemoryAdvice, location: MemoryLocation) -> None:
+        self._call_advise(span, f"UNSET_{_ADVICE_NAMES[advice]}", location)
 
-    def _advise(self, span: Span, advice: str, home: Home) -> None:
-        number = getattr(self._cuda.CUmem_advise, f"CU_MEM_ADVISE_{advice}")
-        take_location = getattr(self._cuda, "cuMemAdvise_v2", self._cuda.cuMemAdvise)
-        with self._on(_device_of(home)):
-            _ask(take_location, span.address, span.nbytes, number, self._location(home))
+    def _call_advise(self, span: AddressRange, advice: str, location: MemoryLocation) -> None:
+        advice_code = getattr(self._cuda.CUmem_advise, f"CU_MEM_ADVISE_{advice}")
+        cu_mem_advise = getattr(self._cuda, "cuMemAdvise_v2", self._cuda.cuMemAdvise)
+        with self._device_context(_stream_device(location)):
+            _call(cu_mem_advise, span.address, span.nbytes, advice_code, self._cu_location(location))
 
-    def prefetch(self, spans: Sequence[Span], home: Home) -> None:
+    def prefetch(self, spans: Sequence[AddressRange], location: MemoryLocation) -> None:
         if not spans:
             return
-        with self._on(_device_of(home)) as stream:
-            place = self._location(home)
-            if self._has_batches():
-                _ask(self._cuda.cuMemPrefetchBatchAsync, *self._batch(spans), [place], [0], 1, 0, stream)
+        with self._device_context(_stream_device(location)) as stream:
+            cu_location = self._cu_location(location)
+            if self._has_batch_calls():
+                _call(
+                    self._cuda.cuMemPrefetchBatchAsync, *self._batch_arguments(spans), [cu_location], [0], 1, 0, stream
+                )
                 return
-            take_location = getattr(self._cuda, "cuMemPrefetchAsync_v2", self._cuda.cuMemPrefetchAsync)
+            cu_mem_prefetch = getattr(self._cuda, "cuMemPrefetchAsync_v2", self._cuda.cuMemPrefetchAsync)
             for span in spans:
-                _ask(take_location, span.address, span.nbytes, place, 0, stream)
+                _call(cu_mem_prefetch, span.address, span.nbytes, cu_location, 0, stream)
 
-    def discard(self, spans: Sequence[Span]) -> None:
-        if not self._has_batches():
-            raise Refused("cuMemDiscardBatchAsync", "CUDA_ERROR_NOT_FOUND", 500)
+    def discard(self, spans: Sequence[AddressRange]) -> None:
+        if not self._has_batch_calls():
+            raise DriverError("cuMemDiscardBatchAsync", "CUDA_ERROR_NOT_FOUND", 500)
         if not spans:
             return
-        with self._on() as stream:
-            _ask(self._cuda.cuMemDiscardBatchAsync, *self._batch(spans), 0, stream)
+        with self._device_context() as stream:
+            _call(self._cuda.cuMemDiscardBatchAsync, *self._batch_arguments(spans), 0, stream)
 
-    def _batch(self, spans: Sequence[Span]) -> tuple[list[object], list[int], int]:
+    def _batch_arguments(self, spans: Sequence[AddressRange]) -> tuple[list[object], list[int], int]:
         return [self._cuda.CUdeviceptr(span.address) for span in spans], [span.nbytes for span in spans], len(spans)
 
-    def _has_batches(self) -> bool:
+    def _has_batch_calls(self) -> bool:
         """Both sides must know them: bindings of 12.x do not, whatever the driver."""
-        return hasattr(self._cuda, "cuMemPrefetchBatchAsync") and self.version() >= BATCHES_SINCE
+        return hasattr(self._cuda, "cuMemPrefetchBatchAsync") and self.version() >= BATCH_API_VERSION
 
-    def _location(self, home: Home) -> object:
+    def _cu_location(self, memory_location: MemoryLocation) -> object:
         types, location = self._cuda.CUmemLocationType, self._cuda.CUmemLocation()
-        if isinstance(home, Gpu):
-            location.type, location.id = types.CU_MEM_LOCATION_TYPE_DEVICE, home.device
-        elif isinstance(home, HostNode):
-            location.type, location.id = types.CU_MEM_LOCATION_TYPE_HOST_NUMA, home.node
+        if isinstance(memory_location, GpuLocation):
+            location.type, location.id = types.CU_MEM_LOCATION_TYPE_DEVICE, memory_location.device
+        elif isinstance(memory_location, HostNumaLocation):
+            location.type, location.id = types.CU_MEM_LOCATION_TYPE_HOST_NUMA, memory_location.node
         else:
             location.type, location.id = types.CU_MEM_LOCATION_TYPE_HOST, 0
         return location
 
-    def preferred(self, span: Span) -> Home | None:
-        return self._home_in(span, "PREFERRED_LOCATION")
+    def preferred_location(self, span: AddressRange) -> MemoryLocation | None:
+        return self._range_location(span, "PREFERRED_LOCATION")
 
-    def last_prefetch(self, span: Span) -> Home | None:
-        return self._home_in(span, "LAST_PREFETCH_LOCATION")
+    def last_prefetch_location(self, span: AddressRange) -> MemoryLocation | None:
+        return self._range_location(span, "LAST_PREFETCH_LOCATION")
 
-    def _home_in(self, span: Span, attribute: str) -> Home | None:
+    def _range_location(self, span: AddressRange, attribute: str) -> MemoryLocation | None:
         names, types = self._cuda.CUmem_range_attribute, self._cuda.CUmemLocationType
-        wanted = [getattr(names, f"CU_MEM_RANGE_ATTRIBUTE_{attribute}_{part}") for part in ("TYPE", "ID")]
-        with self._on():
-            where = _ask(self._cuda.cuMemRangeGetAttributes, [4, 4], wanted, 2, span.address, span.nbytes)
-        kind, number = int(where[0]), int(where[1])
+        attributes = [getattr(names, f"CU_MEM_RANGE_ATTRIBUTE_{attribute}_{part}") for part in ("TYPE", "ID")]
+        with self._device_context():
+            values = _call(self._cuda.cuMemRangeGetAttributes, [4, 4], attributes, 2, span.address, span.nbytes)
+        kind, number = int(values[0]), int(values[1])
         if kind == types.CU_MEM_LOCATION_TYPE_DEVICE.value:
-            return Gpu(number)
+            return GpuLocation(number)
         if kind == types.CU_MEM_LOCATION_TYPE_HOST_NUMA.value:
-            return HostNode(number)
+            return HostNumaLocation(number)
         return HOST if kind == types.CU_MEM_LOCATION_TYPE_HOST.value else None
 
-    def accessed_by(self, span: Span) -> tuple[Home, ...]:
-        room = 4 * (self.count() + 1)
-        numbers = self._range_attribute(span, "ACCESSED_BY", room)
-        return tuple(HOST if number == _CPU else Gpu(number) for number in numbers if number != _NOTHING)
+    def accessed_by(self, span: AddressRange) -> tuple[MemoryLocation, ...]:
+        data_bytes = 4 * (self.device_count() + 1)
+        numbers = self._range_attribute(span, "ACCESSED_BY", data_bytes)
+        return tuple(
+            HOST if number == _CU_DEVICE_CPU else GpuLocation(number)
+            for number in numbers
+            if number != _CU_DEVICE_INVALID
+        )
 
-    def read_mostly(self, span: Span) -> bool:
+    def read_mostly(self, span: AddressRange) -> bool:
         return bool(self._range_attribute(span, "READ_MOSTLY", 4))
 
-    def _range_attribute(self, span: Span, attribute: str, room: int) -> Any:
+    def _range_attribute(self, span: AddressRange, attribute: str, data_bytes: int) -> Any:
         name = getattr(self._cuda.CUmem_range_attribute, f"CU_MEM_RANGE_ATTRIBUTE_{attribute}")
-        with self._on():
-            return _ask(self._cuda.cuMemRangeGetAttribute, room, name, span.address, span.nbytes)
+        with self._device_context():
+            return _call(self._cuda.cuMemRangeGetAttribute, data_bytes, name, span.address, span.nbytes)
 
     def locate(self, addresses: Sequence[int]) -> list[int | None]:
         return [node if node >= 0 else None for node in self._move_pages(addresses)]
 
     # ---- bytes
 
-    def fill(self, span: Span, value: int, device: int = 0) -> None:
-        with self._on(device) as stream:
-            _ask(self._cuda.cuMemsetD8Async, span.address, value, span.nbytes, stream)
-            _ask(self._cuda.cuStreamSynchronize, stream)
+    def fill(self, span: AddressRange, value: int, device: int = 0) -> None:
+        with self._device_context(device) as stream:
+            _call(self._cuda.cuMemsetD8Async, span.address, value, span.nbytes, stream)
+            _call(self._cuda.cuStreamSynchronize, stream)
 
     def copy(self, target: int, source: int, nbytes: int, device: int = 0) -> None:
-        with self._on(device) as stream:
-            _ask(self._cuda.cuMemcpyAsync, target, source, nbytes, stream)
-            _ask(self._cuda.cuStreamSynchronize, stream)
+        with self._device_context(device) as stream:
+            _call(self._cuda.cuMemcpyAsync, target, source, nbytes, stream)
+            _call(self._cuda.cuStreamSynchronize, stream)
 
-    def read(self, span: Span) -> bytes:
-        if self.kind_of(span.address) is not Kind.DEVICE:
+    def read(self, span: AddressRange) -> bytes:
+        if self.memory_kind_at(span.address) is not MemoryKind.DEVICE:
             return ctypes.string_at(span.address, span.nbytes)
         buffer = ctypes.create_string_buffer(span.nbytes)
-        with self._on():
-            _ask(self._cuda.cuMemcpyDtoH, ctypes.addressof(buffer), span.address, span.nbytes)
+        with self._device_context():
+            _call(self._cuda.cuMemcpyDtoH, ctypes.addressof(buffer), span.address, span.nbytes)
         return buffer.raw
 
     def synchronize(self, device: int = 0) -> None:
         with self._lock:
             others = [number for number in self._streams if number != device]
         for number in (device, *others):  # by any of them something may have gone to the host
-            with self._on(number) as stream:
-                _ask(self._cuda.cuStreamSynchronize, stream)
+            with self._device_context(number) as stream:
+                _call(self._cuda.cuStreamSynchronize, stream)
 
     # ---- contexts and streams
 
     @contextmanager
-    def _on(self, device: int | None = None) -> Iterator[Any]:
+    def _device_context(self, device: int | None = None) -> Iterator[Any]:
         """This thread works on that device, with our stream there, and afterwards on whatever it was before.
 
         None: on any, for what all of them can do. It is one that was used before, because to use a GPU takes memory
@@ -300,29 +321,29 @@ class CudaDriver:
         with self._lock:
             number = next(iter(self._contexts), 0) if device is None else device
             if number not in self._contexts:
-                self._contexts[number] = _ask(self._cuda.cuDevicePrimaryCtxRetain, number)
-        _ask(self._cuda.cuCtxPushCurrent, self._contexts[number])
+                self._contexts[number] = _call(self._cuda.cuDevicePrimaryCtxRetain, number)
+        _call(self._cuda.cuCtxPushCurrent, self._contexts[number])
         try:
             yield self._stream(number)
         finally:
-            _ask(self._cuda.cuCtxPopCurrent)
+            _call(self._cuda.cuCtxPopCurrent)
 
     def _stream(self, device: int) -> Any:
         with self._lock:
             if device not in self._streams:
-                unblocked = self._cuda.CUstream_flags.CU_STREAM_NON_BLOCKING
-                self._streams[device] = _ask(self._cuda.cuStreamCreate, unblocked.value)
+                non_blocking = self._cuda.CUstream_flags.CU_STREAM_NON_BLOCKING
+                self._streams[device] = _call(self._cuda.cuStreamCreate, non_blocking.value)
             return self._streams[device]
 
 
-def _device_of(home: Home) -> int | None:
+def _stream_device(location: MemoryLocation) -> int | None:
     """The device whose stream does the work: the host has none of its own."""
-    return home.device if isinstance(home, Gpu) else None
+    return location.device if isinstance(location, GpuLocation) else None
 
 
-def _ask(function: Callable[..., Any], *arguments: object) -> Any:
+def _call(function: Callable[..., Any], *arguments: object) -> Any:
     """What a driver call gives besides its status: nothing, one thing, or several."""
-    status, *given = function(*arguments)
-    if int(status) != _SUCCESS:
-        raise Refused(function.__name__, status.name, int(status))
-    return given[0] if len(given) == 1 else tuple(given)
+    status, *results = function(*arguments)
+    if int(status) != _CUDA_SUCCESS:
+        raise DriverError(function.__name__, status.name, int(status))
+    return results[0] if len(results) == 1 else tuple(results)

@@ -14,12 +14,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.dlpack import from_dlpack
 
 # DLDeviceType of dlpack.h. Managed memory is announced as CUDA: torch refuses kDLCUDAManaged.
-DEVICE_TYPES = {"cpu": 1, "cuda": 2}
-UNSIGNED, BITS = 1, 8
-NAME = b"dltensor"  # a capsule keeps the pointer, not a copy
+DL_DEVICE_TYPES = {"cpu": 1, "cuda": 2}
+DL_UINT, BITS_PER_ELEMENT = 1, 8
+CAPSULE_NAME = b"dltensor"  # a capsule keeps the pointer, not a copy
 
 
-class _Tensor(ctypes.Structure):
+class _DLTensor(ctypes.Structure):
     """DLTensor, with its device and type spelled out."""
 
     _fields_ = (
@@ -36,11 +36,11 @@ class _Tensor(ctypes.Structure):
     )
 
 
-class _Header(ctypes.Structure):
+class _DLManagedTensor(ctypes.Structure):
     """DLManagedTensor, followed by the shape it points to."""
 
     _fields_ = (
-        ("tensor", _Tensor),
+        ("tensor", _DLTensor),
         ("context", ctypes.c_void_p),
         ("deleter", ctypes.c_void_p),
         ("length", ctypes.c_int64),
@@ -49,53 +49,53 @@ class _Header(ctypes.Structure):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Wrapped:
+class ForeignStorage:
     """Bytes of foreign memory as a tensor."""
 
-    storage: StorageWeakRef
+    storage_ref: StorageWeakRef
 
     @property
     def alive(self) -> bool:
         """Whether any tensor still uses the memory: views, and what autograd saved, included."""
-        return not self.storage.expired()  # type: ignore[no-untyped-call]
+        return not self.storage_ref.expired()  # type: ignore[no-untyped-call]
 
 
-class Header:
+class DLPackHeader:
     """What torch keeps a pointer to while a tensor over the memory lives, so it must live as long: one per block.
 
     It is raw memory on purpose: one that ends with the interpreter could end before the last tensor.
     """
 
     def __init__(self, device: torch.device) -> None:
-        raw = _function("PyMem_RawMalloc", ctypes.c_void_p, ctypes.c_size_t)(ctypes.sizeof(_Header))
+        raw = _c_api_function("PyMem_RawMalloc", ctypes.c_void_p, ctypes.c_size_t)(ctypes.sizeof(_DLManagedTensor))
         if not raw:
             raise MemoryError("no memory for a header of a hundred bytes")
-        self._raw: int = raw
-        header = _Header.from_address(raw)
-        header.tensor = _Tensor(
-            None, DEVICE_TYPES[device.type], device.index or 0, 1, UNSIGNED, BITS, 1,
-            raw + _Header.length.offset, raw + _Header.stride.offset, 0,
+        self._header_address: int = raw
+        header = _DLManagedTensor.from_address(raw)
+        header.tensor = _DLTensor(
+            None, DL_DEVICE_TYPES[device.type], device.index or 0, 1, DL_UINT, BITS_PER_ELEMENT, 1,
+            raw + _DLManagedTensor.length.offset, raw + _DLManagedTensor.stride.offset, 0,
         )  # fmt: skip
         header.context, header.deleter = None, None
         header.length, header.stride = 0, 1
 
-    def aim(self, address: int, nbytes: int) -> None:
+    def point_at(self, address: int, nbytes: int) -> None:
         """At this memory from now on; only when no tensor over the memory before is alive."""
-        header = _Header.from_address(self._raw)
+        header = _DLManagedTensor.from_address(self._header_address)
         header.tensor.address, header.length = address, nbytes
 
-    def wrap(self) -> tuple[torch.Tensor, Wrapped]:
+    def make_tensor(self) -> tuple[torch.Tensor, ForeignStorage]:
         """A new tensor of bytes over the memory, and what tells when it and its views are gone."""
-        new = _function("PyCapsule_New", ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
-        tensor = from_dlpack(new(self._raw, NAME, None))
-        return tensor, Wrapped(StorageWeakRef(tensor.untyped_storage()))  # type: ignore[no-untyped-call]
+        new = _c_api_function("PyCapsule_New", ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+        tensor = from_dlpack(new(self._header_address, CAPSULE_NAME, None))
+        return tensor, ForeignStorage(StorageWeakRef(tensor.untyped_storage()))  # type: ignore[no-untyped-call]
 
     def free(self) -> None:
         """Only when no tensor over the memory is alive, and the last one ended on this thread."""
-        _function("PyMem_RawFree", None, ctypes.c_void_p)(self._raw)
+        _c_api_function("PyMem_RawFree", None, ctypes.c_void_p)(self._header_address)
 
 
-def _function(name: str, result: type | None, *arguments: type) -> ctypes._FuncPointer:
+def _c_api_function(name: str, result: type | None, *arguments: type) -> ctypes._FuncPointer:
     """A function of the interpreter. A pointer of our own: types set on the shared one would be everybody's."""
-    kind = ctypes.PYFUNCTYPE(result, *arguments)
-    return kind((name, ctypes.pythonapi))
+    prototype = ctypes.PYFUNCTYPE(result, *arguments)
+    return prototype((name, ctypes.pythonapi))

@@ -12,7 +12,7 @@ from enum import Enum, StrEnum
 from typing import Final, Protocol, TypeAlias
 
 
-class Kind(StrEnum):
+class MemoryKind(StrEnum):
     """Who manages a piece of memory, which decides what can be asked of it."""
 
     DEVICE = "device"
@@ -26,7 +26,7 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class AddressRange:
     """A range of addresses."""
 
     address: int
@@ -38,37 +38,37 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Gpu:
+class GpuLocation:
     """A GPU's memory as a home."""
 
     device: int
 
 
 @dataclass(frozen=True, slots=True)
-class HostNode:
+class HostNumaLocation:
     """One NUMA node of the host as a home."""
 
     node: int
 
 
-class Host(Enum):
+class HostLocation(Enum):
     """The host's memory as a home, whichever node."""
 
     HOST = "host"
 
 
-HOST: Final = Host.HOST
-Home: TypeAlias = Gpu | HostNode | Host
+HOST: Final = HostLocation.HOST
+MemoryLocation: TypeAlias = GpuLocation | HostNumaLocation | HostLocation
 
 
-class Advice(StrEnum):
+class MemoryAdvice(StrEnum):
     PREFERRED_LOCATION = "preferred location"
     ACCESSED_BY = "accessed by"
     READ_MOSTLY = "read mostly"
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class DeviceProperties:
     """What the driver says of a GPU. None: it would not say."""
 
     number: int
@@ -95,7 +95,7 @@ class Device:
     """Its identity in NVML's spelling, `GPU-2dee1e25-b3b5-…`: the two count GPUs differently."""
 
 
-class Refused(Exception):
+class DriverError(Exception):
     """The driver said no. `name` is its own word for why, such as CUDA_ERROR_INVALID_VALUE."""
 
     def __init__(self, call: str, name: str, code: int) -> None:
@@ -109,7 +109,7 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Missing:
+class NotAvailable:
     """There is no driver, or no GPU, and why."""
 
     reason: str
@@ -124,50 +124,50 @@ class Driver(Protocol):
     def version(self) -> int:
         """Of the driver API, as in 13000 for CUDA 13.0."""
 
-    def devices(self) -> tuple[Device, ...]: ...
+    def devices(self) -> tuple[DeviceProperties, ...]: ...
 
     def free_bytes(self, device: int) -> int:
         """Free memory of the GPU as the driver sees it. On GB10 and GH200 it ignores cache the kernel would give up."""
 
-    def allocate(self, kind: Kind, nbytes: int, device: int = 0) -> int:
+    def allocate(self, kind: MemoryKind, nbytes: int, device: int = 0) -> int:
         """The address of new memory: DEVICE, MANAGED or SYSTEM. Contents are undefined."""
 
     def free(self, address: int) -> None:
         """Give back what `allocate` gave."""
 
-    def kind_of(self, address: int) -> Kind:
+    def memory_kind_at(self, address: int) -> MemoryKind:
         """Memory that the driver does not know is SYSTEM."""
 
-    def advise(self, span: Span, advice: Advice, home: Home) -> None: ...
+    def advise(self, span: AddressRange, advice: MemoryAdvice, location: MemoryLocation) -> None: ...
 
-    def unadvise(self, span: Span, advice: Advice, home: Home) -> None: ...
+    def unadvise(self, span: AddressRange, advice: MemoryAdvice, location: MemoryLocation) -> None: ...
 
-    def prefetch(self, spans: Sequence[Span], home: Home) -> None:
+    def prefetch(self, spans: Sequence[AddressRange], location: MemoryLocation) -> None:
         """Begin to move whole pages; `synchronize` waits. In one call where the driver has one (CUDA 13)."""
 
-    def discard(self, spans: Sequence[Span]) -> None:
+    def discard(self, spans: Sequence[AddressRange]) -> None:
         """Contents are worthless from here on: pages need not be moved again. MANAGED only; CUDA 13."""
 
-    def preferred(self, span: Span) -> Home | None:
+    def preferred_location(self, span: AddressRange) -> MemoryLocation | None:
         """The preferred location that was set for all of the range; None: none, or not one for all of it."""
 
-    def last_prefetch(self, span: Span) -> Home | None:
+    def last_prefetch_location(self, span: AddressRange) -> MemoryLocation | None:
         """Where the range was last asked to go. It is what was asked, not where the pages are."""
 
-    def accessed_by(self, span: Span) -> tuple[Home, ...]: ...
+    def accessed_by(self, span: AddressRange) -> tuple[MemoryLocation, ...]: ...
 
-    def read_mostly(self, span: Span) -> bool: ...
+    def read_mostly(self, span: AddressRange) -> bool: ...
 
     def locate(self, addresses: Sequence[int]) -> list[int | None]:
         """The NUMA node of the page at each address, asked of the kernel; None: not populated, or not told."""
 
-    def fill(self, span: Span, value: int, device: int = 0) -> None:
+    def fill(self, span: AddressRange, value: int, device: int = 0) -> None:
         """Write one byte value everywhere, by the GPU; waits."""
 
     def copy(self, target: int, source: int, nbytes: int, device: int = 0) -> None:
         """Copy, by the GPU; waits."""
 
-    def read(self, span: Span) -> bytes:
+    def read(self, span: AddressRange) -> bytes:
         """The bytes, read by the host."""
 
     def synchronize(self, device: int = 0) -> None:

@@ -17,51 +17,51 @@ from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
 from supertuner.core.types import GIB, KIB, MIB
-from supertuner.memory.driver import Device
+from supertuner.memory.driver import DeviceProperties
 
-How: TypeAlias = Literal["spec", "measured by others", "unknown"]
+FigureOrigin: TypeAlias = Literal["spec", "measured by others", "unknown"]
 
 GB_S: Final = 1e9
 TFLOPS: Final = 1e12
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
+class MachineFigure:
     """One number of a machine."""
 
     value: float | None
     source: str
     """Where it comes from; for an unknown figure, why it is not known."""
-    how: How = "spec"
+    origin: FigureOrigin = "spec"
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class MachineSpec:
     """A kind of machine: one GPU and the host memory next to it."""
 
     key: str
     title: str
-    names: str
+    name_pattern: str
     """A regular expression for the whole name that the driver gives its GPU (or `/proc/cpuinfo` its CPU).
 
     A comment at each row says which names were found in public output of drivers or in NVIDIA's lists. The others are
     guesses: a name without "NVIDIA ", and relatives of the names that were found.
     """
-    gpu_bytes: Figure
-    host_bytes: Figure
+    gpu_bytes: MachineFigure
+    host_bytes: MachineFigure
     """Of the CPU next to the GPU. On a one-pool machine, the same memory again."""
-    gpu_read_bytes_s: Figure
-    gpu_write_bytes_s: Figure
-    host_bytes_s: Figure
-    to_device_bytes_s: Figure
+    gpu_read_bytes_s: MachineFigure
+    gpu_write_bytes_s: MachineFigure
+    host_bytes_s: MachineFigure
+    to_device_bytes_s: MachineFigure
     """The link, from host memory to the GPU's."""
-    to_host_bytes_s: Figure
-    bf16_flops: Figure
-    fp8_flops: Figure
-    fp32_flops: Figure
-    system_page_bytes: Figure
+    to_host_bytes_s: MachineFigure
+    bf16_flops: MachineFigure
+    fp8_flops: MachineFigure
+    fp32_flops: MachineFigure
+    system_page_bytes: MachineFigure
     """What the maker recommends, or ships."""
-    driver_block_bytes: Figure
+    driver_block_bytes: MachineFigure
     """The largest piece in which the driver moves managed memory."""
     one_pool: bool
     """CPU and GPU share one memory: there is nothing to spill into."""
@@ -69,18 +69,18 @@ class Machine:
     """The GPU reads ordinary memory through the host's page tables."""
     link: str
 
-    def figures(self) -> dict[str, Figure]:
+    def figures(self) -> dict[str, MachineFigure]:
         """Every figure by its name."""
-        found = {name: getattr(self, name) for name in self.__slots__}
-        return {name: value for name, value in found.items() if isinstance(value, Figure)}
+        values = {name: getattr(self, name) for name in self.__slots__}
+        return {name: value for name, value in values.items() if isinstance(value, MachineFigure)}
 
 
-def _seen(value: float, source: str) -> Figure:
-    return Figure(value, source, "measured by others")
+def _measured(value: float, source: str) -> MachineFigure:
+    return MachineFigure(value, source, "measured by others")
 
 
-def _unknown(reason: str) -> Figure:
-    return Figure(None, reason, "unknown")
+def _unknown(reason: str) -> MachineFigure:
+    return MachineFigure(None, reason, "unknown")
 
 
 _NOTES = "a published figure in this project's notes, which do not name its document"
@@ -105,260 +105,278 @@ _H100_DENSE = "NVIDIA's peaks of H100 SXM5, dense, as copied by glennklockwood.c
 _A100 = "NVIDIA A100 datasheet 1758950 r4, as copied by glennklockwood.com (A100)"
 _RTX4090 = "waredb.com, NVIDIA GeForce RTX 4090"
 _RTX5090 = "github.com/lamonoai/gpumap, nvidia/GPU.md"
-_BOTH = "; it does not tell reads from writes"
-_BLOCK = Figure(
+_READS_AND_WRITES = "; it does not tell reads from writes"
+_DRIVER_BLOCK = MachineFigure(
     2 * MIB,
     "NVIDIA/open-gpu-kernel-modules, uvm_va_block_types.h: UVM_VA_BLOCK_BITS is 21, the maximum block size is 2MB",
 )
-_PAGE_64K = Figure(
+_PAGE_64K = MachineFigure(
     64 * KIB, "NVIDIA Grace Performance Tuning Guide, Page Size: the recommended default value for the page size is 64K"
 )
-_PAGE_4K = Figure(4 * KIB, "the base page of x86-64, which has no other; an Arm host may differ")
-_PCIE4 = Figure(31.5 * GB_S, "arithmetic: 16 GT/s, 16 lanes, 128b/130b, one direction; packet headers not taken off")
-_PCIE5 = Figure(63.0 * GB_S, "arithmetic: 32 GT/s, 16 lanes, 128b/130b, one direction; packet headers not taken off")
-_ANY_HOST = _unknown("a card: the host is whatever it is put into")
+_PAGE_4K = MachineFigure(4 * KIB, "the base page of x86-64, which has no other; an Arm host may differ")
+_PCIE4 = MachineFigure(
+    31.5 * GB_S, "arithmetic: 16 GT/s, 16 lanes, 128b/130b, one direction; packet headers not taken off"
+)
+_PCIE5 = MachineFigure(
+    63.0 * GB_S, "arithmetic: 32 GT/s, 16 lanes, 128b/130b, one direction; packet headers not taken off"
+)
+_UNKNOWN_HOST = _unknown("a card: the host is whatever it is put into")
 _ONE_POOL = _unknown("one pool of memory: there is no link to cross")
-_ANY_CPU = _unknown("differs from CPU to CPU; probe it")
+_UNKNOWN_CPU = _unknown("differs from CPU to CPU; probe it")
 _NO_GPU = _unknown("no GPU")
 
-MACHINES: Final[Mapping[str, Machine]] = {
-    "gh200-96": Machine(
+MACHINES: Final[Mapping[str, MachineSpec]] = {
+    "gh200-96": MachineSpec(
         key="gh200-96",
         title="GH200 96 GB",
         # "NVIDIA GH200 480GB" and "NVIDIA GH200 120GB": found (both have 96 GB).
-        names=r"(NVIDIA )?GH200( (120|480)GB)?",
-        gpu_bytes=Figure(96 * GIB, "the product: 96 GB HBM3"),
-        host_bytes=Figure(480 * GIB, _GRACE_BYTES + "; the larger is taken"),
-        gpu_read_bytes_s=_seen(3615 * GB_S, _NOTES + f"; 3728 (BabelStream Triad) in {_DNHKNG}, 3400 in {_KTH}"),
-        gpu_write_bytes_s=_seen(3705 * GB_S, _NOTES + f"; 3728 (BabelStream Triad) in {_DNHKNG}, 3400 in {_KTH}"),
-        host_bytes_s=Figure(384 * GB_S, _GRACE_480),
-        to_device_bytes_s=_seen(375 * GB_S, _TO_DEVICE),
-        to_host_bytes_s=_seen(296 * GB_S, _TO_HOST),
-        bf16_flops=Figure(990 * TFLOPS, _HOPPER_BF16),
+        name_pattern=r"(NVIDIA )?GH200( (120|480)GB)?",
+        gpu_bytes=MachineFigure(96 * GIB, "the product: 96 GB HBM3"),
+        host_bytes=MachineFigure(480 * GIB, _GRACE_BYTES + "; the larger is taken"),
+        gpu_read_bytes_s=_measured(3615 * GB_S, _NOTES + f"; 3728 (BabelStream Triad) in {_DNHKNG}, 3400 in {_KTH}"),
+        gpu_write_bytes_s=_measured(3705 * GB_S, _NOTES + f"; 3728 (BabelStream Triad) in {_DNHKNG}, 3400 in {_KTH}"),
+        host_bytes_s=MachineFigure(384 * GB_S, _GRACE_480),
+        to_device_bytes_s=_measured(375 * GB_S, _TO_DEVICE),
+        to_host_bytes_s=_measured(296 * GB_S, _TO_HOST),
+        bf16_flops=MachineFigure(990 * TFLOPS, _HOPPER_BF16),
         fp8_flops=_unknown(_HOPPER_FP8),
-        fp32_flops=Figure(66.9 * TFLOPS, _HOPPER_FP32),
+        fp32_flops=MachineFigure(66.9 * TFLOPS, _HOPPER_FP32),
         system_page_bytes=_PAGE_64K,
-        driver_block_bytes=_BLOCK,
+        driver_block_bytes=_DRIVER_BLOCK,
         one_pool=False,
         ats=True,
         link="NVLink-C2C",
     ),
-    "gh200-144": Machine(
+    "gh200-144": MachineSpec(
         key="gh200-144",
         title="GH200 144 GB",
         # "NVIDIA GH200 144G HBM3e": found.
-        names=r"(NVIDIA )?GH200( (144GB?( HBM3e)?|480GB))?",
-        gpu_bytes=Figure(144 * GIB, "the product: 144 GB HBM3e"),
-        host_bytes=Figure(480 * GIB, _NOTES + ": 480 GB LPDDR5X, as the 96 GB part"),
-        gpu_read_bytes_s=Figure(4900 * GB_S, _NOTES + ": 4.9 TB/s by specification; nobody's measurement was found"),
-        gpu_write_bytes_s=Figure(4900 * GB_S, _NOTES + ": 4.9 TB/s by specification" + _BOTH),
-        host_bytes_s=Figure(384 * GB_S, _GRACE_480),
-        to_device_bytes_s=_seen(375 * GB_S, "on the 96 GB part: " + _TO_DEVICE),
-        to_host_bytes_s=_seen(296 * GB_S, "on the 96 GB part: " + _TO_HOST),
-        bf16_flops=Figure(990 * TFLOPS, _HOPPER_BF16),
+        name_pattern=r"(NVIDIA )?GH200( (144GB?( HBM3e)?|480GB))?",
+        gpu_bytes=MachineFigure(144 * GIB, "the product: 144 GB HBM3e"),
+        host_bytes=MachineFigure(480 * GIB, _NOTES + ": 480 GB LPDDR5X, as the 96 GB part"),
+        gpu_read_bytes_s=MachineFigure(
+            4900 * GB_S, _NOTES + ": 4.9 TB/s by specification; nobody's measurement was found"
+        ),
+        gpu_write_bytes_s=MachineFigure(4900 * GB_S, _NOTES + ": 4.9 TB/s by specification" + _READS_AND_WRITES),
+        host_bytes_s=MachineFigure(384 * GB_S, _GRACE_480),
+        to_device_bytes_s=_measured(375 * GB_S, "on the 96 GB part: " + _TO_DEVICE),
+        to_host_bytes_s=_measured(296 * GB_S, "on the 96 GB part: " + _TO_HOST),
+        bf16_flops=MachineFigure(990 * TFLOPS, _HOPPER_BF16),
         fp8_flops=_unknown(_HOPPER_FP8),
-        fp32_flops=Figure(66.9 * TFLOPS, _HOPPER_FP32),
+        fp32_flops=MachineFigure(66.9 * TFLOPS, _HOPPER_FP32),
         system_page_bytes=_PAGE_64K,
-        driver_block_bytes=_BLOCK,
+        driver_block_bytes=_DRIVER_BLOCK,
         one_pool=False,
         ats=True,
         link="NVLink-C2C",
     ),
-    "gb200": Machine(
+    "gb200": MachineSpec(
         key="gb200",
         title="GB200, one of its two GPUs",
         # "NVIDIA GB200": found.
-        names=r"(NVIDIA )?GB200",
-        gpu_bytes=Figure(186 * GIB, _GB200 + ": 186 GB HBM3E"),
-        host_bytes=Figure(480 * GIB, _NVL72 + ": up to 480 GB LPDDR5X for one Grace and two GPUs"),
-        gpu_read_bytes_s=Figure(8000 * GB_S, _GB200 + ": 8 TB/s"),
-        gpu_write_bytes_s=Figure(8000 * GB_S, _GB200 + ": 8 TB/s" + _BOTH),
-        host_bytes_s=Figure(
+        name_pattern=r"(NVIDIA )?GB200",
+        gpu_bytes=MachineFigure(186 * GIB, _GB200 + ": 186 GB HBM3E"),
+        host_bytes=MachineFigure(480 * GIB, _NVL72 + ": up to 480 GB LPDDR5X for one Grace and two GPUs"),
+        gpu_read_bytes_s=MachineFigure(8000 * GB_S, _GB200 + ": 8 TB/s"),
+        gpu_write_bytes_s=MachineFigure(8000 * GB_S, _GB200 + ": 8 TB/s" + _READS_AND_WRITES),
+        host_bytes_s=MachineFigure(
             14_000 / 36 * GB_S,
             _NVL72 + ": 14 TB/s over 36 Grace, each for two GPUs; up to 512 GB/s for one, by the same",
         ),
         to_device_bytes_s=_unknown("no published measurement of this direction was found"),
-        to_host_bytes_s=_seen(330 * GB_S, _NOTES + ": 330 to the GPU's own NUMA node, 115 across"),
-        bf16_flops=Figure(2500 * TFLOPS, _GB200 + ": 5 PFLOPS with sparsity, half of it dense; 2250 by verda.com"),
-        fp8_flops=Figure(5000 * TFLOPS, _GB200 + ": 10 PFLOPS with sparsity, half of it dense; 4500 by verda.com"),
-        fp32_flops=Figure(80 * TFLOPS, _GB200 + "; 75 by verda.com, 90 by glennklockwood.com"),
+        to_host_bytes_s=_measured(330 * GB_S, _NOTES + ": 330 to the GPU's own NUMA node, 115 across"),
+        bf16_flops=MachineFigure(
+            2500 * TFLOPS, _GB200 + ": 5 PFLOPS with sparsity, half of it dense; 2250 by verda.com"
+        ),
+        fp8_flops=MachineFigure(
+            5000 * TFLOPS, _GB200 + ": 10 PFLOPS with sparsity, half of it dense; 4500 by verda.com"
+        ),
+        fp32_flops=MachineFigure(80 * TFLOPS, _GB200 + "; 75 by verda.com, 90 by glennklockwood.com"),
         system_page_bytes=_PAGE_64K,
-        driver_block_bytes=_BLOCK,
+        driver_block_bytes=_DRIVER_BLOCK,
         one_pool=False,
         ats=True,
         link="NVLink-C2C",
     ),
-    "gb10": Machine(
+    "gb10": MachineSpec(
         key="gb10",
         title="GB10 (DGX Spark)",
         # "NVIDIA GB10": found.
-        names=r"(NVIDIA )?GB10",
-        gpu_bytes=Figure(128 * GIB, _GB10 + ": one pool of 128 GB LPDDR5x; the kernel sees less"),
-        host_bytes=Figure(128 * GIB, _GB10 + ": the same pool"),
-        gpu_read_bytes_s=Figure(273 * GB_S, _GB10 + ": 273 GB/s"),
-        gpu_write_bytes_s=Figure(273 * GB_S, _GB10 + ": 273 GB/s" + _BOTH),
-        host_bytes_s=Figure(273 * GB_S, _GB10 + ": the same memory; what the CPU alone reaches was not found"),
+        name_pattern=r"(NVIDIA )?GB10",
+        gpu_bytes=MachineFigure(128 * GIB, _GB10 + ": one pool of 128 GB LPDDR5x; the kernel sees less"),
+        host_bytes=MachineFigure(128 * GIB, _GB10 + ": the same pool"),
+        gpu_read_bytes_s=MachineFigure(273 * GB_S, _GB10 + ": 273 GB/s"),
+        gpu_write_bytes_s=MachineFigure(273 * GB_S, _GB10 + ": 273 GB/s" + _READS_AND_WRITES),
+        host_bytes_s=MachineFigure(273 * GB_S, _GB10 + ": the same memory; what the CPU alone reaches was not found"),
         to_device_bytes_s=_ONE_POOL,
         to_host_bytes_s=_ONE_POOL,
-        bf16_flops=Figure(
+        bf16_flops=MachineFigure(
             125 * TFLOPS,
             _NOTES + ": about 125, dense by its ratio to NVIDIA's 1 PFLOP of sparse FP4; 62.5 by the RTX 5090's ratios",
         ),
         fp8_flops=_unknown("no source found: NVIDIA prints 1 PFLOP of FP4 with sparsity and nothing else"),
         fp32_flops=_unknown("no source found: NVIDIA prints 1 PFLOP of FP4 with sparsity and nothing else"),
-        system_page_bytes=Figure(
+        system_page_bytes=MachineFigure(
             4 * KIB, "NVIDIA/NV-Kernels pull request 590: the 4 KiB arm64 `nvidia` kernel flavour used by DGX Spark"
         ),
-        driver_block_bytes=_BLOCK,
+        driver_block_bytes=_DRIVER_BLOCK,
         one_pool=True,
         ats=True,  # NVIDIA's UVM driver says so of GB10: Start9Labs/start-technologies pull request 3693
         link="none",
     ),
-    "mi300a": Machine(
+    "mi300a": MachineSpec(
         key="mi300a",
         title="MI300A",
         # "AMD Instinct MI300A Accelerator": found, as the name of the CPU.
-        names=r"AMD Instinct MI300A.*",
-        gpu_bytes=Figure(
+        name_pattern=r"AMD Instinct MI300A.*",
+        gpu_bytes=MachineFigure(
             128 * GIB, "ROCm documentation, Instinct architecture information: MI300A, VRAM 128 GiB; one pool"
         ),
-        host_bytes=Figure(128 * GIB, "ROCm documentation, Instinct architecture information: the same pool"),
-        gpu_read_bytes_s=Figure(5300 * GB_S, _NOTES + ": 5.3 TB/s; a peak, says ROCm/rocm_bandwidth_test issue 121"),
-        gpu_write_bytes_s=Figure(5300 * GB_S, _NOTES + ": 5.3 TB/s, a peak" + _BOTH),
+        host_bytes=MachineFigure(128 * GIB, "ROCm documentation, Instinct architecture information: the same pool"),
+        gpu_read_bytes_s=MachineFigure(
+            5300 * GB_S, _NOTES + ": 5.3 TB/s; a peak, says ROCm/rocm_bandwidth_test issue 121"
+        ),
+        gpu_write_bytes_s=MachineFigure(5300 * GB_S, _NOTES + ": 5.3 TB/s, a peak" + _READS_AND_WRITES),
         host_bytes_s=_unknown("the same memory, but no source found for what its CPU cores reach"),
         to_device_bytes_s=_ONE_POOL,
         to_host_bytes_s=_ONE_POOL,
-        bf16_flops=Figure(980.6 * TFLOPS, _MI300A + ": peak bfloat16, no sparsity mentioned"),
+        bf16_flops=MachineFigure(980.6 * TFLOPS, _MI300A + ": peak bfloat16, no sparsity mentioned"),
         fp8_flops=_unknown("no source found: the data that was found give INT8 (1.96 POPs)"),
-        fp32_flops=Figure(122.6 * TFLOPS, _MI300A + "; 113.2 measured by chipsandcheese.com (Sizing up MI300A's GPU)"),
+        fp32_flops=MachineFigure(
+            122.6 * TFLOPS, _MI300A + "; 113.2 measured by chipsandcheese.com (Sizing up MI300A's GPU)"
+        ),
         system_page_bytes=_PAGE_4K,
         driver_block_bytes=_unknown("not NVIDIA's driver; no source found for such a block in its own"),
         one_pool=True,
         ats=False,
         link="none",
     ),
-    "h100-80-pcie": Machine(
+    "h100-80-pcie": MachineSpec(
         key="h100-80-pcie",
         title="H100 80 GB PCIe",
         # "NVIDIA H100 PCIe": found.
-        names=r"(NVIDIA )?H100 PCIe",
-        gpu_bytes=Figure(80 * GIB, "the product: 80 GB HBM2e"),
-        host_bytes=_ANY_HOST,
-        gpu_read_bytes_s=Figure(2000 * GB_S, _H100 + ": 2000 GB/s"),
-        gpu_write_bytes_s=Figure(2000 * GB_S, _H100 + ": 2000 GB/s" + _BOTH),
-        host_bytes_s=_ANY_HOST,
+        name_pattern=r"(NVIDIA )?H100 PCIe",
+        gpu_bytes=MachineFigure(80 * GIB, "the product: 80 GB HBM2e"),
+        host_bytes=_UNKNOWN_HOST,
+        gpu_read_bytes_s=MachineFigure(2000 * GB_S, _H100 + ": 2000 GB/s"),
+        gpu_write_bytes_s=MachineFigure(2000 * GB_S, _H100 + ": 2000 GB/s" + _READS_AND_WRITES),
+        host_bytes_s=_UNKNOWN_HOST,
         to_device_bytes_s=_PCIE5,
         to_host_bytes_s=_PCIE5,
-        bf16_flops=Figure(756.5 * TFLOPS, _H100 + ": 1,513 with sparsity, half of it dense"),
-        fp8_flops=Figure(1513 * TFLOPS, _H100 + ": 3,026 with sparsity, half of it dense"),
-        fp32_flops=Figure(51 * TFLOPS, _H100),
+        bf16_flops=MachineFigure(756.5 * TFLOPS, _H100 + ": 1,513 with sparsity, half of it dense"),
+        fp8_flops=MachineFigure(1513 * TFLOPS, _H100 + ": 3,026 with sparsity, half of it dense"),
+        fp32_flops=MachineFigure(51 * TFLOPS, _H100),
         system_page_bytes=_PAGE_4K,
-        driver_block_bytes=_BLOCK,
+        driver_block_bytes=_DRIVER_BLOCK,
         one_pool=False,
         ats=False,
         link="PCIe 5.0 x16",
     ),
-    "h100-80-sxm": Machine(
+    "h100-80-sxm": MachineSpec(
         key="h100-80-sxm",
         title="H100 80 GB SXM",
         # "NVIDIA H100 80GB HBM3": found.
-        names=r"(NVIDIA )?H100 80GB HBM3",
-        gpu_bytes=Figure(80 * GIB, "the product: 80 GB HBM3"),
-        host_bytes=_ANY_HOST,
-        gpu_read_bytes_s=Figure(3350 * GB_S, _H100 + ": 3,350 GB/s"),
-        gpu_write_bytes_s=Figure(3350 * GB_S, _H100 + ": 3,350 GB/s" + _BOTH),
-        host_bytes_s=_ANY_HOST,
+        name_pattern=r"(NVIDIA )?H100 80GB HBM3",
+        gpu_bytes=MachineFigure(80 * GIB, "the product: 80 GB HBM3"),
+        host_bytes=_UNKNOWN_HOST,
+        gpu_read_bytes_s=MachineFigure(3350 * GB_S, _H100 + ": 3,350 GB/s"),
+        gpu_write_bytes_s=MachineFigure(3350 * GB_S, _H100 + ": 3,350 GB/s" + _READS_AND_WRITES),
+        host_bytes_s=_UNKNOWN_HOST,
         to_device_bytes_s=_PCIE5,
         to_host_bytes_s=_PCIE5,
-        bf16_flops=Figure(989.4 * TFLOPS, _H100_DENSE),
-        fp8_flops=Figure(1978.9 * TFLOPS, _H100_DENSE),
-        fp32_flops=Figure(66.9 * TFLOPS, _H100_DENSE),
+        bf16_flops=MachineFigure(989.4 * TFLOPS, _H100_DENSE),
+        fp8_flops=MachineFigure(1978.9 * TFLOPS, _H100_DENSE),
+        fp32_flops=MachineFigure(66.9 * TFLOPS, _H100_DENSE),
         system_page_bytes=_PAGE_4K,
-        driver_block_bytes=_BLOCK,
+        driver_block_bytes=_DRIVER_BLOCK,
         one_pool=False,
         ats=False,
         link="PCIe 5.0 x16",
     ),
-    "a100-80": Machine(
+    "a100-80": MachineSpec(
         key="a100-80",
         title="A100 80 GB",
         # "NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe" and "NVIDIA A100-PCIE-80GB": found.
-        names=r"(NVIDIA )?A100(-SXM4-80GB|-SXM-80GB| 80GB PCIe|-PCIE-80GB)",
-        gpu_bytes=Figure(80 * GIB, "the product: 80 GB HBM2e"),
-        host_bytes=_ANY_HOST,
-        gpu_read_bytes_s=Figure(1935 * GB_S, "thundercompute.com, NVIDIA A100 specs: PCIe, the slower; 2,039 for SXM"),
-        gpu_write_bytes_s=Figure(1935 * GB_S, "thundercompute.com, NVIDIA A100 specs: PCIe, the slower" + _BOTH),
-        host_bytes_s=_ANY_HOST,
+        name_pattern=r"(NVIDIA )?A100(-SXM4-80GB|-SXM-80GB| 80GB PCIe|-PCIE-80GB)",
+        gpu_bytes=MachineFigure(80 * GIB, "the product: 80 GB HBM2e"),
+        host_bytes=_UNKNOWN_HOST,
+        gpu_read_bytes_s=MachineFigure(
+            1935 * GB_S, "thundercompute.com, NVIDIA A100 specs: PCIe, the slower; 2,039 for SXM"
+        ),
+        gpu_write_bytes_s=MachineFigure(
+            1935 * GB_S, "thundercompute.com, NVIDIA A100 specs: PCIe, the slower" + _READS_AND_WRITES
+        ),
+        host_bytes_s=_UNKNOWN_HOST,
         to_device_bytes_s=_PCIE4,
         to_host_bytes_s=_PCIE4,
-        bf16_flops=Figure(312 * TFLOPS, _A100 + ": 312 dense, 624 with sparsity"),
+        bf16_flops=MachineFigure(312 * TFLOPS, _A100 + ": 312 dense, 624 with sparsity"),
         fp8_flops=_unknown("the chip has no FP8 units"),
-        fp32_flops=Figure(19.5 * TFLOPS, _A100),
+        fp32_flops=MachineFigure(19.5 * TFLOPS, _A100),
         system_page_bytes=_PAGE_4K,
-        driver_block_bytes=_BLOCK,
+        driver_block_bytes=_DRIVER_BLOCK,
         one_pool=False,
         ats=False,
         link="PCIe 4.0 x16",
     ),
-    "rtx-4090": Machine(
+    "rtx-4090": MachineSpec(
         key="rtx-4090",
         title="RTX 4090",
         # "NVIDIA GeForce RTX 4090": found.
-        names=r"(NVIDIA )?GeForce RTX 4090",
-        gpu_bytes=Figure(24 * GIB, "the product: 24 GB GDDR6X"),
-        host_bytes=_ANY_HOST,
-        gpu_read_bytes_s=Figure(1008 * GB_S, _RTX4090 + ": 1008 GB/s"),
-        gpu_write_bytes_s=Figure(1008 * GB_S, _RTX4090 + ": 1008 GB/s" + _BOTH),
-        host_bytes_s=_ANY_HOST,
+        name_pattern=r"(NVIDIA )?GeForce RTX 4090",
+        gpu_bytes=MachineFigure(24 * GIB, "the product: 24 GB GDDR6X"),
+        host_bytes=_UNKNOWN_HOST,
+        gpu_read_bytes_s=MachineFigure(1008 * GB_S, _RTX4090 + ": 1008 GB/s"),
+        gpu_write_bytes_s=MachineFigure(1008 * GB_S, _RTX4090 + ": 1008 GB/s" + _READS_AND_WRITES),
+        host_bytes_s=_UNKNOWN_HOST,
         to_device_bytes_s=_PCIE4,
         to_host_bytes_s=_PCIE4,
-        bf16_flops=Figure(165.15 * TFLOPS, _RTX4090 + ": 165.15, with sparsity 330.30"),
+        bf16_flops=MachineFigure(165.15 * TFLOPS, _RTX4090 + ": 165.15, with sparsity 330.30"),
         fp8_flops=_unknown("sources disagree: 330 dense by waredb.com, 661 dense by github.com/lamonoai/gpumap"),
-        fp32_flops=Figure(82.58 * TFLOPS, _RTX4090),
+        fp32_flops=MachineFigure(82.58 * TFLOPS, _RTX4090),
         system_page_bytes=_PAGE_4K,
-        driver_block_bytes=_BLOCK,
+        driver_block_bytes=_DRIVER_BLOCK,
         one_pool=False,
         ats=False,
         link="PCIe 4.0 x16",
     ),
-    "rtx-5090": Machine(
+    "rtx-5090": MachineSpec(
         key="rtx-5090",
         title="RTX 5090",
         # "NVIDIA GeForce RTX 5090": found.
-        names=r"(NVIDIA )?GeForce RTX 5090",
-        gpu_bytes=Figure(32 * GIB, "the product: 32 GB GDDR7"),
-        host_bytes=_ANY_HOST,
-        gpu_read_bytes_s=Figure(1792 * GB_S, _RTX5090 + ": 1,792 GB/s"),
-        gpu_write_bytes_s=Figure(1792 * GB_S, _RTX5090 + ": 1,792 GB/s" + _BOTH),
-        host_bytes_s=_ANY_HOST,
+        name_pattern=r"(NVIDIA )?GeForce RTX 5090",
+        gpu_bytes=MachineFigure(32 * GIB, "the product: 32 GB GDDR7"),
+        host_bytes=_UNKNOWN_HOST,
+        gpu_read_bytes_s=MachineFigure(1792 * GB_S, _RTX5090 + ": 1,792 GB/s"),
+        gpu_write_bytes_s=MachineFigure(1792 * GB_S, _RTX5090 + ": 1,792 GB/s" + _READS_AND_WRITES),
+        host_bytes_s=_UNKNOWN_HOST,
         to_device_bytes_s=_PCIE5,
         to_host_bytes_s=_PCIE5,
-        bf16_flops=Figure(210 * TFLOPS, _RTX5090 + ": 210 accumulating in fp32, with sparsity 419"),
+        bf16_flops=MachineFigure(210 * TFLOPS, _RTX5090 + ": 210 accumulating in fp32, with sparsity 419"),
         fp8_flops=_unknown(
             "sources disagree: 419 by github.com/lamonoai/gpumap, 774 measured by xzwgit/gpu-flops-bench"
         ),
-        fp32_flops=Figure(105 * TFLOPS, _RTX5090),
+        fp32_flops=MachineFigure(105 * TFLOPS, _RTX5090),
         system_page_bytes=_PAGE_4K,
-        driver_block_bytes=_BLOCK,
+        driver_block_bytes=_DRIVER_BLOCK,
         one_pool=False,
         ats=False,
         link="PCIe 5.0 x16",
     ),
-    "cpu": Machine(
+    "cpu": MachineSpec(
         key="cpu",
         title="a CPU without a GPU",
-        names=r"(?!)",  # never matched by a name: it is what is left where there is no GPU
+        name_pattern=r"(?!)",  # never matched by a name: it is what is left where there is no GPU
         gpu_bytes=_NO_GPU,
-        host_bytes=_ANY_CPU,
+        host_bytes=_UNKNOWN_CPU,
         gpu_read_bytes_s=_NO_GPU,
         gpu_write_bytes_s=_NO_GPU,
-        host_bytes_s=_ANY_CPU,
+        host_bytes_s=_UNKNOWN_CPU,
         to_device_bytes_s=_NO_GPU,
         to_host_bytes_s=_NO_GPU,
-        bf16_flops=_ANY_CPU,
-        fp8_flops=_ANY_CPU,
-        fp32_flops=_ANY_CPU,
-        system_page_bytes=_ANY_CPU,
+        bf16_flops=_UNKNOWN_CPU,
+        fp8_flops=_UNKNOWN_CPU,
+        fp32_flops=_UNKNOWN_CPU,
+        system_page_bytes=_UNKNOWN_CPU,
         driver_block_bytes=_NO_GPU,
         one_pool=False,
         ats=False,
@@ -366,28 +384,35 @@ MACHINES: Final[Mapping[str, Machine]] = {
     ),
 }
 
-LEAST_SHARE, MOST_SHARE = 0.85, 1.05
+MIN_MEMORY_SHARE, MAX_MEMORY_SHARE = 0.85, 1.05
 """GPU memory that the driver reports, as a share of the table's: it keeps some for itself (ECC, page tables)."""
 
 
-def machine_of(device: Device) -> Machine | None:
+def find_machine(device: DeviceProperties) -> MachineSpec | None:
     """The row of the table that this GPU is: by its name, its memory, and whether it shares the host's pool.
 
     None for a GPU that is in no row, for a part of one (a MIG slice), and for a relative of another size.
     """
-    fits = [row for row in MACHINES.values() if re.fullmatch(row.names, device.name.strip()) and _agrees(row, device)]
-    return fits[0] if fits else None
+    matches = [
+        row
+        for row in MACHINES.values()
+        if re.fullmatch(row.name_pattern, device.name.strip()) and _memory_matches(row, device)
+    ]
+    return matches[0] if matches else None
 
 
-def machine_of_cpu(name: str) -> Machine | None:
+def find_machine_by_cpu(cpu_name: str) -> MachineSpec | None:
     """The row of a machine that is known by its CPU's name, because its GPU speaks another driver's language."""
-    fits = [row for row in MACHINES.values() if re.fullmatch(row.names, name.strip())]
-    return fits[0] if fits else None
+    matches = [row for row in MACHINES.values() if re.fullmatch(row.name_pattern, cpu_name.strip())]
+    return matches[0] if matches else None
 
 
-def _agrees(row: Machine, device: Device) -> bool:
+def _memory_matches(row: MachineSpec, device: DeviceProperties) -> bool:
     if device.integrated is True and not row.one_pool:
         return False
     if row.one_pool:  # its GPU reports what the kernel has, which differs with firmware and carve-outs
         return True
-    return row.gpu_bytes.value is not None and LEAST_SHARE <= device.total_bytes / row.gpu_bytes.value <= MOST_SHARE
+    return (
+        row.gpu_bytes.value is not None
+        and MIN_MEMORY_SHARE <= device.total_bytes / row.gpu_bytes.value <= MAX_MEMORY_SHARE
+    )

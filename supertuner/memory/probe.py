@@ -16,18 +16,18 @@ from typing import Final
 
 from supertuner.core.host import HostFacts
 from supertuner.core.types import KIB
-from supertuner.memory.driver import Device, Driver, Missing
-from supertuner.memory.machines import MACHINES, Machine, machine_of, machine_of_cpu
-from supertuner.memory.telemetry.nvml import Nvml, NvmlGpu
+from supertuner.memory.driver import DeviceProperties, Driver, NotAvailable
+from supertuner.memory.machines import MACHINES, MachineSpec, find_machine, find_machine_by_cpu
+from supertuner.memory.telemetry.nvml import NvmlGpuFacts, NvmlLibrary
 
 AT_PAGESZ: Final = 6
 """The key of the page size in the auxiliary vector that the kernel hands every process."""
-RECLAIMABLE: Final = ("Active(file)", "Inactive(file)", "SReclaimable")
+RECLAIMABLE_FIELDS: Final = ("Active(file)", "Inactive(file)", "SReclaimable")
 """Cache that the kernel gives up when somebody needs the memory."""
 
 
 @dataclass(frozen=True, slots=True)
-class NodeFacts:
+class NumaNodeFacts:
     """One NUMA node that has CPUs or memory."""
 
     number: int
@@ -43,16 +43,16 @@ class NodeFacts:
 class GpuFacts:
     """One GPU, by those who know it."""
 
-    device: Device
+    device: DeviceProperties
     """What the CUDA driver says."""
-    nvml: NvmlGpu | None = None
+    nvml: NvmlGpuFacts | None = None
     """What NVML says; None: no NVML, or not clear which of its GPUs this one is."""
-    machine: Machine | None = None
+    machine: MachineSpec | None = None
     """Its row of the table."""
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class MachineFacts:
     """This machine, as of the moment it was probed."""
 
     arch: str | None
@@ -71,7 +71,7 @@ class Facts:
     """The kernel samples accesses by unmapping pages: bad for GPUs that share page tables."""
     transparent_hugepages: str | None
     """`always`, `madvise` or `never`."""
-    nodes: tuple[NodeFacts, ...]
+    nodes: tuple[NumaNodeFacts, ...]
     uvm_parameters: Mapping[str, str]
     """Parameters of the kernel module nvidia_uvm; none where it is not loaded."""
     nvidia_driver: str | None
@@ -79,7 +79,7 @@ class Facts:
     driver_version: int | None
     """Of the driver API, as in 13000 for CUDA 13.0."""
     gpus: tuple[GpuFacts, ...]
-    machine: Machine | None
+    machine: MachineSpec | None
     """The row of the first GPU; `cpu` where there is none; None for a machine that the table does not know."""
     one_pool: bool | None
     """CPU and GPU share one memory, so that spilling buys nothing."""
@@ -88,43 +88,43 @@ class Facts:
     no_gpu_reason: str | None
 
 
-def probe(host: HostFacts, driver: Driver | Missing, nvml: Nvml | Missing) -> Facts:
+def probe_machine(host: HostFacts, driver: Driver | NotAvailable, nvml: NvmlLibrary | NotAvailable) -> MachineFacts:
     """Ask everybody once."""
-    gpus = _gpus(driver, nvml)
-    proc, meminfo = host.root / "proc", kernel_fields(host.root / "proc/meminfo")
+    gpus = _probe_gpus(driver, nvml)
+    proc, meminfo = host.root / "proc", read_meminfo(host.root / "proc/meminfo")
     cpu_name = _cpu_name(proc / "cpuinfo")
-    machine = _machine(gpus, cpu_name)
-    return Facts(
-        arch=_first_line(proc / "sys/kernel/arch") or (os.uname().machine if _is_here(host) else None),
+    machine = _find_machine(gpus, cpu_name)
+    return MachineFacts(
+        arch=_first_line(proc / "sys/kernel/arch") or (os.uname().machine if _is_this_machine(host) else None),
         kernel=_first_line(proc / "sys/kernel/osrelease"),
         cpu_name=cpu_name,
         cpus=host.cpus(),
-        page_bytes=_page_bytes(proc / "self/auxv") or (None if isinstance(driver, Missing) else driver.page_bytes),
+        page_bytes=_page_bytes(proc / "self/auxv") or (None if isinstance(driver, NotAvailable) else driver.page_bytes),
         memory_total=host.memory_total(),
         memory_available=host.memory_available(),
         swap_used=meminfo["SwapTotal"] - meminfo["SwapFree"] if {"SwapTotal", "SwapFree"} <= meminfo.keys() else None,
-        numa_balancing=_switch(_first_line(proc / "sys/kernel/numa_balancing")),
-        transparent_hugepages=_chosen(_first_line(host.root / "sys/kernel/mm/transparent_hugepage/enabled")),
-        nodes=_nodes(host, [gpu.device for gpu in gpus]),
-        uvm_parameters=uvm_parameters(host),
-        nvidia_driver=_nvidia_driver(proc / "driver/nvidia/version", nvml),
-        driver_version=None if isinstance(driver, Missing) else driver.version(),
+        numa_balancing=_parse_switch(_first_line(proc / "sys/kernel/numa_balancing")),
+        transparent_hugepages=_bracketed_word(_first_line(host.root / "sys/kernel/mm/transparent_hugepage/enabled")),
+        nodes=_numa_nodes(host, [gpu.device for gpu in gpus]),
+        uvm_parameters=read_uvm_parameters(host),
+        nvidia_driver=_nvidia_driver_version(proc / "driver/nvidia/version", nvml),
+        driver_version=None if isinstance(driver, NotAvailable) else driver.version(),
         gpus=gpus,
         machine=machine,
-        one_pool=_one_pool(gpus, machine),
+        one_pool=_has_one_pool(gpus, machine),
         ats=gpus[0].device.host_page_tables if gpus else None,
-        no_gpu_reason=driver.reason if isinstance(driver, Missing) else None,
+        no_gpu_reason=driver.reason if isinstance(driver, NotAvailable) else None,
     )
 
 
-def free_gpu_bytes(facts: Facts, driver: Driver | Missing, host: HostFacts, device: int = 0) -> int | None:
+def free_gpu_bytes(facts: MachineFacts, driver: Driver | NotAvailable, host: HostFacts, device: int = 0) -> int | None:
     """Bytes that can still be had on a GPU. None: no GPU, or nobody knows.
 
     The driver counts as taken what the kernel uses for cache and would give up. So on a one-pool machine this is
     MemAvailable, and where GPU memory is a NUMA node (GH200), that node's free pages and its cache.
     """
     gpu = next((gpu for gpu in facts.gpus if gpu.device.number == device), None)
-    if isinstance(driver, Missing) or gpu is None:
+    if isinstance(driver, NotAvailable) or gpu is None:
         return None
     free, total = driver.free_bytes(device), gpu.device.total_bytes
     if facts.one_pool:
@@ -132,11 +132,11 @@ def free_gpu_bytes(facts: Facts, driver: Driver | Missing, host: HostFacts, devi
         return free if available is None else min(available, total)
     if gpu.device.numa_node is None:
         return free
-    available = _node_available(kernel_fields(_node_folder(host, gpu.device.numa_node) / "meminfo"))
+    available = _node_available(read_meminfo(_node_folder(host, gpu.device.numa_node) / "meminfo"))
     return free if available is None else min(max(free, available), total)
 
 
-def host_available_bytes(facts: Facts, host: HostFacts) -> int | None:
+def host_available_bytes(facts: MachineFacts, host: HostFacts) -> int | None:
     """Bytes of host memory that can still be taken.
 
     MemAvailable, but where GPU memory is a NUMA node the kernel counts it in, and this does not.
@@ -145,50 +145,54 @@ def host_available_bytes(facts: Facts, host: HostFacts) -> int | None:
     if not any(node.gpu is not None for node in facts.nodes):
         return available
     folders = (_node_folder(host, node.number) for node in facts.nodes if node.gpu is None)
-    parts = [_node_available(kernel_fields(folder / "meminfo")) for folder in folders]
+    parts = [_node_available(read_meminfo(folder / "meminfo")) for folder in folders]
     known = [part for part in parts if part is not None]
     return available if available is None or len(known) != len(parts) else min(available, sum(known))
 
 
-def kernel_fields(path: Path) -> dict[str, int]:
+def read_meminfo(path: Path) -> dict[str, int]:
     """The fields of a `meminfo`, the machine's or a node's, in bytes. None where there is no such file."""
-    found = {}
-    for line in _lines(path):
+    fields = {}
+    for line in _read_lines(path):
         match = re.match(r"(?:Node\s+\d+\s+)?(\S+):\s+(\d+)(?:\s+kB)?$", line)
         if match:
-            found[match[1]] = int(match[2]) * (KIB if line.endswith("kB") else 1)
-    return found
+            fields[match[1]] = int(match[2]) * (KIB if line.endswith("kB") else 1)
+    return fields
 
 
-def uvm_parameters(host: HostFacts) -> dict[str, str]:
+def read_uvm_parameters(host: HostFacts) -> dict[str, str]:
     """The parameters of nvidia_uvm that this user may read."""
     folder = host.root / "sys/module/nvidia_uvm/parameters"
-    names = sorted(folder.iterdir()) if folder.is_dir() else []
-    return {file.name: value for file in names if (value := _first_line(file)) is not None}
+    files = sorted(folder.iterdir()) if folder.is_dir() else []
+    return {file.name: value for file in files if (value := _first_line(file)) is not None}
 
 
-def _gpus(driver: Driver | Missing, nvml: Nvml | Missing) -> tuple[GpuFacts, ...]:
-    if isinstance(driver, Missing):
+def _probe_gpus(driver: Driver | NotAvailable, nvml: NvmlLibrary | NotAvailable) -> tuple[GpuFacts, ...]:
+    if isinstance(driver, NotAvailable):
         return ()
-    devices, known = driver.devices(), () if isinstance(nvml, Missing) else nvml.gpus()
-    return tuple(GpuFacts(device, _same_gpu(device, devices, known), machine_of(device)) for device in devices)
+    devices, nvml_gpus = driver.devices(), () if isinstance(nvml, NotAvailable) else nvml.gpus()
+    return tuple(
+        GpuFacts(device, _matching_nvml_gpu(device, devices, nvml_gpus), find_machine(device)) for device in devices
+    )
 
 
-def _same_gpu(device: Device, devices: Iterable[Device], known: tuple[NvmlGpu, ...]) -> NvmlGpu | None:
+def _matching_nvml_gpu(
+    device: DeviceProperties, devices: Iterable[DeviceProperties], nvml_gpus: tuple[NvmlGpuFacts, ...]
+) -> NvmlGpuFacts | None:
     """NVML's GPU that is this one. The two count differently (CUDA_VISIBLE_DEVICES), so a position proves nothing."""
     if device.uuid is not None:
-        return next((gpu for gpu in known if gpu.uuid == device.uuid), None)
-    alone = len(known) == 1 and len(tuple(devices)) == 1
-    return known[0] if alone and known[0].name == device.name else None
+        return next((gpu for gpu in nvml_gpus if gpu.uuid == device.uuid), None)
+    only_one = len(nvml_gpus) == 1 and len(tuple(devices)) == 1
+    return nvml_gpus[0] if only_one and nvml_gpus[0].name == device.name else None
 
 
-def _machine(gpus: tuple[GpuFacts, ...], cpu_name: str | None) -> Machine | None:
+def _find_machine(gpus: tuple[GpuFacts, ...], cpu_name: str | None) -> MachineSpec | None:
     if gpus:
         return gpus[0].machine
-    return machine_of_cpu(cpu_name or "") or MACHINES["cpu"]
+    return find_machine_by_cpu(cpu_name or "") or MACHINES["cpu"]
 
 
-def _one_pool(gpus: tuple[GpuFacts, ...], machine: Machine | None) -> bool | None:
+def _has_one_pool(gpus: tuple[GpuFacts, ...], machine: MachineSpec | None) -> bool | None:
     """The table or the driver: where either says yes, memory is shared; where nobody says, nobody knows."""
     answers = [gpu.device.integrated for gpu in gpus[:1]]
     answers += [machine.one_pool] if machine is not None and machine.key != "cpu" else []
@@ -196,25 +200,25 @@ def _one_pool(gpus: tuple[GpuFacts, ...], machine: Machine | None) -> bool | Non
     return any(known) if known else None
 
 
-def _nodes(host: HostFacts, devices: list[Device]) -> tuple[NodeFacts, ...]:
+def _numa_nodes(host: HostFacts, devices: list[DeviceProperties]) -> tuple[NumaNodeFacts, ...]:
     """Nodes with CPUs or memory: Grace superchips also list empty ones, for slices of a GPU (MIG) that may come."""
     folder = host.root / "sys/devices/system/node"
     numbers = sorted(int(entry.name[4:]) for entry in folder.glob("node[0-9]*")) if folder.is_dir() else []
-    owners = {device.numa_node: device.number for device in devices if device.numa_node is not None}
-    found = []
+    gpu_by_node = {device.numa_node: device.number for device in devices if device.numa_node is not None}
+    nodes = []
     for number in numbers:
-        here = _node_folder(host, number)
-        fields, cpus = kernel_fields(here / "meminfo"), _first_line(here / "cpulist")
-        node = NodeFacts(
+        node_folder = _node_folder(host, number)
+        fields, cpus = read_meminfo(node_folder / "meminfo"), _first_line(node_folder / "cpulist")
+        node = NumaNodeFacts(
             number=number,
             total_bytes=fields.get("MemTotal"),
             available_bytes=_node_available(fields),
             cpus=None if cpus is None else cpus != "",
-            gpu=owners.get(number),
+            gpu=gpu_by_node.get(number),
         )
         if node.total_bytes != 0 or node.cpus:
-            found.append(node)
-    return tuple(found)
+            nodes.append(node)
+    return tuple(nodes)
 
 
 def _node_folder(host: HostFacts, number: int) -> Path:
@@ -223,7 +227,7 @@ def _node_folder(host: HostFacts, number: int) -> Path:
 
 def _node_available(fields: Mapping[str, int]) -> int | None:
     free = fields.get("MemFree")
-    return None if free is None else free + sum(fields.get(name, 0) for name in RECLAIMABLE)
+    return None if free is None else free + sum(fields.get(name, 0) for name in RECLAIMABLE_FIELDS)
 
 
 def _page_bytes(auxv: Path) -> int | None:
@@ -235,28 +239,28 @@ def _page_bytes(auxv: Path) -> int | None:
     return next((value for key, value in pairs if key == AT_PAGESZ), None)
 
 
-def _nvidia_driver(version: Path, nvml: Nvml | Missing) -> str | None:
-    said = None if isinstance(nvml, Missing) else nvml.driver_version()
-    match = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", _first_line(version) or "")
-    return said or (match[1] if match else None)
+def _nvidia_driver_version(version_file: Path, nvml: NvmlLibrary | NotAvailable) -> str | None:
+    nvml_version = None if isinstance(nvml, NotAvailable) else nvml.driver_version()
+    match = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", _first_line(version_file) or "")
+    return nvml_version or (match[1] if match else None)
 
 
 def _cpu_name(cpuinfo: Path) -> str | None:
-    names = (line.partition(":")[2].strip() for line in _lines(cpuinfo) if line.startswith("model name"))
+    names = (line.partition(":")[2].strip() for line in _read_lines(cpuinfo) if line.startswith("model name"))
     return next(names, None)
 
 
-def _switch(text: str | None) -> bool | None:
+def _parse_switch(text: str | None) -> bool | None:
     return None if text is None else text != "0"
 
 
-def _chosen(text: str | None) -> str | None:
+def _bracketed_word(text: str | None) -> str | None:
     """The word in brackets of a line such as `always [madvise] never`."""
     match = re.search(r"\[(\w+)\]", text or "")
     return match[1] if match else None
 
 
-def _is_here(host: HostFacts) -> bool:
+def _is_this_machine(host: HostFacts) -> bool:
     return host.root == Path("/")
 
 
@@ -268,7 +272,7 @@ def _first_line(path: Path) -> str | None:
         return None
 
 
-def _lines(path: Path) -> list[str]:
+def _read_lines(path: Path) -> list[str]:
     try:
         return path.read_text().splitlines()
     except OSError:

@@ -11,9 +11,9 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from supertuner.core.errors import ModelError
-from supertuner.models import hollow
-from supertuner.models.quiet import quiet_libraries
-from supertuner.models.reading import pipeline_folder, weight_files
+from supertuner.models import meta_modules as hollow
+from supertuner.models.library_logging import quiet_libraries
+from supertuner.models.pipeline_files import pipeline_folder, weight_files
 from supertuner.models.spec import Expert, ModelDescription
 
 TRUSTED_LIBRARIES: Final = ("diffusers", "transformers")

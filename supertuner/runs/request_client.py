@@ -20,7 +20,7 @@ from supertuner.runs.requests import (
     RequestKind,
     read_json_object,
 )
-from supertuner.sinks.figures import duration_text
+from supertuner.sinks.phase_counters import duration_text
 from supertuner.sinks.run_folder import RUN_FILE, lock_holder
 
 POLL_SECONDS = 0.1

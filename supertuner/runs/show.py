@@ -17,8 +17,6 @@ from supertuner.core.errors import RunFolderError
 from supertuner.core.types import JSON, bytes_text, escape_for_terminal
 from supertuner.sinks.console import value_text
 from supertuner.sinks.jsonlines import read_records, readable_time
-from supertuner.sinks.kept_config import flatten_settings
-from supertuner.sinks.live import held_out_text, samples_text
 from supertuner.sinks.run_folder import (
     DECISIONS_FILE,
     EVENTS_FILE,
@@ -27,7 +25,9 @@ from supertuner.sinks.run_folder import (
     SET_ASIDE_FILE,
     lock_holder,
 )
-from supertuner.sinks.training import TRAIN_HELD_OUT, TRAIN_SAMPLES
+from supertuner.sinks.saved_config import flatten_settings
+from supertuner.sinks.training_display import held_out_text, samples_text
+from supertuner.sinks.training_events import TRAIN_HELD_OUT, TRAIN_SAMPLES
 
 MAX_FILES_SHOWN = 10
 FIGURE_FORMATTERS: Final[Mapping[str, Callable[[Mapping[str, JSON]], str]]] = {

@@ -21,9 +21,9 @@ from rich.text import Text
 
 from supertuner.core.events import DecisionEvent, Event, MeasurementEvent, NoteEvent, SetAsideEvent, WarningEvent
 from supertuner.core.types import JSON, escape_for_terminal
-from supertuner.sinks.figures import PhaseCounters
-from supertuner.sinks.live import DisplayCounters, DisplayRow, TrainingDisplay
-from supertuner.sinks.screen import StderrStream
+from supertuner.sinks.phase_counters import PhaseCounters
+from supertuner.sinks.stderr_stream import StderrStream
+from supertuner.sinks.training_display import DisplayCounters, DisplayRow, TrainingDisplay
 
 MAX_SET_ASIDE_SHOWN = 5
 PLAIN_LINE_SECONDS = 5.0

@@ -29,7 +29,7 @@ from supertuner.core.errors import RunFolderError
 from supertuner.core.events import DecisionEvent, Event, SetAsideEvent
 from supertuner.core.types import JSON
 from supertuner.sinks.jsonlines import JsonLinesFile, encode_line, event_record, now_text, read_records, readable_time
-from supertuner.sinks.kept_config import CONFIG_FILE_STEM, SavedConfig
+from supertuner.sinks.saved_config import CONFIG_FILE_STEM, SavedConfig
 
 RUN_FORMAT = 1
 RUN_FILE = "run.json"

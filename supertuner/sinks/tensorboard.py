@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from supertuner.core.errors import RunFolderError
 from supertuner.core.events import MEMORY_MEASUREMENT, Event, MeasurementEvent
 from supertuner.core.types import JSON
-from supertuner.sinks.training import (
+from supertuner.sinks.training_events import (
     TRAIN_HELD_OUT,
     TRAIN_RATES,
     TRAIN_SAMPLES,

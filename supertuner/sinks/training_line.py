@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from supertuner.core.types import JSON
-from supertuner.sinks.figures import duration_text
+from supertuner.sinks.phase_counters import duration_text
 
 SMOOTHING = 0.98
 """Weight of what the smoothed figures were before a step, once there are many."""

@@ -13,7 +13,7 @@ from typing import Any
 from supertuner.core.errors import SuperTunerError
 from supertuner.core.events import MEMORY_MEASUREMENT, Event, MeasurementEvent
 from supertuner.core.types import JSON
-from supertuner.sinks.training import (
+from supertuner.sinks.training_events import (
     TRAIN_HELD_OUT,
     TRAIN_RATES,
     TRAIN_SAMPLES,

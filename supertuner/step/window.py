@@ -22,7 +22,7 @@ from supertuner.models.objective.diffusion import TrainingObjective, add_noise, 
 from supertuner.models.objective.loss_weighting import loss_weight, per_sample_loss
 from supertuner.models.spec import Expert, Tensors
 from supertuner.optim.ema import EmaWeights
-from supertuner.optim.table import ExpertOptimizer
+from supertuner.optim.optimizer_registry import ExpertOptimizer
 from supertuner.step.batch import StepBatch
 from supertuner.step.precision import ComputePrecision, LossScaler
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from supertuner.arena.format import Life
-from supertuner.cache.inspect import CacheArenaStatus, RequiredEntries, list_cache_arenas, verify_cache_arena
+from supertuner.arena.format import ArenaLifetime
+from supertuner.cache.inventory import CacheArenaStatus, RequiredEntries, list_cache_arenas, verify_cache_arena
 from supertuner.cache.keys import unique_keys
-from supertuner.config.settings.tree import RunConfig
+from supertuner.config.settings.run_config import RunConfig
 from supertuner.config.sources.load import LoadedConfig
 from supertuner.core.errors import ArenaBusyError, ArenaError, CacheError
 from supertuner.core.events import NullSink, Progress, Sink
@@ -23,8 +23,8 @@ from supertuner.sinks.console import ConsoleSink
 from supertuner.tools.session import arena_lifetime, build_saved_config, open_session, run_name
 
 if TYPE_CHECKING:
-    from supertuner.arena.home import Home
-    from supertuner.train.encoding.stores import CorpusCaches
+    from supertuner.arena.home import ArenaHome
+    from supertuner.train.encoding.corpus_caches import CorpusCaches
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class CacheBuildResult:
     entries: int
     encoded: int
     folder: Path
-    life: Life
+    life: ArenaLifetime
 
     def to_dict(self) -> dict[str, JSON]:
         return {
@@ -110,9 +110,9 @@ def open_cache_sets(
 ) -> Iterator[list[tuple[str, CorpusCaches]]]:
     """What opens the caches of the data that are trained on, and of those held out, with the data staged."""
     with progress.phase("loading libraries"):
-        from supertuner.data.opened import open_corpus, select_datasets
+        from supertuner.data.corpus_loader import open_corpus, select_datasets
         from supertuner.step.precision import ComputePrecision
-        from supertuner.train.encoding.stores import open_corpus_caches
+        from supertuner.train.encoding.corpus_caches import open_corpus_caches
         from supertuner.train.memory import open_memory
         from supertuner.train.model_source import open_model
         from supertuner.train.setup import build_encoding_spec, select_device
@@ -175,7 +175,7 @@ def _cache_state(cachings: Sequence[CorpusCaches]) -> CacheState:
     from supertuner.cache.store import CacheStore
     from supertuner.train.encoding.cache_plan import CACHE_KINDS
 
-    homes: list[Home] = []
+    homes: list[ArenaHome] = []
     needed: list[RequiredEntries] = []
     missing: dict[str, int] = {}
     for kind in CACHE_KINDS:

@@ -15,8 +15,8 @@ from supertuner.core.durable import write_bytes
 from supertuner.core.errors import OptionError
 from supertuner.core.host import HostFacts
 from supertuner.core.types import JSON, bytes_text
-from supertuner.plan.forecast.model import FitStatus, MachineCapacity, RunForecast
 from supertuner.plan.forecast.report import align_columns, forecast_json, report_lines, step_duration_text
+from supertuner.plan.forecast.results import FitStatus, MachineCapacity, RunForecast
 from supertuner.plan.forecast.survey import survey_datasets
 from supertuner.plan.forecast.target_machine import find_machine_capacity
 from supertuner.sinks.console import ConsoleSink
@@ -107,7 +107,7 @@ def _estimate_config(
     loaded: LoadedConfig, capacity: MachineCapacity, request: EstimateRequest, console: ConsoleSink, *, advise: bool
 ) -> RunEstimate:
     from supertuner.plan.forecast.forecast import forecast_run
-    from supertuner.plan.forecast.traces import CachedTraceProvider
+    from supertuner.plan.forecast.trace_provider import CachedTraceProvider
 
     config = loaded.config
     datasets = survey_datasets(config, request.samples)

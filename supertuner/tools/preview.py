@@ -14,15 +14,15 @@ from supertuner.core.errors import SuperTunerError
 from supertuner.core.host import HostFacts
 from supertuner.core.types import MediaKind
 from supertuner.data.corpus import Corpus
-from supertuner.data.opened import open_corpus
-from supertuner.data.ordering.windows import MicroBatch, single_micro_batch
+from supertuner.data.corpus_loader import open_corpus
+from supertuner.data.ordering.micro_batches import MicroBatch, single_micro_batch
 from supertuner.sinks.console import ConsoleSink
 from supertuner.sinks.drawing import png_bytes
+from supertuner.tools.contact_sheet import ContactSheetCell, ContactSheetSection, render_contact_sheet
 from supertuner.tools.session import arena_lifetime
-from supertuner.tools.sheet import ContactSheetCell, ContactSheetSection, render_contact_sheet
 
 if TYPE_CHECKING:
-    from supertuner.data.batching.batches import DecodedBatch
+    from supertuner.data.batching.decoder_pool import DecodedBatch
 
 MAX_SAMPLES_PER_BUCKET = 8
 """Samples shown of a batch."""
@@ -57,7 +57,7 @@ def preview_dataset(loaded: LoadedConfig, out: Path, *, epoch: int = 0) -> int:
 
 def write_preview(corpus: Corpus, out: Path, *, epoch: int = 0, threads: int = 1) -> int:
     """Write the sheet of an epoch to `out` as PNG; how many buckets it shows."""
-    from supertuner.data.batching.batches import DecoderPool
+    from supertuner.data.batching.decoder_pool import DecoderPool
 
     order = corpus.order
     batches = first_batch_per_bucket(corpus, epoch)

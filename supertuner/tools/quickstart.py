@@ -18,7 +18,7 @@ from typing import Any, Final
 from supertuner.core.durable import write_bytes
 from supertuner.core.errors import SuperTunerError
 from supertuner.core.events import NullSink
-from supertuner.data.opened import open_corpus
+from supertuner.data.corpus_loader import open_corpus
 from supertuner.tools import shapes
 from supertuner.tools.preview import write_preview
 from supertuner.tools.session import RunSession, arena_lifetime, load_command_config, open_session

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from supertuner.tools.figure import SHAPE_NAMES, draw_shape
+from supertuner.tools.shape_drawing import SHAPE_NAMES, draw_shape
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -7,20 +7,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from supertuner.arena.format import Life
-from supertuner.config.identity import CHANGEABLE_SETTINGS, setting_defaults
-from supertuner.config.settings.tree import RunConfig
+from supertuner.arena.format import ArenaLifetime
+from supertuner.config.run_identity import CHANGEABLE_SETTINGS, setting_defaults
+from supertuner.config.settings.run_config import RunConfig
 from supertuner.config.sources.environment import strip_uvm_keys_for_torch
 from supertuner.config.sources.launcher import SINGLE_PROCESS_ENVIRONMENT, LauncherEnvironment
 from supertuner.config.sources.load import LoadedConfig, load_config
 from supertuner.core.errors import ConfigError, SourceError
 from supertuner.core.events import DecisionEvent, NoteEvent, NullSink, Sink, TeeSink
 from supertuner.core.host import HostFacts
-from supertuner.data.homes import dataset_home_path
+from supertuner.data.arena_homes import dataset_home_path
 from supertuner.data.staging.reuse import find_staged_arena
 from supertuner.sinks.console import ConsoleSink
-from supertuner.sinks.kept_config import SavedConfig
 from supertuner.sinks.run_folder import RunFolder
+from supertuner.sinks.saved_config import SavedConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class RunSession:
     """Which process of the job this is."""
 
 
-def arena_lifetime(config: RunConfig) -> Life:
+def arena_lifetime(config: RunConfig) -> ArenaLifetime:
     """How long arenas made by a command stay. What it makes is for a later run: "run" would end it at once."""
     return "until_removed" if config.arena.keep == "run" else config.arena.keep
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from supertuner.tools.figure import SHAPE_NAMES, RgbColour, draw_shape
+from supertuner.tools.shape_drawing import SHAPE_NAMES, RgbColour, draw_shape
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from supertuner.core.types import bytes_text
-from supertuner.data.opened import dataset_stagers
+from supertuner.data.corpus_loader import dataset_stagers
 from supertuner.data.staging.result import StageResult
 from supertuner.tools.session import RunSession, arena_lifetime
 

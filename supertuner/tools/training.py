@@ -56,7 +56,7 @@ def train_in_session(
         from supertuner.distributed.watchdog.heartbeat import Heartbeat, HeartbeatProgress, HeartbeatSink
         from supertuner.plan.forecast.preflight import preflight_check
         from supertuner.plan.forecast.report import forecast_json
-        from supertuner.tools.curve import draw_curve
+        from supertuner.tools.loss_curve import draw_curve
         from supertuner.train.export.export import export
         from supertuner.train.loop import train as run_loop
         from supertuner.train.loss_log import LOSSES_FILE
@@ -89,7 +89,9 @@ def train_in_session(
         sink = HeartbeatSink(reports if extra_sink is None else TeeSink(reports, extra_sink), pulse)
         outside = RunContext(sink, progress, run_session.host)
         run = stack.enter_context(
-            open_run(config, run_dir.name, run_dir, outside, resume=resume, process_group=process_group, planning=planning)
+            open_run(
+                config, run_dir.name, run_dir, outside, resume=resume, process_group=process_group, planning=planning
+            )
         )
         ending = run_loop(run)
         exports = () if ending.stopped_by else tuple(export(run))
@@ -107,7 +109,7 @@ def train_in_session(
 
 def open_report_sinks(run_session: RunSession, stack: ExitStack) -> Sink:
     """The session's sink, and the reports that the configuration asks for."""
-    from supertuner.sinks.training import EveryNStepsSink, WithoutStepsSink
+    from supertuner.sinks.training_events import EveryNStepsSink, WithoutStepsSink
 
     if run_session.run_folder is None:
         return run_session.sink

@@ -17,12 +17,12 @@ from typing import Protocol, TypeAlias
 
 import torch
 
-from supertuner.config.settings.tree import RunConfig
-from supertuner.data.batching.batches import single_threaded_torch_pool
+from supertuner.config.settings.run_config import RunConfig
+from supertuner.data.batching.decoder_pool import single_threaded_torch_pool
 from supertuner.data.cache_policy import CacheMode, dataset_cache_policy
 from supertuner.data.corpus import Corpus
-from supertuner.data.ordering.order import SampleDraws
-from supertuner.data.ordering.windows import MicroBatch, shard_window, split_micro_batches
+from supertuner.data.ordering.micro_batches import MicroBatch, shard_window, split_micro_batches
+from supertuner.data.ordering.sample_order import SampleDraws
 from supertuner.distributed.process_group import ProcessGroup
 from supertuner.models.objective.diffusion import TimestepDistribution, sample_noise, sample_uniform, sigma_at
 from supertuner.models.spec import Expert, Family, ModelDescription, Tensors

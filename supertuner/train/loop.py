@@ -16,7 +16,7 @@ from supertuner.core.events import NoteEvent, WarningEvent
 from supertuner.models.objective.diffusion import noise_seed
 from supertuner.optim.schedule import ramp_change_text, window_samples
 from supertuner.runs.requests import RequestInbox, RunRequest
-from supertuner.sinks import training
+from supertuner.sinks import training_events as training
 from supertuner.step.batch import StepBatch
 from supertuner.step.window import WindowResult, train_window
 from supertuner.train.checkpoint.async_saver import CheckpointSaver

@@ -11,9 +11,9 @@ import xxhash
 from numpy.typing import NDArray
 
 from supertuner.core.events import Sink
-from supertuner.data.batching.masks import LossMasks, find_loss_masks
+from supertuner.data.batching.loss_masks import LossMasks, find_loss_masks
 from supertuner.data.corpus import Corpus
-from supertuner.data.ordering.windows import MicroBatch
+from supertuner.data.ordering.micro_batches import MicroBatch
 from supertuner.data.sample_weights import load_sample_weights
 from supertuner.models.spec import Tensors
 

@@ -14,31 +14,31 @@ from typing import Literal
 
 import torch
 
-from supertuner.config.settings.tree import RunConfig
+from supertuner.config.settings.run_config import RunConfig
 from supertuner.core.events import DecisionEvent, Sink, WarningEvent
 from supertuner.core.host import HostFacts
 from supertuner.core.types import bytes_text
 from supertuner.memory.cuda import open_cuda
-from supertuner.memory.driver import Driver, Missing
+from supertuner.memory.driver import Driver, NotAvailable
 from supertuner.memory.hints.api import (
-    Enabled,
-    Hints,
-    Status,
-    Support,
-    Tally,
-    decide,
+    HintDecision,
+    HintStatus,
+    HintSupport,
+    HintTally,
+    ResidencyHints,
+    decide_hints,
     drop_hints,
-    supported,
+    hint_support,
     use_hints,
     uvm_hint_override,
 )
 from supertuner.memory.overflow.plugin import OverflowStats
-from supertuner.memory.overflow.pools import Pools, open_pools
-from supertuner.memory.overflow.stats import named
-from supertuner.memory.probe import Facts, free_gpu_bytes, probe
+from supertuner.memory.overflow.pools import OverflowPools, open_overflow_pools
+from supertuner.memory.overflow.stats import uvm_stats
+from supertuner.memory.probe import MachineFacts, free_gpu_bytes, probe_machine
 from supertuner.memory.telemetry.cupti import open_cupti
 from supertuner.memory.telemetry.nvml import open_nvml
-from supertuner.memory.telemetry.sampler import NO_CUPTI, Sampler
+from supertuner.memory.telemetry.sampler import NO_CUPTI, MemorySampler
 from supertuner.memory.unified import UnifiedBuffers
 from supertuner.step.batch import StepBatch
 
@@ -47,27 +47,27 @@ from supertuner.step.batch import StepBatch
 class MemoryEngine:
     """What a run asks of its machine's memory, and what became of it."""
 
-    facts: Facts
-    hint_decision: Enabled
+    facts: MachineFacts
+    hint_decision: HintDecision
     """Whether hints are asked for and can be had, and why."""
-    hints: Hints | None
+    hints: ResidencyHints | None
     """None: they are off."""
     buffers: UnifiedBuffers | None
     """Where batches wait for the GPU; None: in pinned memory, or where they are made."""
-    pools: Pools | None
+    pools: OverflowPools | None
     """Where tensors on the device come from, if GPU memory may overflow."""
     overflow_at_start: OverflowStats | None
     """The allocator's account when this run began: it goes on as long as the process does."""
-    sampler: Sampler
+    sampler: MemorySampler
     sample_every: int
-    hint_tally: Tally = field(default_factory=Tally)
+    hint_tally: HintTally = field(default_factory=HintTally)
     reported_refusals: int = 0
     """Refusals of the allocator and of hints that `new_refusal` has told."""
 
     def keep_in_host(self, address: int, nbytes: int) -> None:
         """A cache's memory: the GPU reads copies of it, so it stays where it is."""
         if self.hints is not None:
-            self.hint_tally.add(self.hints.keep_in_host(address, nbytes))
+            self.hint_tally.add(self.hints.prefer_host_range(address, nbytes))
 
     def place_batch(self, batch: StepBatch) -> StepBatch:
         """A batch just made, put where the GPU fetches it from without the CPU; in unified memory it is on its way."""
@@ -88,12 +88,12 @@ class MemoryEngine:
 
     def allocating(self, kind: Literal["weights", "state"]) -> AbstractContextManager[None]:
         """Tensors of a class that is placed in a way of its own are made inside."""
-        return nullcontext() if self.pools is None else self.pools.placing(kind)
+        return nullcontext() if self.pools is None else self.pools.allocating(kind)
 
     def after_step(self, step: int, sink: Sink) -> None:
         """Between two steps: memory that nothing uses goes home, and figures are taken."""
         if self.pools is not None:
-            self.pools.between_steps()
+            self.pools.reclaim_between_steps()
         if self.sample_every and step % self.sample_every == 0:
             self.sampler.emit(sink, step)
 
@@ -105,7 +105,7 @@ class MemoryEngine:
             else self.pools.stats().refusals - self.overflow_at_start.refusals
         )
         statuses = self.hint_tally.by_status()
-        hints = statuses.get(Status.REFUSED.value, 0) + statuses.get(Status.ERROR.value, 0)
+        hints = statuses.get(HintStatus.REFUSED.value, 0) + statuses.get(HintStatus.ERROR.value, 0)
         before, self.reported_refusals = self.reported_refusals, overflow + hints
         if self.reported_refusals == before:
             return None
@@ -138,24 +138,24 @@ def open_memory(config: RunConfig, device: torch.device, *, host: HostFacts, sin
     """The engine of a run, ready before the first tensor is on the device; leaving it puts everything back."""
     overflow = config.memory.overflow
     with ExitStack() as stack:
-        driver: Driver | Missing = open_cuda()
+        driver: Driver | NotAvailable = open_cuda()
         nvml = open_nvml()
-        if not isinstance(nvml, Missing):
+        if not isinstance(nvml, NotAvailable):
             stack.callback(nvml.close)
-        facts = probe(host, driver, nvml)
-        hint_tally = Tally()
+        facts = probe_machine(host, driver, nvml)
+        hint_tally = HintTally()
         hint_decision, hints, buffers = _open_hints(config, device, driver, facts, host, sink)
         stack.callback(drop_hints)  # the seeds' functions follow this run's configuration as long as it lasts
         if buffers is not None:
             stack.callback(buffers.close)
         pools = None
         if overflow.enabled:
-            pools = stack.enter_context(open_pools(overflow, facts, host, sink, driver=driver, device=device))
+            pools = stack.enter_context(open_overflow_pools(overflow, facts, host, sink, driver=driver, device=device))
         cupti = open_cupti(device.index or 0) if hints is not None or pools is not None else NO_CUPTI
-        if not isinstance(cupti, Missing):
+        if not isinstance(cupti, NotAvailable):
             stack.callback(cupti.close)
         sampler = stack.enter_context(
-            Sampler(
+            MemorySampler(
                 facts,
                 host,
                 driver,
@@ -181,35 +181,42 @@ def open_memory(config: RunConfig, device: torch.device, *, host: HostFacts, sin
 
 
 def _open_hints(
-    config: RunConfig, device: torch.device, driver: Driver | Missing, facts: Facts, host: HostFacts, sink: Sink
-) -> tuple[Enabled, Hints | None, UnifiedBuffers | None]:
+    config: RunConfig,
+    device: torch.device,
+    driver: Driver | NotAvailable,
+    facts: MachineFacts,
+    host: HostFacts,
+    sink: Sink,
+) -> tuple[HintDecision, ResidencyHints | None, UnifiedBuffers | None]:
     """Whether this run hints, decided once; and with what."""
     setting = config.gh200_optimizations.enable_uvm_hints
     caches = (config.cache_config.vae_cache_type, config.cache_config.text_cache_type)
     number = device.index or 0
     support = (
-        supported(driver, number) if device.type == "cuda" else Support(False, f"the run computes on {device.type}")
+        hint_support(driver, number)
+        if device.type == "cuda"
+        else HintSupport(False, f"the run computes on {device.type}")
     )
-    decision = decide(uvm_hint_override(), setting, caches, support)
+    decision = decide_hints(uvm_hint_override(), setting, caches, support)
     sink.emit(DecisionEvent("residency_hints", decision.on, decision.reason))
     if setting and not decision.on:
         sink.emit(WarningEvent("gh200_optimizations.enable_uvm_hints", f"has no effect: {decision.reason}"))
-    if not decision.on or isinstance(driver, Missing):
+    if not decision.on or isinstance(driver, NotAvailable):
         use_hints(None, setting, caches, support)
         return decision, None, None
     free = partial(free_gpu_bytes, facts, driver, host, number)
-    hints = Hints(driver, number, free_bytes=free)
+    hints = ResidencyHints(driver, number, free_bytes=free)
     use_hints(hints, setting, caches, support)
     return decision, hints, UnifiedBuffers(driver, device, free_bytes=free)
 
 
-def _can_overflow(facts: Facts) -> bool:
+def _can_overflow(facts: MachineFacts) -> bool:
     """Whether there is a second memory to spill to."""
     return facts.one_pool is False and any(gpu.device.concurrent_managed for gpu in facts.gpus)
 
 
-def _overflow_figures(pools: Pools) -> Mapping[str, int | float | str]:
-    return named(pools.stats())
+def _overflow_figures(pools: OverflowPools) -> Mapping[str, int | float | str]:
+    return uvm_stats(pools.stats())
 
 
 def overflow_summary(before: OverflowStats, now: OverflowStats) -> str:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from supertuner.config.settings.tree import RunConfig
+from supertuner.config.settings.run_config import RunConfig
 from supertuner.core.durable import sync_folder
 from supertuner.core.errors import ModelError
+from supertuner.models.family_registry import load_family as family_of
 from supertuner.models.spec import Family, ModelDescription, ModelSource
-from supertuner.models.table import load_family as family_of
 
 TINY_MODEL = "tiny"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from supertuner.config.settings.tree import RunConfig
+from supertuner.config.settings.run_config import RunConfig
 from supertuner.core.events import Progress, Sink
 from supertuner.core.host import HostFacts
 from supertuner.distributed.process_group import ProcessGroup

@@ -12,33 +12,32 @@ from pathlib import Path
 import torch
 import xxhash
 
-from supertuner.arena.peers import Peers
-from supertuner.config.settings.tree import RunConfig
+from supertuner.arena.node_peers import NodePeers
+from supertuner.config.settings.run_config import RunConfig
 from supertuner.config.sources import alloc_conf
 from supertuner.config.sources.launcher import SINGLE_PROCESS_ENVIRONMENT, LauncherEnvironment
 from supertuner.core.errors import CheckpointError, TrainError
 from supertuner.core.events import DecisionEvent, NoteEvent, Progress, Sink, WarningEvent
 from supertuner.core.host import HostFacts
 from supertuner.data.corpus import Corpus
-from supertuner.data.opened import open_corpus, select_datasets
+from supertuner.data.corpus_loader import open_corpus, select_datasets
 from supertuner.distributed.fsdp_checks import require_fsdp_supported
 from supertuner.distributed.node import open_node_peers, require_same_data
 from supertuner.distributed.process_group import ProcessGroup, SingleProcess, rank_zero_first
 from supertuner.models import loading
 from supertuner.models.adapters import attach as adapters
-from supertuner.models.adapters import initial_weights as adapter_given
+from supertuner.models.adapters import existing_adapters as adapter_given
 from supertuner.models.attention import require_backend, require_backend_support
-from supertuner.models.compiled import check_compiler
+from supertuner.models.block_compilation import check_compiler
 from supertuner.models.fingerprint import fingerprint
 from supertuner.models.objective.diffusion import TimestepDistribution, auto_shift
-from supertuner.models.quantise import check_quantization
+from supertuner.models.quantization import check_quantization
 from supertuner.models.spec import Expert, Family, ModelDescription
-from supertuner.optim import table as optimizers
+from supertuner.optim import optimizer_registry as optimizers
 from supertuner.optim.schedule import TrainingSchedule, build_training_schedule, ramp_text
 from supertuner.plan.placement.planner import RunPlanner
 from supertuner.step.batch import StepBatch
-from supertuner.step.precision import ComputePrecision
-from supertuner.step.trainee import (
+from supertuner.step.expert_setup import (
     build_expert_state,
     build_step_options,
     build_trainable_expert,
@@ -46,12 +45,13 @@ from supertuner.step.trainee import (
     selected_experts,
     weight_dtype,
 )
+from supertuner.step.precision import ComputePrecision
 from supertuner.step.window import ExpertState
 from supertuner.train.checkpoint import save as checkpoint
 from supertuner.train.checkpoint.load import LoadedCheckpoint, load_checkpoint
 from supertuner.train.checkpoint.state import restore_run, saved_revision, saved_world_size
 from supertuner.train.dataloader import BatchCollator, batches_ahead
-from supertuner.train.encoding.encoded import open_encoded_corpus
+from supertuner.train.encoding.encoded_corpus import open_encoded_corpus
 from supertuner.train.encoding.encoders import EncoderFingerprints, EncodingSpec
 from supertuner.train.export import adapter_init as adapter_start
 from supertuner.train.loss_log import LOSSES_FILE, LossLog, NullLossLog
@@ -116,7 +116,9 @@ def open_run(
         sample_plan = plan_validation(
             config, family, model, corpus, held_out_corpus, sink
         )  # before hours of encoding: it may be refused
-        with peers.in_turn("fingerprints of encoders", context.progress):  # gigabytes, which are read through once
+        with peers.first_rank_first(
+            "fingerprints of encoders", context.progress
+        ):  # gigabytes, which are read through once
             encoding = build_encoding_spec(config, family, model, precision, memory.out_of_memory_remedy)
         build_collator = partial(
             _build_collator,
@@ -309,7 +311,9 @@ def _find_checkpoint(folder: Path, resume: str, context: RunContext) -> LoadedCh
     return latest
 
 
-def _open_data(config: RunConfig, stack: ExitStack, context: RunContext, peers: Peers) -> tuple[Corpus, Corpus | None]:
+def _open_data(
+    config: RunConfig, stack: ExitStack, context: RunContext, peers: NodePeers
+) -> tuple[Corpus, Corpus | None]:
     """The datasets that are trained on, and those that are held out, if there are any."""
 
     def open_part(part: RunConfig) -> Corpus:
@@ -373,7 +377,7 @@ def _build_collator(
     stack: ExitStack,
     context: RunContext,
     memory: MemoryEngine,
-    peers: Peers,
+    peers: NodePeers,
     forward_is_collective: bool,
     place_batch: Callable[[StepBatch], StepBatch],
     corpus: Corpus,

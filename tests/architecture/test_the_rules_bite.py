@@ -67,7 +67,7 @@ def test_a_package_outside_its_one_place_is_found(path: str, source: str) -> Non
 
 def test_a_package_in_its_one_place_is_fine() -> None:
     assert import_rules.reserved_violations("memory/cuda.py", "from cuda.bindings import driver") == []
-    assert import_rules.reserved_violations("distributed/group.py", "import torch.distributed") == []
+    assert import_rules.reserved_violations("distributed/torch_process_group.py", "import torch.distributed") == []
     assert (
         import_rules.reserved_violations(
             "models/families/wan22/family.py", "def f():\n    from diffusers import WanPipeline"

@@ -6,21 +6,21 @@ from collections.abc import Iterator
 
 import pytest
 
-from supertuner.arena.home import Home
+from supertuner.arena.home import ArenaHome
 from tests.arena.making import fresh_home
 
 
 @pytest.fixture
-def home() -> Iterator[Home]:
-    with fresh_home() as made:
-        yield made
+def home() -> Iterator[ArenaHome]:
+    with fresh_home() as arena_home:
+        yield arena_home
 
 
 @pytest.fixture(params=["memory", "disk"])
-def any_home(request: pytest.FixtureRequest, tmp_path: pytest.TempPathFactory) -> Iterator[Home]:
+def any_home(request: pytest.FixtureRequest, tmp_path: pytest.TempPathFactory) -> Iterator[ArenaHome]:
     """The same promises hold on tmpfs and on disk."""
     if request.param == "disk":
-        yield Home(tmp_path / "arenas")  # type: ignore[operator]
+        yield ArenaHome(tmp_path / "arenas")  # type: ignore[operator]
     else:
-        with fresh_home() as made:
-            yield made
+        with fresh_home() as arena_home:
+            yield arena_home

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from supertuner.arena.build import Build
-from supertuner.arena.home import MARK, Home
+from supertuner.arena.build import ArenaBuild
+from supertuner.arena.home import HOME_MARKER, ArenaHome
 from supertuner.core.errors import ArenaBusyError, ArenaDamagedError, ArenaMissingError
 from tests.arena.making import build, contents, fork, units, wait
 
@@ -35,7 +35,7 @@ def kill_after_a_moment(work: Callable[[], None], rng: random.Random) -> None:
     assert wait(child) == -signal.SIGKILL, "the child failed before it was killed"
 
 
-def kill_builders(home: Home, rounds: int, seed: int) -> int:
+def kill_builders(home: ArenaHome, rounds: int, seed: int) -> int:
     """Builders that seal, read and remove in a loop: after each kill the next start works; how many left it sealed."""
     rng, content, sealed = random.Random(seed), units(12), 0
 
@@ -47,30 +47,30 @@ def kill_builders(home: Home, rounds: int, seed: int) -> int:
 
     for _ in range(rounds):
         kill_after_a_moment(work, rng)
-        got = home.attach_or_build("a")
-        if isinstance(got, Build):
-            got.close()
+        attached = home.attach_or_build("a")
+        if isinstance(attached, ArenaBuild):
+            attached.close()
             build(home, "a", content)
         else:
             sealed += 1
-            got.close()
+            attached.close()
         assert contents(home, "a") == content
         home.remove("a")
         home.sweep()
-        assert os.listdir(home.path) == [MARK], "something stayed behind"
+        assert os.listdir(home.path) == [HOME_MARKER], "something stayed behind"
     return sealed
 
 
-def kill_writers(home: Home, rounds: int, seed: int) -> int:
+def kill_writers(home: ArenaHome, rounds: int, seed: int) -> int:
     """Writers of another process: what they said they committed is sealed; how many units that were."""
     rng, total = random.Random(seed), 0
     for number in range(rounds):
         name = f"a{number}"
-        with home.build(name) as begun:
+        with home.build(name) as arena_build:
             reading, writing = os.pipe()
 
             def work(name: str = name, number: int = number, writing: int = writing) -> None:
-                writer = home.join(name).writer()
+                writer = home.join(name).open_writer()
                 for i in range(1 << 30):
                     with writer.begin(f"{i}") as unit:
                         unit.put("media", number.to_bytes(4, "little") * (i % 5000))
@@ -78,26 +78,26 @@ def kill_writers(home: Home, rounds: int, seed: int) -> int:
 
             kill_after_a_moment(work, rng)
             os.close(writing)
-            said = b"".join(iter(lambda fd=reading: os.read(fd, 1 << 16), b""))  # type: ignore[misc]
+            reported = b"".join(iter(lambda fd=reading: os.read(fd, 1 << 16), b""))  # type: ignore[misc]
             os.close(reading)
-            begun.seal({})
+            arena_build.seal({})
         found = contents(home, name)
-        assert set(said.decode().split()) <= set(found), "a committed unit was lost"
+        assert set(reported.decode().split()) <= set(found), "a committed unit was lost"
         assert all(payload == number.to_bytes(4, "little") * (int(i) % 5000) for i, payload in found.items())
         total += len(found)
         home.remove(name)
     return total
 
 
-def kill_resumed(home: Home, rounds: int, seed: int) -> int:
+def kill_resumed(home: ArenaHome, rounds: int, seed: int) -> int:
     """One resumable arena, its builder killed again and again: committed units only grow; how many there are."""
     rng, known = random.Random(seed), frozenset[str]()
 
     def work() -> None:
-        with home.build("a", resume=True) as begun:
-            number = len(begun.committed())
-            begun.put_table("t", np.arange(100))
-            writer = begun.writer()
+        with home.build("a", resume=True) as arena_build:
+            number = len(arena_build.committed_keys())
+            arena_build.put_table("t", np.arange(100))
+            writer = arena_build.open_writer()
             while True:
                 with writer.begin(f"{number:06d}") as unit:
                     unit.put("media", b"%06d" % number * 1000)
@@ -106,8 +106,8 @@ def kill_resumed(home: Home, rounds: int, seed: int) -> int:
     for _ in range(rounds):
         kill_after_a_moment(work, rng)
         with home.build("a", resume=True) as begun:
-            assert known <= begun.committed()
-            known = begun.committed()
+            assert known <= begun.committed_keys()
+            known = begun.committed_keys()
     with home.build("a", resume=True) as begun:
         begun.seal({})
     assert contents(home, "a") == {key: key.encode() * 1000 for key in known}
@@ -115,7 +115,7 @@ def kill_resumed(home: Home, rounds: int, seed: int) -> int:
     return len(known)
 
 
-def kill_readers(home: Home, rounds: int, seed: int) -> None:
+def kill_readers(home: ArenaHome, rounds: int, seed: int) -> None:
     """Readers of every kind: none of them keeps an arena from being removed."""
     rng, content = random.Random(seed), units(10)
 
@@ -131,7 +131,7 @@ def kill_readers(home: Home, rounds: int, seed: int) -> None:
         home.remove("a")
 
 
-def many_at_once(home: Home, processes: int, seconds: float, seed: int) -> None:
+def many_processes_at_once(home: ArenaHome, processes: int, seconds: float, seed: int) -> None:
     """Processes that build, read, follow, list, sweep and remove the same arenas: each is told the truth or "busy"."""
     content = units(12)
 
@@ -139,47 +139,47 @@ def many_at_once(home: Home, processes: int, seconds: float, seed: int) -> None:
         rng, end = random.Random(seed), time.monotonic() + seconds
         while time.monotonic() < end:
             with suppress(ArenaBusyError, ArenaMissingError):
-                _something(home, rng.choice("ab"), content, rng)
+                _random_operation(home, rng.choice("ab"), content, rng)
 
     children = [fork(lambda s=number: work(seed + s)) for number in range(processes)]  # type: ignore[misc]
     assert [wait(child) for child in children] == [0] * processes
     home.sweep()
-    for info in home.ls():
+    for info in home.list_arenas():
         assert info.state == "sealed" and contents(home, info.name) == content
         home.remove(info.name)
-    assert os.listdir(home.path) == [MARK]
+    assert os.listdir(home.path) == [HOME_MARKER]
 
 
-def _something(home: Home, name: str, content: dict[str, bytes], rng: random.Random) -> None:
-    what = rng.choice(("attach", "build", "live", "ls", "sweep", "remove"))
-    if what == "attach":
+def _random_operation(home: ArenaHome, name: str, content: dict[str, bytes], rng: random.Random) -> None:
+    operation = rng.choice(("attach", "build", "live", "ls", "sweep", "remove"))
+    if operation == "attach":
         assert contents(home, name) == content
-    elif what == "build":
-        got = home.attach_or_build(name, life=rng.choice(("run", "until_removed")))
-        with got:
-            if isinstance(got, Build):
-                _fill(got, content, rng)
-    elif what == "live":
+    elif operation == "build":
+        attached = home.attach_or_build(name, life=rng.choice(("run", "until_removed")))
+        with attached:
+            if isinstance(attached, ArenaBuild):
+                _fill(attached, content, rng)
+    elif operation == "live":
         with home.attach_live(name) as live:
             for _ in range(20):
                 live.refresh()
                 assert all(bytes(live.view(i)) == content[live.key(i)] for i in range(len(live)))
-    elif what == "remove":
+    elif operation == "remove":
         home.remove(name)
     else:
-        (home.ls if what == "ls" else home.sweep)()
+        (home.list_arenas if operation == "ls" else home.sweep)()
 
 
-def _fill(begun: Build, content: dict[str, bytes], rng: random.Random) -> None:
-    writers = [begun.writer(), begun.writer()]
+def _fill(arena_build: ArenaBuild, content: dict[str, bytes], rng: random.Random) -> None:
+    writers = [arena_build.open_writer(), arena_build.open_writer()]
     for number, (key, payload) in enumerate(content.items()):
         with writers[number % 2].begin(key) as unit:
             unit.put("media", payload)
     if rng.random() < 0.8:
-        begun.seal({})
+        arena_build.seal({})
 
 
-def damage_rounds(home: Home, rounds: int, seed: int) -> dict[str, int]:
+def damage_rounds(home: ArenaHome, rounds: int, seed: int) -> dict[str, int]:
     """Change one thing at a time in a sealed arena: attach or verify must find it; how many of each were tried."""
     rng = random.Random(seed)
     build(home, "a", units(24, seed=1), writers=3)
@@ -223,7 +223,7 @@ def _truncate(rng: random.Random, folder: Path, other: Path) -> tuple[Callable[[
     content = file.read_bytes()
     length = rng.choice((rng.randrange(len(content)), len(content) - 1, len(content) // 4096 * 4096 // 2))
     os.truncate(file, length)
-    return lambda: void(file.write_bytes(content)), f"{file.name} cut to {length} of {len(content)}"
+    return lambda: ignore_result(file.write_bytes(content)), f"{file.name} cut to {length} of {len(content)}"
 
 
 def _swap_bytes(rng: random.Random, folder: Path, other: Path) -> tuple[Callable[[], None], str]:
@@ -237,7 +237,7 @@ def _swap_bytes(rng: random.Random, folder: Path, other: Path) -> tuple[Callable
         if changed != content and len(changed) == len(content):
             break
     file.write_bytes(changed)
-    return lambda: void(file.write_bytes(content)), f"{size} bytes at {a} and {b} of {file.name} swapped"
+    return lambda: ignore_result(file.write_bytes(content)), f"{size} bytes at {a} and {b} of {file.name} swapped"
 
 
 def _swap_files(rng: random.Random, folder: Path, other: Path) -> tuple[Callable[[], None], str]:
@@ -245,8 +245,8 @@ def _swap_files(rng: random.Random, folder: Path, other: Path) -> tuple[Callable
     second = rng.choice([f for f in (*_files(folder), *_files(other)) if f != first])
     shutil.copyfile(first, kept)
     shutil.copyfile(second, first)
-    return lambda: void(shutil.copyfile(kept, first)), f"{first} replaced by {second}"
+    return lambda: ignore_result(shutil.copyfile(kept, first)), f"{first} replaced by {second}"
 
 
-def void(value: object) -> None:
+def ignore_result(value: object) -> None:
     """Drop what an undo returns."""

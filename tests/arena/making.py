@@ -15,15 +15,15 @@ from pathlib import Path
 
 import numpy as np
 
-from supertuner.arena.home import Home
+from supertuner.arena.home import ArenaHome
 
 
 @contextmanager
-def fresh_home() -> Iterator[Home]:
+def fresh_home() -> Iterator[ArenaHome]:
     below = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     path = Path(tempfile.mkdtemp(prefix="supertuner-test-", dir=below))
     try:
-        yield Home(path)
+        yield ArenaHome(path)
     finally:
         shutil.rmtree(path, ignore_errors=True)
 
@@ -35,18 +35,18 @@ def units(count: int, seed: int = 0) -> dict[str, bytes]:
     return {f"folder/{rng.getrandbits(32):08x}-{i}": rng.randbytes(sizes[i % len(sizes)]) for i in range(count)}
 
 
-def build(home: Home, name: str, content: dict[str, bytes], writers: int = 2) -> None:
+def build(home: ArenaHome, name: str, content: dict[str, bytes], writers: int = 2) -> None:
     """A sealed arena of `content`, with a table."""
-    with home.build(name) as begun:
-        opened = [begun.writer() for _ in range(writers)]
+    with home.build(name) as arena_build:
+        segment_writers = [arena_build.open_writer() for _ in range(writers)]
         for number, (key, payload) in enumerate(content.items()):
-            with opened[number % writers].begin(key) as unit:
+            with segment_writers[number % writers].begin(key) as unit:
                 unit.put("media", payload)
-        begun.put_table("lengths", np.array([len(p) for p in content.values()], np.int32))
-        begun.seal({"made": "by a test"})
+        arena_build.put_table("lengths", np.array([len(p) for p in content.values()], np.int32))
+        arena_build.seal({"made": "by a test"})
 
 
-def contents(home: Home, name: str) -> dict[str, bytes]:
+def contents(home: ArenaHome, name: str) -> dict[str, bytes]:
     with home.attach(name) as reader:
         reader.verify()
         return {reader.key(i): bytes(reader.view(i)) for i in range(len(reader))}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from supertuner.arena.home import Home
+from supertuner.arena.home import ArenaHome
 from tests.arena.making import fork, wait
 
 
@@ -16,9 +16,9 @@ def private_dirty() -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Private_Dirty:"))
 
 
-def test_a_further_process_takes_no_memory_of_its_own(home: Home) -> None:
+def test_a_further_process_takes_no_memory_of_its_own(home: ArenaHome) -> None:
     with home.build("a") as begun:
-        writer = begun.writer()
+        writer = begun.open_writer()
         for i in range(20_000):
             with writer.begin(f"{i:09d}") as unit:
                 unit.put("media", b"%09d" % i * 600)

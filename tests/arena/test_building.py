@@ -11,14 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from supertuner.arena.home import MARK, Home
+from supertuner.arena.home import HOME_MARKER, ArenaHome
 from supertuner.core.errors import ArenaBusyError, ArenaError, ArenaMissingError
 from tests.arena.making import build, contents, fork, units, wait
 
 
-def test_reader_sees_nothing_until_the_unit_is_committed(any_home: Home) -> None:
+def test_reader_sees_nothing_until_the_unit_is_committed(any_home: ArenaHome) -> None:
     with any_home.build("a") as begun, any_home.attach_live("a") as live:
-        unit = begun.writer().begin("k")
+        unit = begun.open_writer().begin("k")
         unit.put("media", b"x" * 5000)
         assert live.refresh() == 0 and len(live) == 0
         unit.commit()
@@ -27,9 +27,9 @@ def test_reader_sees_nothing_until_the_unit_is_committed(any_home: Home) -> None
         live.verify()
 
 
-def test_nothing_can_be_attached_before_the_seal(home: Home) -> None:
+def test_nothing_can_be_attached_before_the_seal(home: ArenaHome) -> None:
     with home.build("a") as begun:
-        with begun.writer().begin("k") as unit:
+        with begun.open_writer().begin("k") as unit:
             unit.put("media", b"1")
         with pytest.raises(ArenaMissingError, match="not sealed"):
             home.attach("a")
@@ -38,9 +38,9 @@ def test_nothing_can_be_attached_before_the_seal(home: Home) -> None:
             assert len(reader) == 1
 
 
-def test_an_aborted_unit_leaves_no_trace(any_home: Home) -> None:
+def test_an_aborted_unit_leaves_no_trace(any_home: ArenaHome) -> None:
     with any_home.build("a") as begun:
-        writer = begun.writer()
+        writer = begun.open_writer()
         for number in range(6):
             unit = writer.begin(f"{number}")
             unit.put("media", bytes([number + 1]) * (150_000 if number % 2 else 5000))
@@ -54,9 +54,9 @@ def test_an_aborted_unit_leaves_no_trace(any_home: Home) -> None:
         reader.verify()
 
 
-def test_what_an_aborted_unit_wrote_does_not_show_between_later_ones(home: Home) -> None:
+def test_what_an_aborted_unit_wrote_does_not_show_between_later_ones(home: ArenaHome) -> None:
     with home.build("a") as begun:
-        writer = begun.writer()
+        writer = begun.open_writer()
         unit = writer.begin("aborted")
         unit.put("media", b"x" * 150_000)
         unit.abort()
@@ -67,9 +67,9 @@ def test_what_an_aborted_unit_wrote_does_not_show_between_later_ones(home: Home)
     assert contents(home, "a") == {"k0": bytes(70_001), "k1": bytes(10)}
 
 
-def test_an_error_inside_a_unit_aborts_it(home: Home) -> None:
+def test_an_error_inside_a_unit_aborts_it(home: ArenaHome) -> None:
     with home.build("a") as begun:
-        writer = begun.writer()
+        writer = begun.open_writer()
         with pytest.raises(RuntimeError), writer.begin("bad") as unit:
             unit.put("media", b"x" * 9000)
             raise RuntimeError
@@ -77,20 +77,20 @@ def test_an_error_inside_a_unit_aborts_it(home: Home) -> None:
     assert contents(home, "a") == {}
 
 
-def test_leaving_without_seal_leaves_nothing(home: Home) -> None:
+def test_leaving_without_seal_leaves_nothing(home: ArenaHome) -> None:
     with pytest.raises(RuntimeError), home.build("a") as begun:
-        with begun.writer().begin("k") as unit:
+        with begun.open_writer().begin("k") as unit:
             unit.put("media", b"1" * 100_000)
         raise RuntimeError
-    assert os.listdir(home.path) == [MARK]
+    assert os.listdir(home.path) == [HOME_MARKER]
 
 
-def test_many_threads_write_at_once(home: Home) -> None:
+def test_many_threads_write_at_once(home: ArenaHome) -> None:
     content = units(200)
     with home.build("a") as begun:
 
         def work(part: int) -> None:
-            writer = begun.writer()
+            writer = begun.open_writer()
             for key in sorted(content)[part::8]:
                 with writer.begin(key) as unit:
                     unit.put("media", content[key])
@@ -104,11 +104,11 @@ def test_many_threads_write_at_once(home: Home) -> None:
     assert contents(home, "a") == content
 
 
-def test_other_processes_join_a_build_and_a_live_reader_follows_them(any_home: Home) -> None:
+def test_other_processes_join_a_build_and_a_live_reader_follows_them(any_home: ArenaHome) -> None:
     content = units(90)
 
     def work(part: int) -> None:
-        with any_home.join("a") as joined, joined.writer() as writer:
+        with any_home.join("a") as joined, joined.open_writer() as writer:
             for key in sorted(content)[part::3]:
                 with writer.begin(key) as unit:
                     unit.put("media", content[key])
@@ -121,18 +121,18 @@ def test_other_processes_join_a_build_and_a_live_reader_follows_them(any_home: H
             for unit in range(before, before + live.refresh()):
                 seen[live.key(unit)] = bytes(live.view(unit))
         assert [wait(child) for child in children] == [0, 0, 0]
-        assert seen == content and begun.committed() == set(content)
+        assert seen == content and begun.committed_keys() == set(content)
         begun.seal({})
     assert contents(any_home, "a") == content
 
 
-def test_a_live_reader_keeps_its_numbers_when_the_arena_is_sealed(home: Home) -> None:
+def test_a_live_reader_keeps_its_numbers_when_the_arena_is_sealed(home: ArenaHome) -> None:
     with home.build("a") as begun, home.attach_live("a") as live:
         for key in ("c", "b"):
-            with begun.writer().begin(key) as unit:
+            with begun.open_writer().begin(key) as unit:
                 unit.put("media", key.encode())
             live.refresh()
-        with begun.writer().begin("a") as unit:
+        with begun.open_writer().begin("a") as unit:
             unit.put("media", b"a")
         begun.put_table("t", np.arange(3))
         begun.seal({"x": 1})
@@ -143,10 +143,10 @@ def test_a_live_reader_keeps_its_numbers_when_the_arena_is_sealed(home: Home) ->
         live.verify()
 
 
-def test_a_live_reader_and_a_joined_writer_learn_that_the_build_was_abandoned(home: Home) -> None:
+def test_a_live_reader_and_a_joined_writer_learn_that_the_build_was_abandoned(home: ArenaHome) -> None:
     begun = home.build("a")
     live, joined = home.attach_live("a"), home.join("a")
-    unit = joined.writer().begin("k")
+    unit = joined.open_writer().begin("k")
     unit.put("media", b"1")
     begun.abandon()
     with pytest.raises(ArenaError, match="abandoned"):
@@ -155,12 +155,12 @@ def test_a_live_reader_and_a_joined_writer_learn_that_the_build_was_abandoned(ho
         live.refresh()
     joined.close()
     live.close()
-    assert os.listdir(home.path) == [MARK]
+    assert os.listdir(home.path) == [HOME_MARKER]
 
 
-def test_sealing_waits_for_no_writer_of_another_process_but_says_so(home: Home) -> None:
+def test_sealing_waits_for_no_writer_of_another_process_but_says_so(home: ArenaHome) -> None:
     with home.build("a") as begun, home.join("a") as joined:
-        writer = joined.writer()
+        writer = joined.open_writer()
         with pytest.raises(ArenaBusyError, match="still writes this segment"):
             begun.seal({})
         with writer.begin("k") as unit:
@@ -168,22 +168,22 @@ def test_sealing_waits_for_no_writer_of_another_process_but_says_so(home: Home) 
         writer.close()
         begun.seal({})
         with pytest.raises(ArenaError, match="sealed"):
-            joined.writer()
+            joined.open_writer()
     assert contents(home, "a") == {"k": b"1"}
 
 
-def test_no_writer_opens_a_segment_while_the_arena_is_sealed(home: Home) -> None:
+def test_no_writer_opens_a_segment_while_the_arena_is_sealed(home: ArenaHome) -> None:
     with home.build("a"), home.join("a") as joined, (home.path / "a" / "head").open("rb") as gate:
         fcntl.flock(gate, fcntl.LOCK_EX)  # as the seal does
         with ThreadPoolExecutor() as pool:
-            opening = pool.submit(joined.writer)
+            opening = pool.submit(joined.open_writer)
             with pytest.raises(TimeoutError):
                 opening.result(timeout=0.1)
             fcntl.flock(gate, fcntl.LOCK_UN)
             opening.result(timeout=10)
 
 
-def test_nobody_joins_what_nobody_builds(home: Home) -> None:
+def test_nobody_joins_what_nobody_builds(home: ArenaHome) -> None:
     with pytest.raises(ArenaMissingError):
         home.join("a")
     build(home, "a", units(3))
@@ -192,14 +192,14 @@ def test_nobody_joins_what_nobody_builds(home: Home) -> None:
 
 
 @pytest.mark.parametrize("how", ["killed", "left"])
-def test_committed_units_of_a_builder_that_ended_are_resumed(any_home: Home, how: str) -> None:
+def test_committed_units_of_a_builder_that_ended_are_resumed(any_home: ArenaHome, how: str) -> None:
     content = units(30)
     keys = sorted(content)
 
     def work() -> None:
         with any_home.build("a", resume=True) as begun:
             begun.put_table("t", np.arange(10))
-            writer = begun.writer()
+            writer = begun.open_writer()
             for key in keys[:20]:
                 with writer.begin(key) as unit:
                     unit.put("media", content[key])
@@ -210,9 +210,9 @@ def test_committed_units_of_a_builder_that_ended_are_resumed(any_home: Home, how
     assert wait(fork(work)) == (-signal.SIGKILL if how == "killed" else 0)
     assert any_home.sweep() == [], "a resumable build is kept"
     with any_home.build("a", resume=True) as begun:
-        assert begun.committed() == set(keys[:20])
+        assert begun.committed_keys() == set(keys[:20])
         begun.put_table("t", np.arange(3))
-        writer = begun.writer()
+        writer = begun.open_writer()
         for key in keys[20:]:
             with writer.begin(key) as unit:
                 unit.put("media", content[key])
@@ -222,9 +222,9 @@ def test_committed_units_of_a_builder_that_ended_are_resumed(any_home: Home, how
         assert reader.table("t").tolist() == [0, 1, 2]
 
 
-def test_resuming_drops_units_whose_bytes_did_not_reach_the_disk(home: Home) -> None:
+def test_resuming_drops_units_whose_bytes_did_not_reach_the_disk(home: ArenaHome) -> None:
     with home.build("a", resume=True) as begun:
-        writer = begun.writer()
+        writer = begun.open_writer()
         for number in range(4):
             with writer.begin(f"{number}") as unit:
                 unit.put("media", bytes([number + 1]) * 4096)
@@ -232,23 +232,23 @@ def test_resuming_drops_units_whose_bytes_did_not_reach_the_disk(home: Home) -> 
         data.seek(4096 * 3)
         data.write(bytes(4096))  # the third unit: as after a power cut
     with home.build("a", resume=True) as begun:
-        assert begun.committed() == {"0", "1"}
+        assert begun.committed_keys() == {"0", "1"}
         begun.seal({})
     assert sorted(contents(home, "a")) == ["0", "1"]
 
 
-def test_a_build_without_resume_starts_afresh(home: Home) -> None:
-    with home.build("a", resume=True) as begun, begun.writer().begin("old") as unit:
+def test_a_build_without_resume_starts_afresh(home: ArenaHome) -> None:
+    with home.build("a", resume=True) as begun, begun.open_writer().begin("old") as unit:
         unit.put("media", b"1")
     with home.build("a") as begun:
-        assert begun.committed() == frozenset()
+        assert begun.committed_keys() == frozenset()
         begun.seal({})
     assert contents(home, "a") == {}
 
 
-def test_stored_bytes_count_pages_not_lengths(home: Home) -> None:
+def test_stored_bytes_count_pages_not_lengths(home: ArenaHome) -> None:
     with home.build("a") as begun:
-        writer = begun.writer()
+        writer = begun.open_writer()
         for number in range(20):
             with writer.begin(f"{number}") as unit:
                 unit.put("media", bytes(65536 + 1))
@@ -256,9 +256,9 @@ def test_stored_bytes_count_pages_not_lengths(home: Home) -> None:
         assert 20 * 17 * 4096 <= taken <= 20 * 17 * 4096 + 10 * 4096, "the padding to 64 KiB is free"
 
 
-def test_a_forked_child_that_ends_does_not_end_its_parents_build(home: Home) -> None:
+def test_a_forked_child_that_ends_does_not_end_its_parents_build(home: ArenaHome) -> None:
     with home.build("a") as begun:
-        with begun.writer().begin("k") as unit:
+        with begun.open_writer().begin("k") as unit:
             unit.put("media", b"1")
         assert wait(fork(begun.close)) == 0
         begun.seal({})

@@ -8,17 +8,17 @@ from pathlib import Path
 
 from typer.testing import CliRunner, Result
 
-from supertuner.arena.home import MARK, Home
+from supertuner.arena.home import HOME_MARKER, ArenaHome
 from supertuner.cli.arena import app
 from supertuner.core.errors import ArenaBusyError, ArenaError, ArenaMissingError
 from tests.arena.making import build, units
 
 
-def run(home: Home, *arguments: str, answer: str | None = None) -> Result:
+def run(home: ArenaHome, *arguments: str, answer: str | None = None) -> Result:
     return CliRunner().invoke(app, [*arguments, "--home", str(home.path)], input=answer)
 
 
-def test_ls_lists_what_is_there(home: Home) -> None:
+def test_ls_lists_what_is_there(home: ArenaHome) -> None:
     assert "no arenas in" in run(home, "ls").output
     build(home, "cats", units(9))
     with home.attach("cats"):
@@ -27,7 +27,7 @@ def test_ls_lists_what_is_there(home: Home) -> None:
     assert "sealed" in run(home, "ls").output
 
 
-def test_ls_shows_names_whole_in_one_line_however_narrow_the_screen(home: Home) -> None:
+def test_ls_shows_names_whole_in_one_line_however_narrow_the_screen(home: ArenaHome) -> None:
     name = "a-dataset-with-a-very-long-name-" + "x" * 64
     build(home, name, units(1))
     assert any(line.startswith(f"{name} ") for line in run(home, "ls").output.splitlines())
@@ -39,7 +39,7 @@ def test_looking_at_a_folder_that_is_not_there_does_not_make_it(tmp_path: Path) 
     assert not (tmp_path / "typo").exists()
 
 
-def test_ls_json_is_for_programs(home: Home) -> None:
+def test_ls_json_is_for_programs(home: ArenaHome) -> None:
     build(home, "cats", units(9))
     build(home, "dogs", units(2))
     (home.path / "dogs" / "head").write_bytes(b"")
@@ -49,7 +49,7 @@ def test_ls_json_is_for_programs(home: Home) -> None:
     assert dogs["state"] == "damaged" and "head" in dogs["problem"]
 
 
-def test_verify_names_the_damaged_one_and_fails(home: Home) -> None:
+def test_verify_names_the_damaged_one_and_fails(home: ArenaHome) -> None:
     for name in ("cats", "dogs"):
         build(home, name, units(9))
     assert run(home, "verify").exit_code == 0
@@ -62,15 +62,17 @@ def test_verify_names_the_damaged_one_and_fails(home: Home) -> None:
     assert run(home, "verify", "cats").exit_code == 0
 
 
-def test_rm_asks_first(home: Home) -> None:
+def test_rm_asks_first(home: ArenaHome) -> None:
     build(home, "cats", units(9))
     refused = run(home, "rm", "cats", answer="n\n")
-    assert refused.exit_code == 1 and "remove cats" in refused.output and [i.name for i in home.ls()] == ["cats"]
+    assert (
+        refused.exit_code == 1 and "remove cats" in refused.output and [i.name for i in home.list_arenas()] == ["cats"]
+    )
     assert run(home, "rm", "cats", answer="y\n").exit_code == 0
-    assert os.listdir(home.path) == [MARK]
+    assert os.listdir(home.path) == [HOME_MARKER]
 
 
-def test_rm_yes_does_not_ask_and_in_use_is_an_error(home: Home) -> None:
+def test_rm_yes_does_not_ask_and_in_use_is_an_error(home: ArenaHome) -> None:
     build(home, "cats", units(9))
     with home.attach("cats"):
         assert isinstance(run(home, "rm", "--yes", "cats").exception, ArenaBusyError)

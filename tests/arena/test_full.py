@@ -12,18 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from supertuner.arena.home import MARK, Home
+from supertuner.arena.home import HOME_MARKER, ArenaHome
 from supertuner.core.errors import ArenaFullError
 from tests.arena.making import contents, fresh_home
 
 BUILD = """
 import sys
 from pathlib import Path
-from supertuner.arena.home import Home
-from supertuner.core.errors import ArenaError, ArenaFull
+from supertuner.arena.home import ArenaHome
+from supertuner.core.errors import ArenaError, ArenaFullError
 
 try:
-    with Home(Path(sys.argv[1])).build("a") as begun:
+    with ArenaHome(Path(sys.argv[1])).build("a") as begun:
         writer = begun.writer()
         for number in range(20):
             with writer.begin(f"{number}") as unit:
@@ -35,7 +35,7 @@ except ArenaError as error:
 
 
 @pytest.fixture
-def small(tmp_path: Path) -> Iterator[Home]:
+def small(tmp_path: Path) -> Iterator[ArenaHome]:
     """A home on a tmpfs of one megabyte."""
     place = tmp_path / "small"
     place.mkdir(mode=0o700)
@@ -45,25 +45,25 @@ def small(tmp_path: Path) -> Iterator[Home]:
     if mounted.returncode:
         pytest.skip(f"cannot mount a small tmpfs here: {mounted.stderr.strip()}")
     try:
-        yield Home(place)
+        yield ArenaHome(place)
     finally:
         subprocess.run(["umount", "-l", place], check=True)
 
 
-def test_a_full_file_system_is_an_error_with_a_remedy_and_leaves_nothing(small: Home) -> None:
+def test_a_full_file_system_is_an_error_with_a_remedy_and_leaves_nothing(small: ArenaHome) -> None:
     expected = r"0000\.data: No space left .* left below .*arena rm.*arena\.home"
     with pytest.raises(ArenaFullError, match=expected), small.build("a") as begun:
-        writer = begun.writer()
+        writer = begun.open_writer()
         for number in range(1000):
             with writer.begin(f"{number}") as unit:
                 unit.put("media", os.urandom(50_000))
-    assert os.listdir(small.path) == [MARK]
+    assert os.listdir(small.path) == [HOME_MARKER]
     assert os.statvfs(small.path).f_bfree == os.statvfs(small.path).f_blocks, "every page was given back"
 
 
-def test_what_was_committed_before_the_room_ran_out_can_be_sealed(small: Home) -> None:
+def test_what_was_committed_before_the_room_ran_out_can_be_sealed(small: ArenaHome) -> None:
     with small.build("a") as begun:
-        writer, committed = begun.writer(), {}
+        writer, committed = begun.open_writer(), {}
         with pytest.raises(ArenaFullError):
             for number in range(1000):
                 with writer.begin(f"{number}") as unit:
@@ -75,15 +75,15 @@ def test_what_was_committed_before_the_room_ran_out_can_be_sealed(small: Home) -
     assert len(committed) > 5 and contents(small, "a") == committed
 
 
-def test_a_writer_that_cannot_even_begin_leaves_a_build_that_can_be_abandoned(small: Home) -> None:
+def test_a_writer_that_cannot_even_begin_leaves_a_build_that_can_be_abandoned(small: ArenaHome) -> None:
     filler = os.open(small.path / ".filler", os.O_RDWR | os.O_CREAT)
     with small.build("a") as begun:
         with pytest.raises(OSError):
             os.pwrite(filler, b"x" * (2 << 20), 0) < (2 << 20) and os.pwrite(filler, b"x" * 4096, 2 << 20)
         with pytest.raises(ArenaFullError):
-            begun.writer().begin("k").put("media", b"x" * 100_000)
+            begun.open_writer().begin("k").put("media", b"x" * 100_000)
     os.close(filler)
-    assert sorted(os.listdir(small.path)) == [".filler", MARK]
+    assert sorted(os.listdir(small.path)) == [".filler", HOME_MARKER]
 
 
 @pytest.fixture(scope="module")
@@ -124,4 +124,4 @@ def test_a_failing_disk_is_an_error_that_names_the_file(
         assert ran.returncode == 1
         assert ran.stderr.startswith(f"{expected}: {home.path}/a/{path}: "), ran.stderr
         assert os.strerror(code) in ran.stderr and "arena.home" in ran.stderr
-        assert os.listdir(home.path) == [MARK]
+        assert os.listdir(home.path) == [HOME_MARKER]

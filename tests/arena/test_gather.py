@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 import torch
 
-from supertuner.arena.home import Home
-from supertuner.arena.reader import Reader
+from supertuner.arena.home import ArenaHome
+from supertuner.arena.reader import ArenaReader
 from tests.arena.making import build, units
 
 
-def rows(home: Home, shape: tuple[int, ...], dtype: str = "float32", count: int = 50) -> Reader:
+def rows(home: ArenaHome, shape: tuple[int, ...], dtype: str = "float32", count: int = 50) -> ArenaReader:
     rng = np.random.default_rng(0)
     with home.build("a") as begun:
-        writers = [begun.writer(), begun.writer(), begun.writer()]
+        writers = [begun.open_writer(), begun.open_writer(), begun.open_writer()]
         for i in range(count):
             with writers[i % 3].begin(f"{i:04d}") as unit:
                 unit.put("x", rng.integers(0, 100, shape).astype(dtype))
@@ -31,7 +31,7 @@ def rows(home: Home, shape: tuple[int, ...], dtype: str = "float32", count: int 
 
 @pytest.mark.parametrize("shape", [(3,), (1024,), (2, 1024), (16, 16, 16), (5, 5000), (), (0, 4)])
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
-def test_gather_copies_the_asked_units_in_the_asked_order(home: Home, shape: tuple[int, ...], kind: str) -> None:
+def test_gather_copies_the_asked_units_in_the_asked_order(home: ArenaHome, shape: tuple[int, ...], kind: str) -> None:
     with rows(home, shape) as reader:
         wanted = [7, 49, 0, 7, 31]
         expected = np.stack([reader.array(i, "x") for i in wanted])
@@ -41,22 +41,22 @@ def test_gather_copies_the_asked_units_in_the_asked_order(home: Home, shape: tup
 
 
 @pytest.mark.parametrize("indices", [np.array([3, 1], np.int32), torch.tensor([3, 1]), (3, 1), range(3, 0, -2)])
-def test_indices_may_be_any_whole_numbers(home: Home, indices: object) -> None:
+def test_indices_may_be_any_whole_numbers(home: ArenaHome, indices: object) -> None:
     with rows(home, (2, 2)) as reader:
         out = np.zeros((2, 2, 2), np.float32)
         reader.gather(indices, out, "x")  # type: ignore[arg-type]
         assert np.array_equal(out[0], reader.array(3, "x")) and np.array_equal(out[1], reader.array(1, "x"))
 
 
-def test_no_indices_copy_nothing(home: Home) -> None:
+def test_no_indices_copy_nothing(home: ArenaHome) -> None:
     with rows(home, (2,)) as reader:
         reader.gather([], np.zeros((0, 2), np.float32), "x")
 
 
-def test_a_row_may_be_plain_bytes_and_bfloat16_works(home: Home) -> None:
+def test_a_row_may_be_plain_bytes_and_bfloat16_works(home: ArenaHome) -> None:
     with home.build("a") as begun:
         for i in range(4):
-            with begun.writer().begin(str(i)) as unit:
+            with begun.open_writer().begin(str(i)) as unit:
                 unit.put("x", torch.full((8, 256), float(i), dtype=torch.bfloat16))
         begun.seal({})
     with home.attach("a") as reader:
@@ -80,18 +80,18 @@ def test_a_row_may_be_plain_bytes_and_bfloat16_works(home: Home) -> None:
         ([0, 0], "numpy array or a torch tensor"),
     ],
 )
-def test_an_unfit_buffer_is_refused(home: Home, out: object, problem: str) -> None:
+def test_an_unfit_buffer_is_refused(home: ArenaHome, out: object, problem: str) -> None:
     with rows(home, (2, 2)) as reader, pytest.raises(ValueError, match=re.escape(problem)):
         reader.gather([0, 1], out, "x")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("indices", [[50], [-1], [0, 1 << 40]])
-def test_an_index_out_of_range_is_refused(home: Home, indices: list[int]) -> None:
+def test_an_index_out_of_range_is_refused(home: ArenaHome, indices: list[int]) -> None:
     with rows(home, (2,)) as reader, pytest.raises(IndexError, match="units 0 to 49"):
         reader.gather(indices, np.zeros((len(indices), 2), np.float32), "x")
 
 
-def test_a_missing_field_and_uneven_records_are_refused(home: Home) -> None:
+def test_a_missing_field_and_uneven_records_are_refused(home: ArenaHome) -> None:
     with rows(home, (2,)) as reader, pytest.raises(KeyError, match="unit 1 has no field 'other'"):
         reader.gather([0, 1], np.zeros((2, 1), np.uint8), "other")
     build(home, "b", units(4))
@@ -99,7 +99,7 @@ def test_a_missing_field_and_uneven_records_are_refused(home: Home) -> None:
         reader.gather([0, 1, 2, 3], np.zeros((4, 100), np.uint8))
 
 
-def test_a_stray_write_to_a_tensor_harms_nobody_else(home: Home) -> None:
+def test_a_stray_write_to_a_tensor_harms_nobody_else(home: ArenaHome) -> None:
     with rows(home, (2, 2)) as reader, home.attach("a") as other:
         before = other.array(0, "x").copy()
         reader.tensor(0, "x").fill_(-1)
@@ -108,7 +108,7 @@ def test_a_stray_write_to_a_tensor_harms_nobody_else(home: Home) -> None:
         reader.verify()
 
 
-def test_views_are_read_only_and_outlive_the_reader(home: Home) -> None:
+def test_views_are_read_only_and_outlive_the_reader(home: ArenaHome) -> None:
     reader = rows(home, (2, 2))
     view, array, tensor = reader.view(0, "x"), reader.array(0, "x"), reader.tensor(0, "x")
     assert view.readonly and not array.flags.writeable
@@ -121,7 +121,9 @@ def test_views_are_read_only_and_outlive_the_reader(home: Home) -> None:
 
 @pytest.mark.parametrize("shape", [(256, 1024), (250, 1001)])
 @pytest.mark.parametrize("threads", [2, 3, 100])
-def test_a_batch_copied_by_several_threads_is_the_same_batch(home: Home, shape: tuple[int, ...], threads: int) -> None:
+def test_a_batch_copied_by_several_threads_is_the_same_batch(
+    home: ArenaHome, shape: tuple[int, ...], threads: int
+) -> None:
     with rows(home, shape, count=12) as reader:
         wanted = [7, 11, 0, 7, 3, 2, 1] * 3
         out = np.full((21, *shape), -1, np.float32)
@@ -131,7 +133,7 @@ def test_a_batch_copied_by_several_threads_is_the_same_batch(home: Home, shape: 
     assert not any(thread.name.startswith("arena-copy") for thread in threading.enumerate())
 
 
-def test_a_forked_child_copies_with_threads_of_its_own(home: Home) -> None:
+def test_a_forked_child_copies_with_threads_of_its_own(home: ArenaHome) -> None:
     with rows(home, (1024, 1024), count=4) as reader:
         out = np.zeros((4, 1024, 1024), np.float32)
         reader.gather(range(4), out, "x", threads=2)

@@ -13,18 +13,18 @@ from pathlib import Path
 
 import pytest
 
-from supertuner.arena.build import Build
-from supertuner.arena.home import MARK, Home
-from supertuner.arena.reader import Reader
+from supertuner.arena.build import ArenaBuild
+from supertuner.arena.home import HOME_MARKER, ArenaHome
+from supertuner.arena.reader import ArenaReader
 from supertuner.core.errors import ArenaBusyError, ArenaDamagedError, ArenaError, ArenaExistsError, ArenaMissingError
 from tests.arena.making import build, contents, fork, units, wait
 
 
-def die_holding(home: Home, name: str) -> None:
+def die_holding(home: ArenaHome, name: str) -> None:
     """A builder that is killed with one committed and one open unit."""
 
     def work() -> None:
-        writer = home.build(name).writer()
+        writer = home.build(name).open_writer()
         with writer.begin("k") as unit:
             unit.put("media", b"1" * 10_000)
         writer.begin("open").put("media", b"2" * 10_000)
@@ -33,7 +33,7 @@ def die_holding(home: Home, name: str) -> None:
     assert wait(fork(work)) == -signal.SIGKILL
 
 
-def test_an_attached_arena_is_not_removed(home: Home) -> None:
+def test_an_attached_arena_is_not_removed(home: ArenaHome) -> None:
     build(home, "a", units(3))
     with home.attach("a"), pytest.raises(ArenaBusyError, match="in use"):
         home.remove("a")
@@ -42,10 +42,10 @@ def test_an_attached_arena_is_not_removed(home: Home) -> None:
         home.attach("a")
     with pytest.raises(ArenaMissingError):
         home.remove("a")
-    assert os.listdir(home.path) == [MARK]
+    assert os.listdir(home.path) == [HOME_MARKER]
 
 
-def test_an_arena_has_one_builder_at_a_time(home: Home) -> None:
+def test_an_arena_has_one_builder_at_a_time(home: ArenaHome) -> None:
     with home.build("a"):
         with pytest.raises(ArenaBusyError, match="another process builds it"):
             home.build("a")
@@ -57,7 +57,7 @@ def test_an_arena_has_one_builder_at_a_time(home: Home) -> None:
         home.build("a")
 
 
-def test_a_builder_that_waited_for_one_that_gave_up_builds(home: Home) -> None:
+def test_a_builder_that_waited_for_one_that_gave_up_builds(home: ArenaHome) -> None:
     first = home.build("a")
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(home.build, "a", wait_s=10)
@@ -70,7 +70,7 @@ def test_a_builder_that_waited_for_one_that_gave_up_builds(home: Home) -> None:
         assert reader.meta == {"by": "the second"}
 
 
-def test_a_reader_that_waited_for_a_removal_sees_the_arena_that_came_after(home: Home) -> None:
+def test_a_reader_that_waited_for_a_removal_sees_the_arena_that_came_after(home: ArenaHome) -> None:
     build(home, "a", {"old": b"1"})
     folder = os.open(home.path / "a", os.O_RDONLY)
     fcntl.flock(folder, fcntl.LOCK_EX)  # as a removal does
@@ -84,25 +84,25 @@ def test_a_reader_that_waited_for_a_removal_sees_the_arena_that_came_after(home:
         assert waiting.result(timeout=10) == {"new": b"2"}
 
 
-def test_remains_of_a_dead_builder_do_not_stop_the_next(any_home: Home) -> None:
+def test_remains_of_a_dead_builder_do_not_stop_the_next(any_home: ArenaHome) -> None:
     die_holding(any_home, "a")
-    assert [info.state for info in any_home.ls()] == ["remains"]
+    assert [info.state for info in any_home.list_arenas()] == ["remains"]
     content = units(5)
     build(any_home, "a", content)
     assert contents(any_home, "a") == content
 
 
-def test_sweep_reclaims_remains_and_leaves_the_rest(home: Home) -> None:
+def test_sweep_reclaims_remains_and_leaves_the_rest(home: ArenaHome) -> None:
     die_holding(home, "dead")
     build(home, "kept", units(3))
     (home.path / ".gone-1234").mkdir()
     (home.path / ".gone-1234" / "0000.data").write_bytes(b"x" * 5000)
     with home.build("building"):
         assert sorted(home.sweep()) == [".gone-1234", "dead"]
-        assert [info.name for info in home.ls()] == ["building", "kept"]
+        assert [info.name for info in home.list_arenas()] == ["building", "kept"]
 
 
-def test_a_life_in_hours_ends_when_they_are_over_and_nobody_is_attached(home: Home) -> None:
+def test_a_life_in_hours_ends_when_they_are_over_and_nobody_is_attached(home: ArenaHome) -> None:
     for name, hours in (("short", 0.05 / 3600), ("long", 1.0)):
         with home.build(name, life=hours) as begun:
             begun.seal({})
@@ -112,19 +112,19 @@ def test_a_life_in_hours_ends_when_they_are_over_and_nobody_is_attached(home: Ho
     assert home.sweep() == ["short"]
 
 
-def test_the_life_of_a_run_ends_with_its_last_reader(home: Home) -> None:
+def test_the_life_of_a_run_ends_with_its_last_reader(home: ArenaHome) -> None:
     with home.build("a", life="run") as begun:
         begun.seal({})
         first = home.attach("a")
     second = home.attach("a")
     assert home.sweep() == []
     first.close()
-    assert [info.name for info in home.ls()] == ["a"]
+    assert [info.name for info in home.list_arenas()] == ["a"]
     second.close()
-    assert os.listdir(home.path) == [MARK]
+    assert os.listdir(home.path) == [HOME_MARKER]
 
 
-def test_the_life_of_a_run_ends_when_its_readers_were_killed(home: Home) -> None:
+def test_the_life_of_a_run_ends_when_its_readers_were_killed(home: ArenaHome) -> None:
     with home.build("a", life="run") as begun:
         begun.seal({})
 
@@ -136,12 +136,12 @@ def test_the_life_of_a_run_ends_when_its_readers_were_killed(home: Home) -> None
     assert home.sweep() == ["a"]
 
 
-def test_ls_tells_states_users_and_sizes(home: Home) -> None:
+def test_ls_tells_states_users_and_sizes(home: ArenaHome) -> None:
     build(home, "sealed", units(9))
     build(home, "broken", units(2))
     (home.path / "broken" / "index").write_bytes(b"garbage")
     with home.build("building"), home.attach("sealed"):
-        infos = {info.name: info for info in home.ls()}
+        infos = {info.name: info for info in home.list_arenas()}
     assert {name: (info.state, info.users) for name, info in infos.items()} == {
         "broken": ("damaged", False),
         "building": ("building", True),
@@ -153,15 +153,15 @@ def test_ls_tells_states_users_and_sizes(home: Home) -> None:
     home.remove("broken")
 
 
-def test_of_several_processes_one_builds_and_the_others_wait_and_attach(home: Home) -> None:
+def test_of_several_processes_one_builds_and_the_others_wait_and_attach(home: ArenaHome) -> None:
     content = units(20)
 
     def work() -> None:
         got = home.attach_or_build("a", wait_s=30)
-        if isinstance(got, Build):
+        if isinstance(got, ArenaBuild):
             with got:
                 time.sleep(0.1)
-                writer = got.writer()
+                writer = got.open_writer()
                 for key, payload in content.items():
                     with writer.begin(key) as unit:
                         unit.put("media", payload)
@@ -172,12 +172,12 @@ def test_of_several_processes_one_builds_and_the_others_wait_and_attach(home: Ho
 
     assert [wait(child) for child in [fork(work) for _ in range(4)]] == [0, 0, 0, 0]
     got = home.attach_or_build("a")
-    assert isinstance(got, Reader) and len(got) == 20
+    assert isinstance(got, ArenaReader) and len(got) == 20
     got.close()
 
 
 @pytest.mark.parametrize("name", ["", ".hidden", "..", "a/b", "x" * 129, "a b", "ü", "a\n"])
-def test_a_name_that_could_surprise_is_refused(home: Home, name: str) -> None:
+def test_a_name_that_could_surprise_is_refused(home: ArenaHome, name: str) -> None:
     for act in (home.build, home.attach, home.remove, home.join, home.attach_live):
         with pytest.raises(ArenaError, match="cannot name an arena"):
             act(name)
@@ -191,7 +191,7 @@ def test_a_home_that_others_could_change_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for name, problem in (("link", "is a link"), ("open", "others may write"), ("file", "is a link or a file")):
         with pytest.raises(ArenaError, match=problem):
-            Home(tmp_path / name)
+            ArenaHome(tmp_path / name)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
@@ -199,26 +199,26 @@ def test_a_home_of_another_user_is_refused(tmp_path: Path) -> None:
     (tmp_path / "theirs").mkdir()
     os.chown(tmp_path / "theirs", 12345, 12345)
     with pytest.raises(ArenaError, match="belongs to user 12345"):
-        Home(tmp_path / "theirs")
+        ArenaHome(tmp_path / "theirs")
 
 
 def test_a_new_home_is_for_its_user_alone(tmp_path: Path) -> None:
-    home = Home(tmp_path / "deep" / "home")
+    home = ArenaHome(tmp_path / "deep" / "home")
     build(home, "a", units(3))
     assert (tmp_path / "deep" / "home").stat().st_mode & 0o777 == 0o700
     assert all(file.stat().st_mode & 0o077 == 0 for file in (tmp_path / "deep" / "home").rglob("*"))
 
 
-def test_a_link_in_the_place_of_an_arena_is_not_followed(home: Home) -> None:
+def test_a_link_in_the_place_of_an_arena_is_not_followed(home: ArenaHome) -> None:
     build(home, "a", units(3))
     (home.path / "b").symlink_to("a")
     for act in (home.build, home.attach, home.remove):
         with pytest.raises(ArenaDamagedError, match="is a link"):
             act("b")
-    assert home.sweep() == [] and {i.name: i.state for i in home.ls()} == {"a": "sealed", "b": "damaged"}
+    assert home.sweep() == [] and {i.name: i.state for i in home.list_arenas()} == {"a": "sealed", "b": "damaged"}
 
 
-def test_locks_do_not_pass_to_programs_that_are_started(home: Home) -> None:
+def test_locks_do_not_pass_to_programs_that_are_started(home: ArenaHome) -> None:
     build(home, "a", units(3))
     with home.attach("a"):
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], close_fds=False)
@@ -229,7 +229,7 @@ def test_locks_do_not_pass_to_programs_that_are_started(home: Home) -> None:
         child.wait()
 
 
-def test_folders_that_are_not_arenas_are_neither_reclaimed_nor_removed(home: Home) -> None:
+def test_folders_that_are_not_arenas_are_neither_reclaimed_nor_removed(home: ArenaHome) -> None:
     for name in ("photos", ".gone-photos"):
         (home.path / name / "2024").mkdir(parents=True)
         (home.path / name / "thesis.txt").write_text("years of work")
@@ -238,7 +238,7 @@ def test_folders_that_are_not_arenas_are_neither_reclaimed_nor_removed(home: Hom
         home.remove("photos")
     with pytest.raises(ArenaError, match="is not an arena: it holds"):
         home.build("photos")
-    assert [info.state for info in home.ls()] == ["damaged"]
+    assert [info.state for info in home.list_arenas()] == ["damaged"]
     for name in ("photos", ".gone-photos"):
         assert (home.path / name / "thesis.txt").read_text() == "years of work"
         assert sorted(p.name for p in (home.path / name).iterdir()) == ["2024", "thesis.txt"]
@@ -248,19 +248,19 @@ def test_a_folder_that_holds_other_things_is_no_home(tmp_path: Path) -> None:
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "thesis.txt").write_text("years of work")
     with pytest.raises(ArenaError, match=r"holds other things \('thesis'\); name an empty folder"):
-        Home(tmp_path)
+        ArenaHome(tmp_path)
     assert (tmp_path / "thesis" / "thesis.txt").read_text() == "years of work"
 
 
 def test_a_home_stays_one_when_its_last_arena_is_removed(tmp_path: Path) -> None:
-    home = Home(tmp_path / "arenas")
+    home = ArenaHome(tmp_path / "arenas")
     build(home, "cats", units(2))
     home.remove("cats")
-    build(Home(tmp_path / "arenas"), "dogs", units(2))
-    assert [info.name for info in Home(tmp_path / "arenas").ls()] == ["dogs"]
+    build(ArenaHome(tmp_path / "arenas"), "dogs", units(2))
+    assert [info.name for info in ArenaHome(tmp_path / "arenas").list_arenas()] == ["dogs"]
 
 
-def test_an_empty_folder_of_yours_in_a_home_is_not_reclaimed(home: Home) -> None:
+def test_an_empty_folder_of_yours_in_a_home_is_not_reclaimed(home: ArenaHome) -> None:
     build(home, "cats", units(2))
     (home.path / "mine").mkdir()
     assert home.sweep() == []

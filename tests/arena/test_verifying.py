@@ -8,13 +8,13 @@ import time
 import numpy as np
 import pytest
 
-from supertuner.arena.home import Home
+from supertuner.arena.home import ArenaHome
 from supertuner.core.errors import ArenaDamagedError
 from supertuner.core.events import NullSink
 from tests.arena.making import build, units
 
 
-def damage(home: Home, at: int = 4096) -> None:
+def damage(home: ArenaHome, at: int = 4096) -> None:
     with (home.path / "a" / "0000.data").open("r+b") as data:
         data.seek(at)
         byte = data.read(1)[0]
@@ -23,10 +23,10 @@ def damage(home: Home, at: int = 4096) -> None:
 
 
 @pytest.fixture
-def damaged(home: Home) -> Home:
+def damaged(home: ArenaHome) -> ArenaHome:
     """An arena whose unit "k1" (second in its segment) has a flipped bit; "k0" is whole."""
     with home.build("a") as begun:
-        writer = begun.writer()
+        writer = begun.open_writer()
         for number in range(3):
             with writer.begin(f"k{number}") as unit:
                 unit.put("media", np.full(4096, number, np.uint8))
@@ -36,14 +36,14 @@ def damaged(home: Home) -> Home:
     return home
 
 
-def test_on_demand_reads_without_checking_and_verify_finds_it(damaged: Home) -> None:
+def test_on_demand_reads_without_checking_and_verify_finds_it(damaged: ArenaHome) -> None:
     with damaged.attach("a") as reader:
         reader.view(1)
         with pytest.raises(ArenaDamagedError, match=r"0000\.data: the checksum of record 1 .*arena rm"):
             reader.verify()
 
 
-def test_always_checks_before_every_read_and_lets_whole_records_pass(damaged: Home) -> None:
+def test_always_checks_before_every_read_and_lets_whole_records_pass(damaged: ArenaHome) -> None:
     with damaged.attach("a", verify="always") as reader:
         assert bytes(reader.view(0)) == bytes(4096)
         reader.gather([0, 2], np.zeros((2, 4096), np.uint8))
@@ -55,7 +55,7 @@ def test_always_checks_before_every_read_and_lets_whole_records_pass(damaged: Ho
             reader.gather([0, 1], np.zeros((2, 4096), np.uint8))
 
 
-def test_background_raises_at_the_next_read_once_it_found_damage(damaged: Home) -> None:
+def test_background_raises_at_the_next_read_once_it_found_damage(damaged: ArenaHome) -> None:
     with damaged.attach("a", verify="background") as reader:
         end = time.monotonic() + 10
         with pytest.raises(ArenaDamagedError, match="record 1"):
@@ -63,7 +63,7 @@ def test_background_raises_at_the_next_read_once_it_found_damage(damaged: Home) 
                 reader.view(0)
 
 
-def test_closing_ends_a_background_verification(home: Home) -> None:
+def test_closing_ends_a_background_verification(home: ArenaHome) -> None:
     build(home, "a", units(3000))
     reader = home.attach("a", verify="background")
     reader.view(0)
@@ -72,7 +72,7 @@ def test_closing_ends_a_background_verification(home: Home) -> None:
     home.remove("a")
 
 
-def test_a_byte_between_records_is_found(home: Home) -> None:
+def test_a_byte_between_records_is_found(home: ArenaHome) -> None:
     build(home, "a", {"k0": b"x" * 100, "k1": b"y" * 70_000}, writers=1)
     with home.attach("a") as reader:
         reader.verify()
@@ -86,17 +86,17 @@ def test_a_byte_between_records_is_found(home: Home) -> None:
             reader.verify()
 
 
-def test_verifying_takes_no_memory_for_holes(home: Home) -> None:
+def test_verifying_takes_no_memory_for_holes(home: ArenaHome) -> None:
     build(home, "a", {f"{i}": b"x" * 65537 for i in range(40)}, writers=1)
-    before = home.ls()[0].nbytes
+    before = home.list_arenas()[0].nbytes
     with home.attach("a", verify="always") as reader:
         reader.verify()
         for i in range(len(reader)):
             reader.view(i)
-    assert home.ls()[0].nbytes == before
+    assert home.list_arenas()[0].nbytes == before
 
 
-def test_progress_counts_every_record_and_byte(home: Home) -> None:
+def test_progress_counts_every_record_and_byte(home: ArenaHome) -> None:
     class Counting(NullSink):
         items = nbytes = 0
 

@@ -16,21 +16,21 @@ import pytest
 import xxhash
 
 from supertuner.arena import format as fmt
-from supertuner.arena.home import Home
-from supertuner.arena.index import _COUNTS, Counts, sections
-from supertuner.arena.journal import Placed, pack_entry
+from supertuner.arena.home import ArenaHome
+from supertuner.arena.index import _COUNTS, IndexCounts, index_sections
+from supertuner.arena.journal import JournalField, pack_entry
 from supertuner.core.errors import ArenaDamagedError
 from tests.arena.making import build, contents, fresh_home, units
 
 
 @pytest.fixture
-def home() -> Iterator[Home]:
+def home() -> Iterator[ArenaHome]:
     with fresh_home() as made:
         build(made, "a", units(12, seed=1), writers=2)
         yield made
 
 
-def refused(home: Home, *, verify: bool = False) -> ArenaDamagedError:
+def refused(home: ArenaHome, *, verify: bool = False) -> ArenaDamagedError:
     """The refusal of arena "a": by attaching, or by verifying at the latest. It costs no memory to speak of."""
     tracemalloc.start()
     try:
@@ -44,22 +44,24 @@ def refused(home: Home, *, verify: bool = False) -> ArenaDamagedError:
         tracemalloc.stop()
     assert str(home.path / "a") in str(raised.value), "the file is named"
     assert "supertuner arena rm" in str(raised.value) or "by hand" in str(raised.value), "the remedy is named"
-    assert home.ls()[0].state == ("sealed" if verify else "damaged")
+    assert home.list_arenas()[0].state == ("sealed" if verify else "damaged")
     return raised.value
 
 
-def forge(home: Home, change: Callable[[dict[str, bytearray], Counts], Counts | None]) -> None:
+def forge(home: ArenaHome, change: Callable[[dict[str, bytearray], IndexCounts], IndexCounts | None]) -> None:
     """Change the index's columns and counts, and make all its checksums right again."""
     path = home.path / "a" / "index"
     content = path.read_bytes()
     uuid, body = fmt.unpack_header(path, content, fmt.INDEX_MAGIC, fmt.INDEX_NBYTES)
-    counts = Counts(*_COUNTS.unpack_from(body))
-    columns = {s.name: bytearray(content[s.begin : s.begin + s.dtype.itemsize * s.count]) for s in sections(counts)}
+    counts = IndexCounts(*_COUNTS.unpack_from(body))
+    columns = {
+        s.name: bytearray(content[s.begin : s.begin + s.dtype.itemsize * s.count]) for s in index_sections(counts)
+    }
     counts = change(columns, counts) or counts
     rest, checksums = b"", []
     for name, column in columns.items():
         padded = bytes(column).ljust(fmt.round_up(len(column), 64), b"\0")
-        assert name in {s.name for s in sections(counts)}
+        assert name in {s.name for s in index_sections(counts)}
         checksums.append(xxhash.xxh3_64_intdigest(padded))
         rest += padded
     body = _COUNTS.pack(*astuple(counts)) + struct.pack(f"<{len(checksums)}Q", *checksums)
@@ -70,13 +72,13 @@ def u64(column: bytearray) -> np.ndarray:
     return np.frombuffer(column, "<u8")
 
 
-def test_the_forger_itself_changes_nothing(home: Home) -> None:
+def test_the_forger_itself_changes_nothing(home: ArenaHome) -> None:
     forge(home, lambda columns, counts: None)
     assert contents(home, "a") == units(12, seed=1)
 
 
 @pytest.mark.parametrize("name", ["head", "index", "0000.data"])
-def test_every_byte_of_every_header_is_guarded(home: Home, name: str) -> None:
+def test_every_byte_of_every_header_is_guarded(home: ArenaHome, name: str) -> None:
     file = home.path / "a" / name
     content = file.read_bytes()
     header = {"head": fmt.HEAD_NBYTES, "index": fmt.INDEX_NBYTES, "0000.data": fmt.PAGE}[name]
@@ -90,13 +92,13 @@ def test_every_byte_of_every_header_is_guarded(home: Home, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["head", "index", "0000.data", "0001.data", "0002.data"])
-def test_a_file_cut_or_grown_at_any_boundary_is_refused(home: Home, name: str) -> None:
+def test_a_file_cut_or_grown_at_any_boundary_is_refused(home: ArenaHome, name: str) -> None:
     file = home.path / "a" / name
     content = file.read_bytes()
     edges = {0, 1, len(content), *range(0, len(content), 4096)}
     if name == "index":
-        counts = Counts(*_COUNTS.unpack_from(content, 32))
-        edges |= {edge for section in sections(counts) for edge in (section.begin, section.end)}
+        counts = IndexCounts(*_COUNTS.unpack_from(content, 32))
+        edges |= {edge for section in index_sections(counts) for edge in (section.begin, section.end)}
     lengths = {edge + step for edge in edges for step in (-1, 0, 1)} - {len(content)}
     for length in sorted(n for n in lengths if 0 <= n <= len(content) + 1):
         os.truncate(file, length)
@@ -107,7 +109,7 @@ def test_a_file_cut_or_grown_at_any_boundary_is_refused(home: Home, name: str) -
 
 
 @pytest.mark.parametrize("name", ["head", "index", "0000.data"])
-def test_a_missing_file_a_link_a_folder_or_a_pipe_is_refused(home: Home, name: str) -> None:
+def test_a_missing_file_a_link_a_folder_or_a_pipe_is_refused(home: ArenaHome, name: str) -> None:
     file, kept = home.path / "a" / name, home.path / "a" / "kept"
     file.rename(kept)
     if name != "index":  # without an index it is not sealed
@@ -122,7 +124,7 @@ def test_a_missing_file_a_link_a_folder_or_a_pipe_is_refused(home: Home, name: s
     assert "not a regular file" in str(refused(home))
 
 
-def test_a_future_version_says_which_one_is_readable(home: Home) -> None:
+def test_a_future_version_says_which_one_is_readable(home: ArenaHome) -> None:
     for name in ("head", "index", "0001.data"):
         file = home.path / "a" / name
         content = file.read_bytes()
@@ -133,12 +135,12 @@ def test_a_future_version_says_which_one_is_readable(home: Home) -> None:
 
 
 @pytest.mark.parametrize("garbage", [b"", b"x", b"\0" * 100_000, os.urandom(5000), b"STARindx" + b"\xff" * 10_000])
-def test_an_index_of_garbage_is_refused(home: Home, garbage: bytes) -> None:
+def test_an_index_of_garbage_is_refused(home: ArenaHome, garbage: bytes) -> None:
     (home.path / "a" / "index").write_bytes(garbage)
     refused(home)
 
 
-def test_segments_that_changed_places_are_refused(home: Home) -> None:
+def test_segments_that_changed_places_are_refused(home: ArenaHome) -> None:
     first, second = home.path / "a" / "0000.data", home.path / "a" / "0001.data"
     first.rename(home.path / "a" / "x")
     second.rename(first)
@@ -147,13 +149,13 @@ def test_segments_that_changed_places_are_refused(home: Home) -> None:
 
 
 @pytest.mark.parametrize("name", ["head", "index", "0000.data"])
-def test_a_file_of_another_arena_is_refused(home: Home, name: str) -> None:
+def test_a_file_of_another_arena_is_refused(home: ArenaHome, name: str) -> None:
     build(home, "b", units(12, seed=1), writers=2)
     shutil.copyfile(home.path / "b" / name, home.path / "a" / name)
     refused(home)
 
 
-def test_records_that_changed_places_are_found(home: Home) -> None:
+def test_records_that_changed_places_are_found(home: ArenaHome) -> None:
     file = home.path / "a" / "0001.data"  # odd units; whole pages of 4096 and 70000 bytes are among them
     content = bytearray(file.read_bytes())
     content[4096:8192], content[8192:12288] = content[8192:12288], content[4096:8192]
@@ -161,11 +163,11 @@ def test_records_that_changed_places_are_found(home: Home) -> None:
     refused(home, verify=True)
 
 
-Change = Callable[[dict[str, bytearray], Counts], Counts | None]
+Change = Callable[[dict[str, bytearray], IndexCounts], IndexCounts | None]
 
 
 def setting(column: str, at: int, value: int) -> Change:
-    def change(columns: dict[str, bytearray], counts: Counts) -> None:
+    def change(columns: dict[str, bytearray], counts: IndexCounts) -> None:
         width = 4 if column in ("kind", "fields") else 8
         at_byte = (at % (len(columns[column]) // width)) * width
         columns[column][at_byte : at_byte + width] = value.to_bytes(width, "little")
@@ -173,13 +175,13 @@ def setting(column: str, at: int, value: int) -> Change:
     return change
 
 
-def overlapping(columns: dict[str, bytearray], counts: Counts) -> None:
+def overlapping(columns: dict[str, bytearray], counts: IndexCounts) -> None:
     big = int(np.argmax(u64(columns["nbytes"])))
     u64(columns["nbytes"])[big - 1] = 65536 * 3
     u64(columns["raw_nbytes"])[big - 1] = 65536 * 3
 
 
-def same_place(columns: dict[str, bytearray], counts: Counts) -> None:
+def same_place(columns: dict[str, bytearray], counts: IndexCounts) -> None:
     u64(columns["offset"])[1] = u64(columns["offset"])[0]
 
 
@@ -201,14 +203,14 @@ FORGERIES: dict[str, Change] = {
 
 
 @pytest.mark.parametrize("what", FORGERIES)
-def test_an_index_that_lies_with_right_checksums_is_refused(home: Home, what: str) -> None:
+def test_an_index_that_lies_with_right_checksums_is_refused(home: ArenaHome, what: str) -> None:
     forge(home, FORGERIES[what])
     assert "index" in str(refused(home))
 
 
-def test_overlapping_records_are_refused(home: Home) -> None:
+def test_overlapping_records_are_refused(home: ArenaHome) -> None:
     with home.build("b") as begun:
-        writer = begun.writer()
+        writer = begun.open_writer()
         for key in ("k0", "k1", "k2"):
             with writer.begin(key) as unit:
                 unit.put("media", bytes(65536))
@@ -219,39 +221,39 @@ def test_overlapping_records_are_refused(home: Home) -> None:
     assert "over another record" in str(refused(home)) or "outside" in str(refused(home))
 
 
-def test_a_large_record_off_its_boundary_is_refused(home: Home) -> None:
+def test_a_large_record_off_its_boundary_is_refused(home: ArenaHome) -> None:
     home.remove("a")
     build(home, "a", {"k0": bytes(65536), "k1": b"1"}, writers=1)
     forge(home, setting("offset", 0, 65536 - 4096))
     assert "unaligned" in str(refused(home))
 
 
-def test_a_dtype_that_does_not_divide_the_size_is_refused(home: Home) -> None:
+def test_a_dtype_that_does_not_divide_the_size_is_refused(home: ArenaHome) -> None:
     forge(home, lambda columns, counts: columns["kinds"].__setitem__(16, fmt.DTYPES["uint16"][0]))
     assert "cannot have" in str(refused(home))
 
 
-def test_a_segment_named_twice_is_refused(home: Home) -> None:
+def test_a_segment_named_twice_is_refused(home: ArenaHome) -> None:
     home.remove("a")
     build(home, "a", {"k0": b"1", "k1": b"2"}, writers=2)
     forge(home, lambda columns, counts: columns["segments"].__setitem__(slice(24, 28), bytes(4)))
     assert "names a segment twice" in str(refused(home))
 
 
-def test_a_segment_of_another_kind_is_refused(home: Home) -> None:
-    forge(home, lambda columns, counts: columns["segments"].__setitem__(4, fmt.TABLES))
+def test_a_segment_of_another_kind_is_refused(home: ArenaHome) -> None:
+    forge(home, lambda columns, counts: columns["segments"].__setitem__(4, fmt.TABLE_SEGMENT))
     assert "is of kind 0; the index says 1" in str(refused(home))
 
 
-def test_a_record_used_twice_is_found(home: Home) -> None:
-    def change(columns: dict[str, bytearray], counts: Counts) -> None:
+def test_a_record_used_twice_is_found(home: ArenaHome) -> None:
+    def change(columns: dict[str, bytearray], counts: IndexCounts) -> None:
         columns["fields"][0:4] = columns["fields"][4:8]
 
     forge(home, change)
     assert "belongs to one unit" in str(refused(home, verify=True))
 
 
-def test_keys_out_of_order_or_not_text_are_found(home: Home) -> None:
+def test_keys_out_of_order_or_not_text_are_found(home: ArenaHome) -> None:
     original = (home.path / "a" / "index").read_bytes()
     for at, byte in ((0, 0xFF), (0, ord("z"))):
         forge(home, lambda columns, counts, at=at, byte=byte: columns["keys"].__setitem__(at, byte))  # type: ignore[misc]
@@ -259,20 +261,20 @@ def test_keys_out_of_order_or_not_text_are_found(home: Home) -> None:
         (home.path / "a" / "index").write_bytes(original)
 
 
-@pytest.mark.parametrize("field", [f for f in Counts.__slots__])
+@pytest.mark.parametrize("field", [f for f in IndexCounts.__slots__])
 @pytest.mark.parametrize("value", [(1 << 63) + 1, 1 << 40, 0])
-def test_a_count_that_is_not_true_is_refused(home: Home, field: str, value: int) -> None:
+def test_a_count_that_is_not_true_is_refused(home: ArenaHome, field: str, value: int) -> None:
     path = home.path / "a" / "index"
     content = path.read_bytes()
     uuid, body = fmt.unpack_header(path, content, fmt.INDEX_MAGIC, fmt.INDEX_NBYTES)
-    counts = replace(Counts(*_COUNTS.unpack_from(body)), **{field: value})
+    counts = replace(IndexCounts(*_COUNTS.unpack_from(body)), **{field: value})
     body = _COUNTS.pack(*astuple(counts)) + body[_COUNTS.size :].rstrip(b"\0")
     path.write_bytes(fmt.pack_header(fmt.INDEX_MAGIC, uuid, body, fmt.INDEX_NBYTES) + content[fmt.INDEX_NBYTES :])
     assert "index" in str(refused(home))
 
 
 def with_info(info: bytes) -> Change:
-    def change(columns: dict[str, bytearray], counts: Counts) -> Counts:
+    def change(columns: dict[str, bytearray], counts: IndexCounts) -> IndexCounts:
         columns["info"] = bytearray(info)
         return replace(counts, info_nbytes=len(info))
 
@@ -300,7 +302,7 @@ def with_info(info: bytes) -> Change:
     ],
     ids=lambda info: info[:40].decode("latin-1") + f" {len(info)}",
 )
-def test_a_description_that_is_enormous_or_not_what_it_should_be_is_refused(home: Home, info: bytes) -> None:
+def test_a_description_that_is_enormous_or_not_what_it_should_be_is_refused(home: ArenaHome, info: bytes) -> None:
     forge(home, with_info(info))
     assert "index" in str(refused(home))
 
@@ -308,68 +310,68 @@ def test_a_description_that_is_enormous_or_not_what_it_should_be_is_refused(home
 @pytest.mark.parametrize(
     ("at", "byte"), [(0, 0), (0, 0xFF), (16, 0), (16, 200), (17, 9), (17, 2), (18, 2), (18, 0), (20, 1), (24, 1)]
 )
-def test_a_kind_that_cannot_be_is_refused(home: Home, at: int, byte: int) -> None:
+def test_a_kind_that_cannot_be_is_refused(home: ArenaHome, at: int, byte: int) -> None:
     forge(home, lambda columns, counts: columns["kinds"].__setitem__(at, byte))
     assert "index" in str(refused(home))
 
 
 @pytest.mark.parametrize("number", [0, 5, 1 << 31])
-def test_segments_that_are_not_there_are_refused(home: Home, number: int) -> None:
+def test_segments_that_are_not_there_are_refused(home: ArenaHome, number: int) -> None:
     forge(home, lambda columns, counts: columns["segments"].__setitem__(slice(24, 28), number.to_bytes(4, "little")))
     refused(home)
 
 
 @pytest.mark.parametrize("nbytes", [0, 4096, 1 << 40, (1 << 64) - 1])
-def test_a_segment_of_another_length_is_refused(home: Home, nbytes: int) -> None:
+def test_a_segment_of_another_length_is_refused(home: ArenaHome, nbytes: int) -> None:
     forge(home, lambda columns, counts: columns["segments"].__setitem__(slice(16, 24), nbytes.to_bytes(8, "little")))
     refused(home)
 
 
 def bad_entries() -> dict[str, bytes]:
-    kind = fmt.pack_kind(fmt.Kind("uint8", None))
+    kind = fmt.pack_kind(fmt.RecordKind("uint8", None))
     at = fmt.JOURNAL_NBYTES
     place = dict(name=b"media", kind=kind, offset=4096, nbytes=10, raw_nbytes=10, checksum=0)
     return {
-        "beyond the data": pack_entry(at, b"k", [Placed(**{**place, "offset": 1 << 40})]),
-        "unaligned": pack_entry(at, b"k", [Placed(**{**place, "offset": 4100})]),
-        "unknown kind": pack_entry(at, b"k", [Placed(**{**place, "kind": b"\xff" * 88})]),
-        "name that is not text": pack_entry(at, b"k", [Placed(**{**place, "name": b"\xff"})]),
-        "over another": pack_entry(at, b"k", [Placed(**place), Placed(**{**place, "name": b"b"})]),
-        "no key": pack_entry(at, b"", [Placed(**place)]),
+        "beyond the data": pack_entry(at, b"k", [JournalField(**{**place, "offset": 1 << 40})]),
+        "unaligned": pack_entry(at, b"k", [JournalField(**{**place, "offset": 4100})]),
+        "unknown kind": pack_entry(at, b"k", [JournalField(**{**place, "kind": b"\xff" * 88})]),
+        "name that is not text": pack_entry(at, b"k", [JournalField(**{**place, "name": b"\xff"})]),
+        "over another": pack_entry(at, b"k", [JournalField(**place), JournalField(**{**place, "name": b"b"})]),
+        "no key": pack_entry(at, b"", [JournalField(**place)]),
     }
 
 
 @pytest.mark.parametrize("what", bad_entries())
-def test_a_journal_that_lies_is_refused_by_live_readers_and_by_the_seal(home: Home, what: str) -> None:
+def test_a_journal_that_lies_is_refused_by_live_readers_and_by_the_seal(home: ArenaHome, what: str) -> None:
     with home.build("b") as begun:
-        writer = begun.writer()
+        writer = begun.open_writer()
         writer.begin("x").put("media", b"0123456789")
         with (home.path / "b" / "0000.journal").open("ab") as journal:
             journal.write(bad_entries()[what])
         with pytest.raises(ArenaDamagedError):
             home.attach_live("b")
-        writer._open = None
+        writer._open_unit = None
         with pytest.raises(ArenaDamagedError):
             begun.seal({})
 
 
 @pytest.mark.parametrize("tail", [b"\0", b"\xff" * 16, struct.pack("<QQ", 1 << 62, 0), pack_entry(128, b"k", [])[:-1]])
-def test_a_torn_tail_of_a_journal_is_ignored(home: Home, tail: bytes) -> None:
-    with home.build("b", resume=True) as begun, begun.writer().begin("x") as unit:
+def test_a_torn_tail_of_a_journal_is_ignored(home: ArenaHome, tail: bytes) -> None:
+    with home.build("b", resume=True) as begun, begun.open_writer().begin("x") as unit:
         unit.put("media", b"1")
     with (home.path / "b" / "0000.journal").open("ab") as journal:
         journal.write(tail)
     with home.attach_live("b") as live:
         assert [live.key(i) for i in range(len(live))] == ["x"]
     with home.build("b", resume=True) as begun:
-        assert begun.committed() == {"x"}
+        assert begun.committed_keys() == {"x"}
         begun.seal({})
     assert contents(home, "b") == {"x": b"1"}
 
 
-def test_a_committed_unit_lost_from_a_journal_is_noticed_by_the_seal(home: Home) -> None:
+def test_a_committed_unit_lost_from_a_journal_is_noticed_by_the_seal(home: ArenaHome) -> None:
     with home.build("b") as begun:
-        writer = begun.writer()
+        writer = begun.open_writer()
         for key in ("k0", "k1"):
             with writer.begin(key) as unit:
                 unit.put("media", b"1")
@@ -384,13 +386,13 @@ def test_a_committed_unit_lost_from_a_journal_is_noticed_by_the_seal(home: Home)
             begun.seal({})
 
 
-def test_links_in_a_build_are_not_written_through(home: Home, tmp_path: Path) -> None:
+def test_links_in_a_build_are_not_written_through(home: ArenaHome, tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.write_text("precious")
     with home.build("b") as begun:
         (home.path / "b" / "0000.journal").symlink_to(precious)
         (home.path / "b" / "index.tmp").symlink_to(precious)
-        with begun.writer().begin("k") as unit:
+        with begun.open_writer().begin("k") as unit:
             unit.put("media", b"1" * 5000)
         (home.path / "b" / "0000.journal").unlink()
         begun.seal({})
@@ -398,7 +400,7 @@ def test_links_in_a_build_are_not_written_through(home: Home, tmp_path: Path) ->
     assert contents(home, "b") == {"k": b"1" * 5000}
 
 
-def test_meta_is_data_and_nothing_else(home: Home) -> None:
+def test_meta_is_data_and_nothing_else(home: ArenaHome) -> None:
     forge(
         home,
         with_info(

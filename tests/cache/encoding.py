@@ -9,16 +9,16 @@ from pathlib import Path
 
 import torch
 
-from supertuner.config.settings.tree import RunConfig
+from supertuner.config.settings.run_config import RunConfig
 from supertuner.core.events import NullSink
 from supertuner.core.host import HostFacts
 from supertuner.data.corpus import Corpus
-from supertuner.data.opened import open_corpus
-from supertuner.data.ordering.windows import MicroBatch, single_micro_batch
+from supertuner.data.corpus_loader import open_corpus
+from supertuner.data.ordering.micro_batches import MicroBatch, single_micro_batch
+from supertuner.models.family_registry import load_family as family_of
 from supertuner.models.fingerprint import fingerprint
 from supertuner.models.spec import Family, ModelDescription, ModelSource
-from supertuner.models.table import load_family as family_of
-from supertuner.train.encoding.encoded import EncodedCorpus, open_encoded_corpus
+from supertuner.train.encoding.encoded_corpus import EncodedCorpus, open_encoded_corpus
 from supertuner.train.encoding.encoders import EncoderFingerprints, EncodingSpec
 from tests.data.media_files import picture, sound, video, write
 

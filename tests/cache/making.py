@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from supertuner.arena.home import Home
+from supertuner.arena.home import ArenaHome
 from supertuner.cache.capacity import CacheLocation
 from supertuner.cache.fill import EntryRequest
 from supertuner.cache.keys import CacheNamespace
@@ -20,7 +20,7 @@ SPACE = CacheNamespace("latents", "encoder-1", "bfloat16")
 
 def place(path: Path, **changed) -> CacheLocation:
     given = {
-        "home": Home(path),
+        "home": ArenaHome(path),
         "life": "until_removed",
         "in_memory": False,
         "verify": "on_demand",

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from supertuner.arena.home import Home
-from supertuner.arena.peers import Peers, meet
+from supertuner.arena.home import ArenaHome
+from supertuner.arena.node_peers import NodePeers, join_node_peers
 from supertuner.cache.fill import EntryRequest, FillStopped
 from supertuner.config.sources.launcher import LauncherEnvironment
 from supertuner.core.errors import CacheError
@@ -33,11 +33,11 @@ def until_all(folder: Path, name: str, number: int, count: int) -> None:
 
 
 @contextmanager
-def meet_peers(tmp: Path, place: LauncherEnvironment) -> Iterator[Peers]:
+def meet_peers(tmp: Path, place: LauncherEnvironment) -> Iterator[NodePeers]:
     """The peers of a test, in the home below `tmp`."""
     number, count = place.local_rank, place.local_world_size
     gathered = partial(until_all, tmp / "barrier", "met", number, count)
-    with meet(Home(tmp / "home"), "test", number, count, gathered) as peers:
+    with join_node_peers(ArenaHome(tmp / "home"), "test", number, count, gathered) as peers:
         yield peers
 
 
@@ -129,8 +129,11 @@ class SlowEncoder(CountingEncoder):
 def fill_slowly(place: LauncherEnvironment, tmp: Path, turn: int, count: int) -> int:
     """Fill a store together, for tests that kill; how many entries are there in the end."""
     gathered = partial(until_all, tmp / f"barrier-{turn}", "met", place.rank, place.world_size)
-    encoder, home = SlowEncoder(count, tmp / "log"), Home(tmp / "home")
-    with meet(home, f"turn-{turn}", place.rank, place.world_size, gathered) as peers, store(tmp / "home") as filled:
+    encoder, home = SlowEncoder(count, tmp / "log"), ArenaHome(tmp / "home")
+    with (
+        join_node_peers(home, f"turn-{turn}", place.rank, place.world_size, gathered) as peers,
+        store(tmp / "home") as filled,
+    ):
         (tmp / f"met-{turn}").touch()
         filled.fill(encoder.request(), host=HostFacts(), progress=NullSink(), peers=peers)
         refs = filled.find(encoder.keys)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from supertuner.config.dialects.table import DATASET_KEYS, RUN_KEYS, inherited_keys
+from supertuner.config.dialects.key_tables import DATASET_KEYS, RUN_KEYS, inherited_keys
 from supertuner.config.sources import key_path as places
 from supertuner.config.sources.environment import SETTING_BY_VARIABLE, settings_with_variables, variable_name
 from supertuner.config.sources.load import load_config

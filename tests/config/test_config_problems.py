@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from supertuner.config.dialects.table import dataset_keys, inherited_keys, run_keys
+from supertuner.config.dialects.key_tables import dataset_keys, inherited_keys, run_keys
 from supertuner.config.problems import closest_match, edit_distance, edit_distance_lower_bound
 from supertuner.config.sources import key_path as places
 from supertuner.config.sources.load import load_config

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from supertuner.config.dialects.table import DATASET_KEYS, RUN_KEYS, inherited_keys
+from supertuner.config.dialects.key_tables import DATASET_KEYS, RUN_KEYS, inherited_keys
 from supertuner.config.schema import json_schema
 from supertuner.config.settings.data import DatasetSettings
-from supertuner.config.settings.tree import RunConfig
+from supertuner.config.settings.run_config import RunConfig
 from supertuner.config.sources import key_path as places
 from supertuner.config.sources.environment import SETTING_BY_VARIABLE
 from supertuner.config.sources.values import format_value

@@ -9,7 +9,7 @@ import time
 import warnings
 from pathlib import Path
 
-from supertuner.arena.home import Home
+from supertuner.arena.home import ArenaHome
 from tests.data.staging import contents, dataset, names, stager
 
 
@@ -42,7 +42,7 @@ def kill_stagers(folder: Path, home: Path, times: int, seed: int) -> int:
         result = stager(home).stage(dataset(folder))
         assert {key: found[0] for key, found in contents(home, result.arena).items()} == expected
         assert names(home) == [result.arena], "remains of the killed one"
-        Home(home).remove(result.arena)
+        ArenaHome(home).remove(result.arena)
     assert names(home) == []
     return died
 
@@ -55,5 +55,5 @@ def _usual_seconds(folder: Path, home: Path) -> float:
         os.waitpid(stage_in_child(folder, home), 0)
         taken.append(time.perf_counter() - began)
         for name in names(home):
-            Home(home).remove(name)
+            ArenaHome(home).remove(name)
     return min(taken)

@@ -6,12 +6,12 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from supertuner.arena.home import MARK, Home
+from supertuner.arena.home import HOME_MARKER, ArenaHome
 from supertuner.config.settings.data import DatasetSettings
 from supertuner.core.events import DecisionEvent, Event, NullSink, ProgressPhase, SetAsideEvent, WarningEvent
 from supertuner.core.host import HostFacts
-from supertuner.data.staged import StagedDataset
-from supertuner.data.staging.stage import DatasetStager
+from supertuner.data.staged_dataset import StagedDataset
+from supertuner.data.staging.stager import DatasetStager
 
 
 class RecordingSink(NullSink):
@@ -46,18 +46,18 @@ def dataset(folder: Path, /, **settings) -> DatasetSettings:
 
 def stager(home: Path, sink: RecordingSink | None = None, host: HostFacts | None = None) -> DatasetStager:
     sink = sink or RecordingSink()
-    return DatasetStager(Home(home), host or HostFacts(), sink, sink)
+    return DatasetStager(ArenaHome(home), host or HostFacts(), sink, sink)
 
 
 def contents(home: Path, arena: str) -> dict[str, tuple[bytes, tuple[str, ...]]]:
     """Everything staged: bytes and captions by key."""
-    with StagedDataset.open(Home(home), arena) as staged:
+    with StagedDataset.open(ArenaHome(home), arena) as staged:
         return {staged.key(i): (bytes(staged.media(i)), staged.captions(i)) for i in range(len(staged))}
 
 
 def names(home: Path) -> list[str]:
     """What lies in a home, remains included, beside the mark that makes it one."""
-    return sorted(name for name in os.listdir(home) if name != MARK) if home.exists() else []
+    return sorted(name for name in os.listdir(home) if name != HOME_MARKER) if home.exists() else []
 
 
 def machine(root: Path, *, total: int, available: int, tmpfs: Path, cgroup: int | None = None) -> HostFacts:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from supertuner.arena.home import Home
+from supertuner.arena.home import ArenaHome
 from supertuner.config.settings.data import (
     AudioSettings,
     AugmentSettings,
@@ -24,13 +24,13 @@ from supertuner.core.errors import ArenaDamagedError, BrokenMediaError
 from supertuner.core.events import DecisionEvent, NullSink
 from supertuner.core.host import HostFacts
 from supertuner.core.types import MediaKind
-from supertuner.data.batching.batches import DecodedBatch, DecoderPool, single_threaded_torch_pool
+from supertuner.data.batching.decoder_pool import DecodedBatch, DecoderPool, single_threaded_torch_pool
 from supertuner.data.batching.prefetch import BatchPrefetcher, open_prefetcher
 from supertuner.data.batching.render import render_sample
 from supertuner.data.corpus import Corpus, build_corpus
-from supertuner.data.ordering.members import assign_buckets, bucket_arena_name, shared_bucket_members
-from supertuner.data.ordering.windows import MicroBatch, single_micro_batch
-from supertuner.data.staging.stage import DatasetStager
+from supertuner.data.ordering.bucket_members import assign_buckets, bucket_arena_name, shared_bucket_members
+from supertuner.data.ordering.micro_batches import MicroBatch, single_micro_batch
+from supertuner.data.staging.stager import DatasetStager
 from supertuner.tools.sample_data import make_sample_data
 
 
@@ -79,7 +79,7 @@ def settings_for(folder: Path) -> list[DatasetSettings]:
 
 
 def corpus_in(folder: Path, home: Path) -> Corpus:
-    stager = DatasetStager(Home(home), HostFacts(), NullSink(), NullSink())
+    stager = DatasetStager(ArenaHome(home), HostFacts(), NullSink(), NullSink())
     datasets = [(settings, stager.open(settings)[1]) for settings in settings_for(folder)]
     return build_corpus(datasets, seed=7, batch_size=3)
 
@@ -294,7 +294,7 @@ def test_torch_computes_alone_in_decoders_and_as_before_elsewhere():
 
 
 def test_a_large_datasets_buckets_are_shared_through_an_arena_and_found_again(corpus, tmp_path):
-    home = Home(tmp_path / "home")
+    home = ArenaHome(tmp_path / "home")
     for part in corpus.parts:
         own = assign_buckets(part.settings, part.samples)
         for _ in range(2):
@@ -303,7 +303,7 @@ def test_a_large_datasets_buckets_are_shared_through_an_arena_and_found_again(co
             for column in ("begins", "samples", "left_out"):
                 assert np.array_equal(getattr(shared, column), getattr(own, column))
             assert not shared.samples.flags.writeable
-    assert len(home.ls()) == len(corpus.parts)
+    assert len(home.list_arenas()) == len(corpus.parts)
 
 
 def test_the_table_of_buckets_is_another_one_when_a_rule_of_buckets_changes(corpus):

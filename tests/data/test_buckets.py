@@ -12,7 +12,12 @@ from hypothesis import strategies as st
 
 from supertuner.config.settings.data import AudioSettings, DatasetSettings
 from supertuner.core.types import MediaKind
-from supertuner.data.ordering.assign import MediaMetadataSlice, bucket_indices, bucket_table, no_bucket_reason
+from supertuner.data.ordering.bucket_assignment import (
+    MediaMetadataSlice,
+    bucket_indices,
+    bucket_table,
+    no_bucket_reason,
+)
 from supertuner.data.ordering.buckets import (
     NO_BUCKET,
     audio_steps,

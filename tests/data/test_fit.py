@@ -19,7 +19,7 @@ from supertuner.data.staging.budget import (
     reserved_memory_bytes,
     stored_bytes,
 )
-from supertuner.data.staging.meter import BudgetMeter
+from supertuner.data.staging.budget_meter import BudgetMeter
 from tests.data.media_files import picture, write
 from tests.data.staging import RecordingSink, contents, dataset, machine, names, stager
 

@@ -11,7 +11,7 @@ from supertuner.core.errors import BrokenMediaError, SourceError
 from supertuner.core.types import MediaKind
 from supertuner.data.sources import detect_source_format, open_source
 from supertuner.data.sources.folder import FolderSource
-from supertuner.data.staging.reading import read_captions
+from supertuner.data.staging.span_reader import read_captions
 from tests.data.media_files import picture, write
 
 JPEG = picture("jpeg", (8, 8))

@@ -7,14 +7,14 @@ import pytest
 import torch
 from PIL import Image
 
-from supertuner.arena.home import Home
+from supertuner.arena.home import ArenaHome
 from supertuner.config.settings.data import AugmentSettings, DatasetSettings
 from supertuner.core.events import NullSink
 from supertuner.core.host import HostFacts
 from supertuner.data.batching.framing import framing_for_sample
 from supertuner.data.batching.render import render_sample
 from supertuner.data.corpus import Corpus, build_corpus
-from supertuner.data.staging.stage import DatasetStager
+from supertuner.data.staging.stager import DatasetStager
 
 SIZES = ((200, 80), (80, 200), (128, 128), (40, 90))
 """Width and height. The pixel in column x and row y is (x, y, 0)."""
@@ -37,7 +37,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
         resize_filter="bilinear",
         augment=AugmentSettings(flip=0.5),
     )
-    stager = DatasetStager(Home(tmp_path_factory.mktemp("arenas")), HostFacts(), NullSink(), NullSink())
+    stager = DatasetStager(ArenaHome(tmp_path_factory.mktemp("arenas")), HostFacts(), NullSink(), NullSink())
     return build_corpus([(settings, stager.open(settings)[1])], seed=5, batch_size=1)
 
 

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from supertuner.core.errors import SourceError
 from supertuner.core.types import MediaKind
 from supertuner.data.ordering.buckets import Bucket
-from supertuner.data.ordering.layout import locate_positions
-from supertuner.data.ordering.order import BucketGroup, SampleOrder, draws_per_epoch
-from supertuner.data.ordering.windows import micro_batches, shard_window
+from supertuner.data.ordering.epoch_layout import locate_positions
+from supertuner.data.ordering.micro_batches import micro_batches, shard_window
+from supertuner.data.ordering.sample_order import BucketGroup, SampleOrder, draws_per_epoch
 
 
 def group(dataset: int, size: int, width: int = 64, rate: Fraction = Fraction(1)) -> BucketGroup:
@@ -135,8 +135,8 @@ def test_another_process_computes_the_same_order():
     """Nothing that differs between processes, such as Python's own hashes, may play a part."""
     code = (
         "from tests.data.test_order import group, listed\n"
-        "from supertuner.data.ordering.order import Order, rate_of\n"
-        "order = Order([group(0, 9), group(1, 12, 128, rate_of(2, 0.3))], seed=3, batch_size=2)\n"
+        "from supertuner.data.ordering.sample_order import SampleOrder, draws_per_epoch\n"
+        "order = SampleOrder([group(0, 9), group(1, 12, 128, draws_per_epoch(2, 0.3))], seed=3, batch_size=2)\n"
         "print(listed(order, 0, 100))"
     )
     order = SampleOrder([group(0, 9), group(1, 12, 128, draws_per_epoch(2, 0.3))], seed=3, batch_size=2)

@@ -12,7 +12,7 @@ from supertuner.core.errors import BrokenMediaError
 from supertuner.core.types import MediaKind
 from supertuner.data.probe import probe
 from supertuner.data.probe.exif import exif_orientation
-from supertuner.data.probe.facts import MAX_PIXELS
+from supertuner.data.probe.media_info import MAX_PIXELS
 from tests.data.media_files import picture, png_claiming, sound, video
 
 

@@ -11,10 +11,10 @@ import time
 import numpy as np
 import pytest
 
-from supertuner.arena.home import Home
+from supertuner.arena.home import ArenaHome
 from supertuner.core.errors import ArenaDamagedError, SourceError, StageError, TooManyBrokenFilesError
 from supertuner.core.types import MediaKind
-from supertuner.data.staged import StagedDataset
+from supertuner.data.staged_dataset import StagedDataset
 from tests.data.media_files import picture, png_claiming, sound, tar, video, write
 from tests.data.staging import RecordingSink, contents, dataset, names, stager
 
@@ -35,7 +35,7 @@ def test_everything_a_dataset_needs_is_staged_and_the_folder_can_go_away(tmp_pat
     result = stager(home).stage(dataset(folder))
     os.rename(folder, tmp_path / "elsewhere")
     assert contents(home, result.arena) == {f"{i:03d}": (files[f"{i:03d}.jpg"], (f"caption {i}",)) for i in range(30)}
-    with StagedDataset.open(Home(home), result.arena) as staged:
+    with StagedDataset.open(ArenaHome(home), result.arena) as staged:
         assert staged.width.tolist() == [20 + i for i in range(30)] and set(staged.height.tolist()) == {16}
         assert (staged.id, staged.kind, len(staged)) == ("set", MediaKind.IMAGE, 30)
 
@@ -45,9 +45,9 @@ def test_video_and_sound_are_staged_with_their_facts(tmp_path, home):
     write(tmp_path / "s", {"a.wav": sound("wav", 0.5), "b.flac": sound("flac", 0.25)})
     moving = stager(home).stage(dataset(tmp_path / "v", id="v", dataset_type="video"))
     heard = stager(home).stage(dataset(tmp_path / "s", id="s", dataset_type="audio"))
-    with StagedDataset.open(Home(home), moving.arena) as staged:
+    with StagedDataset.open(ArenaHome(home), moving.arena) as staged:
         assert (staged.frames[0], staged.fps[0], staged.width[0]) == (10, 24, 64)
-    with StagedDataset.open(Home(home), heard.arena) as staged:
+    with StagedDataset.open(ArenaHome(home), heard.arena) as staged:
         assert staged.seconds.tolist() == [0.5, 0.25] and staged.channels.tolist() == [2, 2]
         assert staged.sample_rate.tolist() == [16_000, 16_000] and staged.width.tolist() == [0, 0]
 
@@ -163,7 +163,7 @@ def test_a_changed_dataset_gets_a_new_arena_and_the_old_one_is_reported_not_dele
     told = RecordingSink()
     new = stager(home, told).stage(dataset(folder, **settings))
     assert new.arena != old.arena and not new.reused
-    assert {info.name for info in Home(home).ls()} == {old.arena, new.arena}
+    assert {info.name for info in ArenaHome(home).list_arenas()} == {old.arena, new.arena}
     assert f"supertuner arena rm --home {home} {old.arena}" in told.warnings()
     assert told.decided()["datasets[set].arena"] == new.arena
 
@@ -174,7 +174,7 @@ def test_the_number_of_threads_changes_nothing_that_can_be_read(tmp_path, home):
     for threads in (1, 7):
         told = RecordingSink()
         result = stager(home, told).stage(dataset(folder, id=f"t{threads}", in_memory={"num_workers": threads}))
-        with StagedDataset.open(Home(home), result.arena) as staged:
+        with StagedDataset.open(ArenaHome(home), result.arena) as staged:
             facts = [staged.key(i) for i in range(len(staged))], staged.width.tolist(), staged.set_aside()
         found.append((contents(home, result.arena), facts, told.set_aside()))
     assert found[0] == found[1]
@@ -369,7 +369,7 @@ def test_the_command_stages_and_prints_figures_as_json_and_for_people(tmp_path, 
 
 def test_columns_are_shared_not_copied(tmp_path, home):
     result = stager(home).stage(dataset(write(tmp_path / "set", pictures(3))))
-    with StagedDataset.open(Home(home), result.arena) as staged:
+    with StagedDataset.open(ArenaHome(home), result.arena) as staged:
         assert not staged.width.flags.owndata and not staged.width.flags.writeable
         assert staged.media(0).readonly
         assert isinstance(staged.fps, np.ndarray) and staged.fps.dtype == np.float32

@@ -13,7 +13,7 @@ from supertuner.core.types import MediaKind
 from supertuner.data.sources.listing import FileSpan
 from supertuner.data.sources.tar_index import iter_tar_members
 from supertuner.data.sources.webdataset import WebDatasetSource
-from supertuner.data.staging.reading import read_captions, read_span
+from supertuner.data.staging.span_reader import read_captions, read_span
 from tests.data.media_files import picture, tar
 
 JPEG = picture("jpeg", (8, 8))

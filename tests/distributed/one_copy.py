@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 
-from supertuner.config.settings.tree import RunConfig
+from supertuner.config.settings.run_config import RunConfig
 from supertuner.config.sources.launcher import LauncherEnvironment
 from supertuner.core.events import NullSink
 from supertuner.core.host import HostFacts
-from supertuner.data.opened import open_corpus
+from supertuner.data.corpus_loader import open_corpus
 from tests.cache.encoding import batches, encoding_spec, open_run, read_all_positions, tiny, with_counting_encoders
 from tests.cache.together import meet_peers, until_all
 from tests.data.staging import RecordingSink

@@ -173,7 +173,7 @@ def run_launched(count: int, work: Callable[..., Value], *of: object) -> list[Va
 
 @contextmanager
 def joined_ranks(count: int, work: Callable[..., object], *of: object) -> Iterator[RankProcesses]:
-    """`work(group, *of)` in each of `count` processes that are joined (`supertuner.distributed.group`)."""
+    """`work(group, *of)` in each of `count` processes that are joined (`supertuner.distributed.torch_process_group`)."""
     with launched_ranks(count, _joined, work, *of) as ranks:
         yield ranks
 
@@ -245,7 +245,7 @@ def _rank(
 
 
 def _joined(place: LauncherEnvironment, work: Callable[..., object], *of: object) -> object:
-    from supertuner.distributed.group import join_process_group
+    from supertuner.distributed.torch_process_group import join_process_group
 
     with join_process_group(place, torch.device("cpu"), timeout_s=VERY_LONG_S) as group:
         return work(group, *of)

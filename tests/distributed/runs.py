@@ -17,10 +17,10 @@ from supertuner.config.sources.load import load_config
 from supertuner.core.errors import SuperTunerError
 from supertuner.core.events import Event, MeasurementEvent, NoteEvent, NullSink, WarningEvent
 from supertuner.core.host import HostFacts
-from supertuner.data.ordering.windows import MicroBatch
-from supertuner.distributed.group import TorchProcessGroup
+from supertuner.data.ordering.micro_batches import MicroBatch
+from supertuner.distributed.torch_process_group import TorchProcessGroup
 from supertuner.models.spec import Tensors
-from supertuner.sinks.training import TRAIN_STEP
+from supertuner.sinks.training_events import TRAIN_STEP
 from supertuner.tools.session import open_session
 from supertuner.tools.training import train_in_session
 from supertuner.train.setup import RunContext, open_run
@@ -139,7 +139,7 @@ def train_on_nan_sample(group: TorchProcessGroup, path: Path, position: int) -> 
         loaded = load_config(path)
         folder = run_folder(path)
         folder.mkdir(parents=True, exist_ok=True)
-        run = opened.enter_context(open_run(loaded.config, "run", folder, outside, parallel=group))
+        run = opened.enter_context(open_run(loaded.config, "run", folder, outside, process_group=group))
         run.collator = replace(run.collator, encoded=NanSampleSource(run.collator.encoded, position))
         error = None
         try:
@@ -166,7 +166,7 @@ def other(group: TorchProcessGroup, path: Path, setting: str) -> str:
             "run",
             folder,
             RunContext(NullSink(), NullSink(), HostFacts()),
-            parallel=group,
+            process_group=group,
         ):
             return "begun"
     except SuperTunerError as error:

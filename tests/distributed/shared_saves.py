@@ -61,7 +61,7 @@ def a_shared_run(place: LauncherEnvironment, path: Path, found: SaveObservations
     with ExitStack() as opened:
         parallel = opened.enter_context(open_process_group(settings.parallel, place, torch.device("cpu"), Heartbeat()))
         outside = RunContext(found, NullSink(), HostFacts())
-        yield opened.enter_context(open_run(settings, "run", folder, outside, parallel=parallel))
+        yield opened.enter_context(open_run(settings, "run", folder, outside, process_group=parallel))
 
 
 def failing(place: LauncherEnvironment, path: Path, bad: int) -> SaveObservations:

@@ -16,16 +16,16 @@ from supertuner.config.settings.model import AdapterSettings
 from supertuner.config.settings.optim import OptimizerSettings
 from supertuner.config.settings.parallel import ParallelSettings
 from supertuner.config.sources.launcher import LauncherEnvironment
-from supertuner.data.ordering.windows import shard_window
+from supertuner.data.ordering.micro_batches import shard_window
 from supertuner.distributed.fsdp import FsdpGradientReduction, FsdpSharder, create_fsdp_sharder
-from supertuner.distributed.group import TorchProcessGroup
 from supertuner.distributed.process_group import ProcessGroup, SingleProcess
+from supertuner.distributed.torch_process_group import TorchProcessGroup
 from supertuner.models.adapters.attach import TrainableExpert, attach
 from supertuner.models.families.wan22 import family as wan22
 from supertuner.models.objective.diffusion import sample_noise
 from supertuner.models.spec import ModelSource
 from supertuner.optim.ema import EmaWeights
-from supertuner.optim.table import build_optimizer
+from supertuner.optim.optimizer_registry import build_optimizer
 from supertuner.step.batch import StepBatch
 from supertuner.step.precision import PrecisionName
 from supertuner.step.window import ExpertState, WindowResult, prepare_for_training, train_window

@@ -15,9 +15,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from supertuner.config.settings.parallel import ParallelSettings
 from supertuner.core.errors import TrainError
-from supertuner.distributed.expert_swap import ShardedExpertSwap
 from supertuner.distributed.fsdp import rows_per_rank
-from supertuner.distributed.group import TorchProcessGroup
+from supertuner.distributed.sharded_expert_swap import ShardedExpertSwap
+from supertuner.distributed.torch_process_group import TorchProcessGroup
 from supertuner.models.adapters.attach import load_trainable_state, temporary_weights, trainable_state
 from supertuner.models.spec import ModelSource
 from supertuner.step.window import held_out_losses

@@ -6,8 +6,8 @@ import os
 from functools import partial
 from pathlib import Path
 
-from supertuner.arena.home import MARK, Home
-from supertuner.arena.peers import meet
+from supertuner.arena.home import HOME_MARKER, ArenaHome
+from supertuner.arena.node_peers import join_node_peers
 from supertuner.config.sources.launcher import LauncherEnvironment
 from supertuner.core.events import NullSink
 from tests.cache.together import until_all
@@ -28,18 +28,18 @@ def fill(place: Path) -> None:
 def building(place: LauncherEnvironment, home: Path, barrier: Path) -> None:
     """The first process of a node finds the home full while the others wait for it."""
     gathered = partial(until_all, barrier, "met", place.rank, place.world_size)
-    with meet(Home(home), "test", place.rank, place.world_size, gathered) as peers:
-        if not peers.first:
-            peers.heard("what is made", "the first", NullSink())
+    with join_node_peers(ArenaHome(home), "test", place.rank, place.world_size, gathered) as peers:
+        if not peers.is_first:
+            peers.wait_with_progress("what is made", "the first", NullSink())
         fill(home)
-        with Home(home).build("a"):
+        with ArenaHome(home).build("a"):
             pass
 
 
 def test_what_does_not_fit_into_a_full_home_is_what_all_end_with(tmp_path: Path, small: Path) -> None:
     with launched_ranks(3, building, small, tmp_path / "barrier") as ranks:
         first, *others = [(one.error or "").splitlines()[-1] for one in ranks.ended()]
-    assert first.startswith("supertuner.core.errors.ArenaFull: ")
+    assert first.startswith("supertuner.core.errors.ArenaFullError: ")
     assert "/a/head: No space left on device" in first and "supertuner arena rm" in first
     words = first.partition(": ")[2]
     assert all("PeerError: process 0 of the 3 of this node (pid " in one and one.endswith(words) for one in others)
@@ -47,7 +47,7 @@ def test_what_does_not_fit_into_a_full_home_is_what_all_end_with(tmp_path: Path,
 
 
 def test_a_home_that_is_full_from_the_beginning_is_named_by_all(tmp_path: Path, small: Path) -> None:
-    (small / MARK).touch()
+    (small / HOME_MARKER).touch()
     fill(small)
     path = a_run(tmp_path, "run", 2, arena={"home": str(small)})
     assert run_launched(2, command_of, tmp_path, "train", str(path)) == [1, 1]

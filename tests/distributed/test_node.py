@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from supertuner.arena.home import Home
-from supertuner.arena.peers import ALONE, meet
-from supertuner.config.settings.tree import RunConfig
+from supertuner.arena.home import ArenaHome
+from supertuner.arena.node_peers import NO_PEERS, join_node_peers
+from supertuner.config.settings.run_config import RunConfig
 from supertuner.config.sources.launcher import LauncherEnvironment
 from supertuner.core.errors import ArenaError, PeerError, TrainError
 from supertuner.core.events import NullSink
 from supertuner.core.host import HostFacts
-from supertuner.data.opened import open_corpus
+from supertuner.data.corpus_loader import open_corpus
 from supertuner.distributed.node import RankLocation, open_node_peers, ranks_on_same_node, require_same_data
 from tests.cache.encoding import config_of, pictures
 from tests.distributed.ranks import run_ranks
@@ -44,11 +44,13 @@ def test_processes_that_were_started_together_on_one_machine_are_neighbours(
 
 def peers_of(group, config: RunConfig) -> tuple[int, int, bytes]:
     with open_node_peers(config, group) as peers:
-        if peers.first:
-            peers.tell("a word", b"of the first")
-        heard = peers.told("a word") if peers.first else peers.heard("a word", "it", NullSink())
+        if peers.is_first:
+            peers.publish("a word", b"of the first")
+        heard = (
+            peers.read_published("a word") if peers.is_first else peers.wait_with_progress("a word", "it", NullSink())
+        )
         group.agree([0])
-    return peers.number, peers.count, heard or b""
+    return peers.local_rank, peers.local_world_size, heard or b""
 
 
 def test_joined_processes_meet_on_their_node_and_leave_nothing(tmp_path: Path) -> None:
@@ -63,7 +65,7 @@ def apart(group, configs: list[RunConfig]) -> str:
     group = dataclasses.replace(group, place=LauncherEnvironment(group.rank, group.ranks, 0, 1))
     config = configs[group.rank]
     with open_node_peers(config, group) as peers:
-        assert peers == ALONE
+        assert peers == NO_PEERS
         with open_corpus(config, host=HostFacts(), sink=NullSink(), progress=NullSink(), peers=peers) as corpus:
             try:
                 require_same_data(group, peers, [corpus])
@@ -96,23 +98,23 @@ def test_a_caption_that_differs_is_noticed(tmp_path: Path) -> None:
 
 
 def test_a_place_on_a_node_is_taken_once(tmp_path: Path) -> None:
-    home = Home(tmp_path / "home")
+    home = ArenaHome(tmp_path / "home")
     with (
-        meet(home, "job", 0, 2, lambda: None),
+        join_node_peers(home, "job", 0, 2, lambda: None),
         pytest.raises(ArenaError, match="another process is number 0"),
-        meet(home, "job", 0, 2, lambda: None),
+        join_node_peers(home, "job", 0, 2, lambda: None),
     ):
         pass
 
 
 def test_who_fails_leaves_its_error_and_who_is_done_leaves_in_peace(tmp_path: Path) -> None:
-    home = Home(tmp_path / "home")
-    with meet(home, "job", 0, 3, lambda: None) as first:
-        with meet(home, "job", 1, 3, lambda: None), meet(home, "job", 2, 3, lambda: None):
-            first.look()
-        first.look()
-        with pytest.raises(TrainError), meet(home, "job", 1, 3, lambda: None):
+    home = ArenaHome(tmp_path / "home")
+    with join_node_peers(home, "job", 0, 3, lambda: None) as first:
+        with join_node_peers(home, "job", 1, 3, lambda: None), join_node_peers(home, "job", 2, 3, lambda: None):
+            first.check_peers()
+        first.check_peers()
+        with pytest.raises(TrainError), join_node_peers(home, "job", 1, 3, lambda: None):
             raise TrainError("the disk is on fire; put it out")
         with pytest.raises(PeerError, match=r"process 1 of the 3 of this node .* failed: the disk is on fire"):
-            first.look()
+            first.check_peers()
     assert not (tmp_path / "home" / ".peers-job").exists()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.bench_node import measured
-from supertuner.arena.home import Home
+from supertuner.arena.home import ArenaHome
 from tests.cache.encoding import (
     arenas,
     config_of,
@@ -67,7 +67,7 @@ def test_a_stager_that_fails_ends_every_rank_with_its_error(tmp_path: Path, file
             assert outcome.error is not None and words in outcome.error
             if rank:
                 assert "PeerError: process 0 of the 3 of this node" in outcome.error
-    assert Home(tmp_path / "ram").ls() == [], "nothing half staged is left"
+    assert ArenaHome(tmp_path / "ram").list_arenas() == [], "nothing half staged is left"
 
 
 def test_a_stager_that_is_killed_ends_every_rank_and_the_next_start_stages(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from torch import distributed as dist
 
 from supertuner.config.sources.launcher import LauncherEnvironment
-from supertuner.distributed.group import TorchProcessGroup
+from supertuner.distributed.torch_process_group import TorchProcessGroup
 from tests.distributed.ranks import command, joined_ranks, launched_ranks, rank_log, run_launched, run_ranks
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from supertuner.distributed import gradient_sum as sums
 from supertuner.distributed.gradient_sum import all_reduce_tensors, split_into_buckets
-from supertuner.distributed.group import TorchProcessGroup
+from supertuner.distributed.torch_process_group import TorchProcessGroup
 from tests.distributed.ranks import run_ranks
 
 SHAPES = [(3,), (), (2, 5), (40, 3), (0,), (7,), (100,), (1,)]

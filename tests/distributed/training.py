@@ -17,14 +17,14 @@ from torch import nn
 
 from supertuner.config.settings.model import AdapterSettings
 from supertuner.config.settings.optim import OptimizerSettings
-from supertuner.data.ordering.windows import micro_batches, shard_window
+from supertuner.data.ordering.micro_batches import micro_batches, shard_window
 from supertuner.distributed.process_group import ProcessGroup
 from supertuner.models.adapters.attach import attach
 from supertuner.models.families.wan22 import family as wan22
 from supertuner.models.objective.diffusion import TrainingObjective, sample_noise
 from supertuner.models.spec import ModelSource
+from supertuner.optim.optimizer_registry import ExpertOptimizer, build_optimizer
 from supertuner.optim.schedule import BatchRamp, windows
-from supertuner.optim.table import ExpertOptimizer, build_optimizer
 from supertuner.step.batch import StepBatch
 from supertuner.step.precision import ComputePrecision, PrecisionName
 from supertuner.step.window import (

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from supertuner.config.settings.parallel import ParallelSettings
-from supertuner.config.settings.tree import RunConfig
+from supertuner.config.settings.run_config import RunConfig
 from supertuner.config.sources.launcher import LauncherEnvironment
 from supertuner.core.events import Event, MeasurementEvent, NullSink
 from supertuner.distributed.gradient_sum import all_reduce_tensors

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import importlib
 
-from supertuner.models.table import FAMILY_MODULES, load_family
+from supertuner.models.family_registry import FAMILY_MODULES, load_family
 from tests.train.runs import LATE
 
 RUNS = (
@@ -16,7 +16,7 @@ RUNS = (
     "lycoris",
     "peft",
     "transformers",
-    "supertuner.tools.curve",
+    "supertuner.tools.loss_curve",
     "supertuner.plan.forecast.preflight",
     "supertuner.train.export.export",
     "supertuner.train.loop",

@@ -29,21 +29,21 @@ def libcuda_sources() -> list[Path]:
 def fake_libcuda() -> Path:
     """The folder with libcuda.so.1, for LD_LIBRARY_PATH."""
     flags = (*WARNINGS, "-O2", "-fvisibility=hidden", "-pthread")
-    return built("libcuda.so.1", libcuda_sources(), flags, headers=[HERE / "libcuda" / "fake.h"])
+    return build_library("libcuda.so.1", libcuda_sources(), flags, headers=[HERE / "libcuda" / "fake.h"])
 
 
 def fake_nvml() -> Path:
     """The folder with libnvidia-ml.so.1, for LD_LIBRARY_PATH."""
-    return built("libnvidia-ml.so.1", [HERE / "libnvml.c"], (*WARNINGS, "-O1"))
+    return build_library("libnvidia-ml.so.1", [HERE / "libnvml.c"], (*WARNINGS, "-O1"))
 
 
 def fake_cupti() -> Path:
     """A CUPTI under a name of its own, to be opened by its path: it does not get in anybody's way."""
     name = "libcupti-fake.so"
-    return built(name, [HERE / "libcupti.c"], (*WARNINGS, "-O1", "-pthread")) / name
+    return build_library(name, [HERE / "libcupti.c"], (*WARNINGS, "-O1", "-pthread")) / name
 
 
-def built(soname: str, sources: Sequence[Path], flags: Sequence[str], headers: Sequence[Path] = ()) -> Path:
+def build_library(soname: str, sources: Sequence[Path], flags: Sequence[str], headers: Sequence[Path] = ()) -> Path:
     """The folder that holds `soname`, compiled from these sources unless the same was compiled before."""
     command = ["cc", "-shared", "-fPIC", *flags, f"-Wl,-soname,{soname}"]
     content = hashlib.sha256(" ".join(command).encode())
@@ -52,10 +52,10 @@ def built(soname: str, sources: Sequence[Path], flags: Sequence[str], headers: S
     folder = Path(tempfile.gettempdir()) / f"supertuner-fakes-{os.getuid()}" / content.hexdigest()[:16]
     if not (folder / soname).exists():
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as own:
-            made = Path(own) / soname
-            subprocess.run([*command, "-o", str(made), *map(str, sources), "-ldl"], check=True)
-            os.replace(made, folder / soname)  # another process may have been quicker: the same bytes
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            built_file = Path(scratch) / soname
+            subprocess.run([*command, "-o", str(built_file), *map(str, sources), "-ldl"], check=True)
+            os.replace(built_file, folder / soname)  # another process may have been quicker: the same bytes
     return folder
 
 
@@ -76,7 +76,7 @@ def run_python(code: str, env: Mapping[str, str], timeout_s: float = 120) -> str
     return done.stdout
 
 
-class Fake:
+class FakeCuda:
     """The double itself, for a process that runs on it: where pages are, what was called, and what shall fail."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -129,9 +129,9 @@ class Fake:
         return list(status)
 
 
-def load_fake() -> Fake:
+def load_fake() -> FakeCuda:
     """Load the double into this process, unless it runs on it already: whoever opens libcuda.so.1 next gets it.
 
     For processes that live for one test only: a fake driver in the suite's own process would show in every later test.
     """
-    return Fake(ctypes.CDLL(str(fake_libcuda() / "libcuda.so.1"), mode=os.RTLD_GLOBAL | os.RTLD_NOW))
+    return FakeCuda(ctypes.CDLL(str(fake_libcuda() / "libcuda.so.1"), mode=os.RTLD_GLOBAL | os.RTLD_NOW))

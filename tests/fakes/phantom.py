@@ -35,10 +35,10 @@ STAMP: Final = ".built-from"
 
 
 @dataclass(frozen=True, slots=True)
-class Library:
+class FakeLibrary:
     """How one library is faked."""
 
-    otherwise: int
+    default_answer: int
     """What a function answers that no C file defines: the library's own word for success, or for "not supported"."""
     sources: tuple[str, ...] = ()
     succeeds: str = "$^"
@@ -51,37 +51,37 @@ class Library:
 
 # By the name before ".so". Zero is success in all of them.
 LIBRARIES: Final = {
-    "libcuda": Library(801, ("libcuda/*.c", "libcuda_kernels.c"), prefixes=("cu",)),
-    "libcudart": Library(801, ("libcudart*.c",)),
-    "libcudnn": Library(
+    "libcuda": FakeLibrary(801, ("libcuda/*.c", "libcuda_kernels.c"), prefixes=("cu",)),
+    "libcudart": FakeLibrary(801, ("libcudart*.c",)),
+    "libcudnn": FakeLibrary(
         3000,
         ("libcudnn.c",),
         succeeds=r"cudnn(Set|Destroy|BatchNormalization)\w+",
         makers=r"cudnnCreate\w+Descriptor",
     ),
-    "libcublas": Library(0, ("libcublas.c",)),
-    "libcublasLt": Library(0, ("libcublasLt.c",), makers=r"cublasLt\w*Create"),
-    "libcusolver": Library(0, ("libcusolver.c",), makers=r"cusolverDnCreate\w+"),
-    "libcusparse": Library(10, makers="cusparseCreate"),
-    "libcusparseLt": Library(10, prefixes=("cusparseLt",)),
-    "libcufft": Library(16),
-    "libcurand": Library(1, prefixes=("curand",)),
-    "libcufile": Library(5001, prefixes=("cuFile",)),
-    "libcupti": Library(27),
-    "libnvrtc": Library(11, ("libnvrtc.c",)),
-    "libnvJitLink": Library(1, prefixes=("nvJitLink",)),
-    "libnccl": Library(5, prefixes=("nccl", "pnccl")),
-    "libnvshmem_host": Library(1, prefixes=("nvshmem",)),
+    "libcublas": FakeLibrary(0, ("libcublas.c",)),
+    "libcublasLt": FakeLibrary(0, ("libcublasLt.c",), makers=r"cublasLt\w*Create"),
+    "libcusolver": FakeLibrary(0, ("libcusolver.c",), makers=r"cusolverDnCreate\w+"),
+    "libcusparse": FakeLibrary(10, makers="cusparseCreate"),
+    "libcusparseLt": FakeLibrary(10, prefixes=("cusparseLt",)),
+    "libcufft": FakeLibrary(16),
+    "libcurand": FakeLibrary(1, prefixes=("curand",)),
+    "libcufile": FakeLibrary(5001, prefixes=("cuFile",)),
+    "libcupti": FakeLibrary(27),
+    "libnvrtc": FakeLibrary(11, ("libnvrtc.c",)),
+    "libnvJitLink": FakeLibrary(1, prefixes=("nvJitLink",)),
+    "libnccl": FakeLibrary(5, prefixes=("nccl", "pnccl")),
+    "libnvshmem_host": FakeLibrary(1, prefixes=("nvshmem",)),
 }
 # Sizes that nobody wrote must not be left unset: cuSOLVER's word for "not supported".
 CUSOLVER_SIZES: Final = re.compile(r"cusolver\w+_bufferSize")
 # Functions that return words, whatever the library.
-SAYS: Final = '"not supported by the phantom: see docs/phantom.md"'
-WORDS: Final = re.compile(r"\w+Get(Last)?(Error|Status)(String|Name)?")
+NOT_SUPPORTED_TEXT: Final = '"not supported by the phantom: see docs/phantom.md"'
+TEXT_FUNCTIONS: Final = re.compile(r"\w+Get(Last)?(Error|Status)(String|Name)?")
 
 
 @dataclass
-class Wanted:
+class WantedSymbols:
     """What torch's libraries want from outside."""
 
     sonames: set[str] = field(default_factory=set)
@@ -94,32 +94,32 @@ def main() -> None:
     parser.add_argument("--cuda-include", type=Path, required=True, help="the folder that has cuda_runtime_api.h")
     parser.add_argument("--out", type=Path, required=True, help="the folder for LD_LIBRARY_PATH")
     parser.add_argument("--torch", type=Path, help="torch's folder (default: the one this Python would import)")
-    asked = parser.parse_args()
-    torch = asked.torch or torch_folder()
+    arguments = parser.parse_args()
+    torch = arguments.torch or torch_folder()
     stamp = digest(torch)
-    if (asked.out / STAMP).is_file() and (asked.out / STAMP).read_text() == stamp:
+    if (arguments.out / STAMP).is_file() and (arguments.out / STAMP).read_text() == stamp:
         return
-    asked.out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".building-", dir=asked.out.parent) as making:
-        made = Path(making) / "libraries"
-        made.mkdir()
-        build(torch, asked.cuda_include, made, Path(making))
-        (made / STAMP).write_text(stamp)
-        shutil.rmtree(asked.out, ignore_errors=True)
-        os.replace(made, asked.out)
-    sys.stdout.write(f"phantom: built {len(list(asked.out.glob('*.so*')))} fake libraries in {asked.out}\n")
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".building-", dir=arguments.out.parent) as making:
+        built_folder = Path(making) / "libraries"
+        built_folder.mkdir()
+        build(torch, arguments.cuda_include, built_folder, Path(making))
+        (built_folder / STAMP).write_text(stamp)
+        shutil.rmtree(arguments.out, ignore_errors=True)
+        os.replace(built_folder, arguments.out)
+    sys.stdout.write(f"phantom: built {len(list(arguments.out.glob('*.so*')))} fake libraries in {arguments.out}\n")
 
 
 def build(torch: Path, include: Path, out: Path, scratch: Path) -> None:
     """All libraries that torch asks for, into `out`."""
-    wanted = wanted_by(torch)
+    wanted = wanted_symbols(torch)
     flags = [f"-I{include}", f"-DFAKE_CUDNN_VERSION={cudnn_version()}"]
     objects = {name: compiled(library, flags, scratch / name) for name, library in LIBRARIES.items()}
     # The fake runtime calls the fake driver, which therefore comes first and has what either of them wants.
     wanted.symbols[""] |= {name for name in undefined(objects["libcudart"]) if re.match(r"cu[A-Z]", name)}
     for soname in sorted(wanted.sonames, key=lambda name: (not name.startswith("libcuda."), name)):
         name = soname.split(".so")[0]
-        library = LIBRARIES.get(name, Library(otherwise=1))
+        library = LIBRARIES.get(name, FakeLibrary(default_answer=1))
         version = version_of(name, soname, wanted)
         have = defined(objects.get(name, []))
         missing = sorted(symbols_of(name, version, library, wanted) - have)
@@ -135,21 +135,21 @@ def build(torch: Path, include: Path, out: Path, scratch: Path) -> None:
     run(*command, "-o", str(out / "libphantom_zeros.so"), str(HERE / "torch_zeros.cpp"), *libraries)
 
 
-def stub(symbol: str, library: Library) -> str:
+def stub(symbol: str, library: FakeLibrary) -> str:
     """One generated function."""
     if re.fullmatch(library.makers, symbol):
         return f"int {symbol}(void **made) {{ static char one[64]; *made = one; return 0; }}\n"
-    if WORDS.fullmatch(symbol):
-        return f"const char *{symbol}(void) {{ return {SAYS}; }}\n"
+    if TEXT_FUNCTIONS.fullmatch(symbol):
+        return f"const char *{symbol}(void) {{ return {NOT_SUPPORTED_TEXT}; }}\n"
     if symbol == "cuptiGetResultString":  # the one that hands its words out through a pointer
-        return f"int {symbol}(int result, const char **words) {{ *words = {SAYS}; return 0; }}\n"
-    answer = 0 if re.fullmatch(library.succeeds, symbol) else library.otherwise
+        return f"int {symbol}(int result, const char **words) {{ *words = {NOT_SUPPORTED_TEXT}; return 0; }}\n"
+    answer = 0 if re.fullmatch(library.succeeds, symbol) else library.default_answer
     if CUSOLVER_SIZES.fullmatch(symbol):
         answer = 9
     return f"int {symbol}(void) {{ return {answer}; }}\n"
 
 
-def symbols_of(name: str, version: str, library: Library, wanted: Wanted) -> set[str]:
+def symbols_of(name: str, version: str, library: FakeLibrary, wanted: WantedSymbols) -> set[str]:
     """What torch wants from this library: what carries its version, and what has its prefix and no version."""
     bare = {symbol for symbol in wanted.symbols[""] if owner(symbol) == name}
     return bare | (wanted.symbols[version] if version else set())
@@ -167,15 +167,15 @@ def owner(symbol: str) -> str | None:
     return max(fitting)[1] if fitting else None
 
 
-def version_of(name: str, soname: str, wanted: Wanted) -> str:
+def version_of(name: str, soname: str, wanted: WantedSymbols) -> str:
     """The version that its symbols carry: its own soname, except for one that has a name of its own."""
     if soname in wanted.symbols:
         return soname
     return "NVSHMEM" if name == "libnvshmem_host" and "NVSHMEM" in wanted.symbols else ""
 
 
-def wanted_by(torch: Path) -> Wanted:
-    wanted = Wanted()
+def wanted_symbols(torch: Path) -> WantedSymbols:
+    wanted = WantedSymbols()
     for library in sorted((torch / "lib").glob("*.so*")):
         for line in lines("readelf", "-d", str(library)):
             needed = re.search(r"\(NEEDED\).*\[(lib(?:cu|nv|nccl)[^\]]*)\]", line)
@@ -187,7 +187,7 @@ def wanted_by(torch: Path) -> Wanted:
     return wanted
 
 
-def compiled(library: Library, flags: Iterable[str], folder: Path) -> list[Path]:
+def compiled(library: FakeLibrary, flags: Iterable[str], folder: Path) -> list[Path]:
     folder.mkdir()
     sources = sorted(path for pattern in library.sources for path in HERE.glob(pattern))
     return [compile_one(source, (*FLAGS, *flags), folder / f"{source.stem}.o") for source in sources]

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.memory.on_fake import Fakes
+from tests.memory.on_fake import FakeProcessPool
 
 
 @pytest.fixture(scope="session")
-def fakes() -> Iterator[Fakes]:
-    running = Fakes()
+def fakes() -> Iterator[FakeProcessPool]:
+    running = FakeProcessPool()
     yield running
     running.close()

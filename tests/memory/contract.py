@@ -8,13 +8,13 @@ A law that holds only in the model is a bug in the model.
 
 from __future__ import annotations
 
-from tests.memory.bench import Bench
+from tests.memory.bench import DriverBench
 from tests.memory.laws_of_advice import AdviceLaws
 from tests.memory.laws_of_allocation import AllocationLaws
 from tests.memory.laws_of_movement import MovementLaws
 
-__all__ = ["Bench", "Laws"]
+__all__ = ["DriverBench", "DriverLaws"]
 
 
-class Laws(AllocationLaws, MovementLaws, AdviceLaws):
+class DriverLaws(AllocationLaws, MovementLaws, AdviceLaws):
     """All of them."""

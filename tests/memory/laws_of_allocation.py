@@ -8,149 +8,151 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from supertuner.memory.driver import HOST, Advice, Kind, Refused, Span
+from supertuner.memory.driver import HOST, AddressRange, DriverError, MemoryAdvice, MemoryKind
 from tests.memory.bench import (
     BLOCK,
     GPU,
     INVALID_DEVICE,
     INVALID_VALUE,
     OUT_OF_MEMORY,
-    Bench,
+    DriverBench,
+    allocated,
     device,
     fails_once,
     gpu_kinds,
     kinds,
-    moves,
+    migrates_pages,
     needs_discard,
     needs_movement,
     needs_prefetch,
     on_gpu,
-    prefetched,
+    prefetch_and_wait,
     refuses,
     start,
-    taken,
 )
 
 
 class AllocationLaws:
-    def test_device_memory_is_taken_from_the_free_bytes_and_given_back(self, bench: Bench) -> None:
+    def test_device_memory_is_taken_from_the_free_bytes_and_given_back(self, bench: DriverBench) -> None:
         before = bench.driver.free_bytes(0)
-        address = bench.driver.allocate(Kind.DEVICE, 4 * BLOCK)
+        address = bench.driver.allocate(MemoryKind.DEVICE, 4 * BLOCK)
         assert bench.driver.free_bytes(0) == before - 4 * BLOCK
         bench.driver.free(address)
         assert bench.driver.free_bytes(0) == before
 
-    def test_free_bytes_are_within_the_device(self, bench: Bench) -> None:
+    def test_free_bytes_are_within_the_device(self, bench: DriverBench) -> None:
         assert 0 < bench.driver.free_bytes(0) <= device(bench).total_bytes
 
-    def test_device_memory_beyond_free_memory_is_refused_and_takes_nothing(self, bench: Bench) -> None:
+    def test_device_memory_beyond_free_memory_is_refused_and_takes_nothing(self, bench: DriverBench) -> None:
         before = bench.driver.free_bytes(0)
-        with pytest.raises(Refused) as refused:
-            bench.driver.allocate(Kind.DEVICE, before + BLOCK)
+        with pytest.raises(DriverError) as refused:
+            bench.driver.allocate(MemoryKind.DEVICE, before + BLOCK)
         assert refused.value.name == OUT_OF_MEMORY
         assert not refused.value.unsupported, "it could be done, with less"
         assert bench.driver.free_bytes(0) == before
 
-    def test_all_of_free_memory_can_be_had(self, bench: Bench) -> None:
+    def test_all_of_free_memory_can_be_had(self, bench: DriverBench) -> None:
         all_of_it = bench.driver.free_bytes(0) // BLOCK * BLOCK
-        address = bench.driver.allocate(Kind.DEVICE, all_of_it)
+        address = bench.driver.allocate(MemoryKind.DEVICE, all_of_it)
         bench.driver.free(address)
 
-    def test_allocations_do_not_overlap(self, bench: Bench) -> None:
+    def test_allocations_do_not_overlap(self, bench: DriverBench) -> None:
         spans = []
         for kind in kinds(bench) * 3:
-            spans.append(Span(bench.driver.allocate(kind, bench.driver.page_bytes + 1), bench.driver.page_bytes + 1))
+            spans.append(
+                AddressRange(bench.driver.allocate(kind, bench.driver.page_bytes + 1), bench.driver.page_bytes + 1)
+            )
         for before, after in zip(sorted(spans, key=start), sorted(spans, key=start)[1:], strict=False):
             assert before.end <= after.address
         for span in spans:
             bench.driver.free(span.address)
 
-    def test_managed_memory_takes_gpu_memory_when_the_gpu_fills_it(self, bench: Bench) -> None:
+    def test_managed_memory_takes_gpu_memory_when_the_gpu_fills_it(self, bench: DriverBench) -> None:
         needs_prefetch(bench)  # without concurrent access its place may be taken from the beginning
         before = bench.driver.free_bytes(0)
-        with taken(bench, Kind.MANAGED, 4 * BLOCK) as span:
+        with allocated(bench, MemoryKind.MANAGED, 4 * BLOCK) as span:
             assert bench.driver.free_bytes(0) == before
             bench.driver.fill(span, 1)
             assert bench.driver.free_bytes(0) == before - 4 * BLOCK
         assert bench.driver.free_bytes(0) == before
 
-    def test_a_request_for_nothing_is_refused(self, bench: Bench) -> None:
+    def test_a_request_for_nothing_is_refused(self, bench: DriverBench) -> None:
         for kind in kinds(bench):
             refuses(INVALID_VALUE, bench.driver.allocate, kind, 0)
-        if moves(bench):
-            with taken(bench, Kind.MANAGED, BLOCK) as span:
-                empty = Span(span.address, 0)
+        if migrates_pages(bench):
+            with allocated(bench, MemoryKind.MANAGED, BLOCK) as span:
+                empty = AddressRange(span.address, 0)
                 refuses(INVALID_VALUE, bench.driver.prefetch, [empty], GPU)
-                refuses(INVALID_VALUE, bench.driver.advise, empty, Advice.PREFERRED_LOCATION, HOST)
+                refuses(INVALID_VALUE, bench.driver.advise, empty, MemoryAdvice.PREFERRED_LOCATION, HOST)
 
-    def test_a_device_that_is_not_there_is_refused(self, bench: Bench) -> None:
-        with pytest.raises(Refused) as refused:
-            bench.driver.allocate(Kind.DEVICE, BLOCK, device=len(bench.driver.devices()))
+    def test_a_device_that_is_not_there_is_refused(self, bench: DriverBench) -> None:
+        with pytest.raises(DriverError) as refused:
+            bench.driver.allocate(MemoryKind.DEVICE, BLOCK, device=len(bench.driver.devices()))
         assert refused.value.name == INVALID_DEVICE
 
-    def test_memory_is_of_the_kind_that_was_asked_for_at_every_address(self, bench: Bench) -> None:
+    def test_memory_is_of_the_kind_that_was_asked_for_at_every_address(self, bench: DriverBench) -> None:
         for kind in kinds(bench):
             address = bench.driver.allocate(kind, BLOCK)
             for offset in (0, 1, BLOCK // 2, BLOCK - 1):
-                assert bench.driver.kind_of(address + offset) is kind
+                assert bench.driver.memory_kind_at(address + offset) is kind
             bench.driver.free(address)
 
-    def test_memory_that_the_driver_does_not_know_is_system_memory(self, bench: Bench) -> None:
-        assert bench.driver.kind_of(0x10) is Kind.SYSTEM
-        address = bench.driver.allocate(Kind.DEVICE, BLOCK)
+    def test_memory_that_the_driver_does_not_know_is_system_memory(self, bench: DriverBench) -> None:
+        assert bench.driver.memory_kind_at(0x10) is MemoryKind.SYSTEM
+        address = bench.driver.allocate(MemoryKind.DEVICE, BLOCK)
         bench.driver.free(address)
-        assert bench.driver.kind_of(address) is Kind.SYSTEM, "and freed memory is unknown again"
+        assert bench.driver.memory_kind_at(address) is MemoryKind.SYSTEM, "and freed memory is unknown again"
 
-    def test_freeing_a_foreign_or_inner_address_is_refused_and_harms_nothing(self, bench: Bench) -> None:
+    def test_freeing_a_foreign_or_inner_address_is_refused_and_harms_nothing(self, bench: DriverBench) -> None:
         for kind in kinds(bench):
             address = bench.driver.allocate(kind, 2 * BLOCK)
             free = bench.driver.free_bytes(0)
             for wrong in (address + bench.driver.page_bytes, address + 1, 0x10):
                 refuses(INVALID_VALUE, bench.driver.free, wrong)
-            assert bench.driver.kind_of(address) is kind
+            assert bench.driver.memory_kind_at(address) is kind
             assert bench.driver.free_bytes(0) == free
             bench.driver.free(address)
             refuses(INVALID_VALUE, bench.driver.free, address)
 
-    def test_bytes_are_what_was_filled_to_the_byte(self, bench: Bench) -> None:
+    def test_bytes_are_what_was_filled_to_the_byte(self, bench: DriverBench) -> None:
         page = bench.driver.page_bytes
         for kind in gpu_kinds(bench):
-            with taken(bench, kind, BLOCK) as span:
+            with allocated(bench, kind, BLOCK) as span:
                 bench.driver.fill(span, 7)
-                bench.driver.fill(Span(span.address + page // 2, page), 9)
-                bench.driver.fill(Span(span.address + page, 3), 11)
+                bench.driver.fill(AddressRange(span.address + page // 2, page), 9)
+                bench.driver.fill(AddressRange(span.address + page, 3), 11)
                 expected = bytes([7]) * (page // 2) + bytes([9]) * page + bytes([7]) * (page // 2)
                 expected = expected[:page] + bytes([11]) * 3 + expected[page + 3 :]
-                assert bench.driver.read(Span(span.address, 2 * page)) == expected
-                assert bench.driver.read(Span(span.address + page - 1, 5)) == bytes([9, 11, 11, 11, 9])
+                assert bench.driver.read(AddressRange(span.address, 2 * page)) == expected
+                assert bench.driver.read(AddressRange(span.address + page - 1, 5)) == bytes([9, 11, 11, 11, 9])
 
-    def test_a_copy_carries_bytes_between_all_kinds(self, bench: Bench) -> None:
+    def test_a_copy_carries_bytes_between_all_kinds(self, bench: DriverBench) -> None:
         page = bench.driver.page_bytes
         for source_kind in gpu_kinds(bench):
             for target_kind in kinds(bench):
-                with taken(bench, source_kind, BLOCK) as source, taken(bench, target_kind, BLOCK) as target:
+                with allocated(bench, source_kind, BLOCK) as source, allocated(bench, target_kind, BLOCK) as target:
                     bench.driver.fill(source, 3)
-                    bench.driver.fill(Span(source.address + 5, page), 4)
+                    bench.driver.fill(AddressRange(source.address + 5, page), 4)
                     bench.driver.copy(target.address, source.address, BLOCK)
                     bench.driver.copy(target.address + page + 1, source.address + 3, 4)
-                    found = bench.driver.read(Span(target.address, 2 * page))
+                    found = bench.driver.read(AddressRange(target.address, 2 * page))
                     assert found[:6] == bytes([3] * 5 + [4])
                     assert found[page : page + 6] == bytes([4, 3, 3, 4, 4, 3])
-                    assert bench.driver.read(Span(target.end - 1, 1)) == bytes([3])
+                    assert bench.driver.read(AddressRange(target.end - 1, 1)) == bytes([3])
 
-    def test_a_fill_beyond_its_allocation_is_refused(self, bench: Bench) -> None:
-        address = bench.driver.allocate(Kind.DEVICE, BLOCK)
-        refuses(INVALID_VALUE, bench.driver.fill, Span(address + BLOCK // 2, bench.hbm_bytes), 1)
+    def test_a_fill_beyond_its_allocation_is_refused(self, bench: DriverBench) -> None:
+        address = bench.driver.allocate(MemoryKind.DEVICE, BLOCK)
+        refuses(INVALID_VALUE, bench.driver.fill, AddressRange(address + BLOCK // 2, bench.hbm_bytes), 1)
         bench.driver.free(address)
 
     @pytest.mark.parametrize("verb", ["allocate", "free", "free_bytes", "fill", "copy", "synchronize"])
-    def test_a_fault_surfaces_under_its_own_name_once(self, bench: Bench, verb: str) -> None:
+    def test_a_fault_surfaces_under_its_own_name_once(self, bench: DriverBench, verb: str) -> None:
         if bench.fail is None:
             pytest.skip("no faults to inject here")
-        with taken(bench, Kind.DEVICE, BLOCK) as span:
-            spare = [bench.driver.allocate(Kind.DEVICE, BLOCK)]
+        with allocated(bench, MemoryKind.DEVICE, BLOCK) as span:
+            spare = [bench.driver.allocate(MemoryKind.DEVICE, BLOCK)]
             act: Mapping[str, Callable[[], object]] = {
-                "allocate": lambda: spare.append(bench.driver.allocate(Kind.DEVICE, BLOCK)),
+                "allocate": lambda: spare.append(bench.driver.allocate(MemoryKind.DEVICE, BLOCK)),
                 "free": lambda: (bench.driver.free(spare[-1]), spare.pop()),
                 "free_bytes": lambda: bench.driver.free_bytes(0),
                 "fill": lambda: bench.driver.fill(span, 1),
@@ -160,46 +162,46 @@ class AllocationLaws:
             fails_once(bench, verb, act[verb], spare)
 
     @pytest.mark.parametrize("verb", ["advise", "unadvise", "prefetch", "discard", "preferred", "last_prefetch"])
-    def test_a_fault_in_a_hint_surfaces_under_its_own_name_once(self, bench: Bench, verb: str) -> None:
+    def test_a_fault_in_a_hint_surfaces_under_its_own_name_once(self, bench: DriverBench, verb: str) -> None:
         needs_prefetch(bench)
         if bench.fail is None:
             pytest.skip("no faults to inject here")
         if verb == "discard":
             needs_discard(bench)
-        with taken(bench, Kind.MANAGED, BLOCK) as span:
-            prefer = Advice.PREFERRED_LOCATION
+        with allocated(bench, MemoryKind.MANAGED, BLOCK) as span:
+            prefer = MemoryAdvice.PREFERRED_LOCATION
             act: Mapping[str, Callable[[], object]] = {
                 "advise": lambda: bench.driver.advise(span, prefer, HOST),
                 "unadvise": lambda: bench.driver.unadvise(span, prefer, HOST),
                 "prefetch": lambda: bench.driver.prefetch([span], GPU),
                 "discard": lambda: bench.driver.discard([span]),
-                "preferred": lambda: bench.driver.preferred(span),
-                "last_prefetch": lambda: bench.driver.last_prefetch(span),
+                "preferred": lambda: bench.driver.preferred_location(span),
+                "last_prefetch": lambda: bench.driver.last_prefetch_location(span),
             }
             fails_once(bench, verb, act[verb], [])
 
-    def test_what_a_fault_stopped_did_not_happen(self, bench: Bench) -> None:
+    def test_what_a_fault_stopped_did_not_happen(self, bench: DriverBench) -> None:
         needs_movement(bench)
         if bench.fail is None:
             pytest.skip("no faults to inject here")
-        with taken(bench, Kind.MANAGED, BLOCK) as span:
+        with allocated(bench, MemoryKind.MANAGED, BLOCK) as span:
             bench.fail("prefetch", "CUDA_ERROR_UNKNOWN")
             refuses("CUDA_ERROR_UNKNOWN", bench.driver.prefetch, [span], GPU)
             assert on_gpu(bench, span) == 0
-            assert bench.driver.last_prefetch(span) is None
+            assert bench.driver.last_prefetch_location(span) is None
 
-    def test_threads_keep_the_account_exact(self, bench: Bench) -> None:
+    def test_threads_keep_the_account_exact(self, bench: DriverBench) -> None:
         before = bench.driver.free_bytes(0)
-        kind = Kind.MANAGED if moves(bench) else Kind.DEVICE
+        kind = MemoryKind.MANAGED if migrates_pages(bench) else MemoryKind.DEVICE
 
         def work(seed: int) -> None:
             for turn in range(25):
-                with taken(bench, kind, BLOCK) as span:
-                    if moves(bench):
-                        prefetched(bench, [span], GPU if turn % 3 else HOST)
+                with allocated(bench, kind, BLOCK) as span:
+                    if migrates_pages(bench):
+                        prefetch_and_wait(bench, [span], GPU if turn % 3 else HOST)
                     bench.driver.fill(span, seed)
-                    assert bench.driver.read(Span(span.address, 1)) == bytes([seed])
-                    assert bench.driver.kind_of(span.address) is kind
+                    assert bench.driver.read(AddressRange(span.address, 1)) == bytes([seed])
+                    assert bench.driver.memory_kind_at(span.address) is kind
 
         interval = sys.getswitchinterval()
         sys.setswitchinterval(1e-6)  # so that Python changes threads in the middle of things

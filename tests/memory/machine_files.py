@@ -8,25 +8,27 @@ from pathlib import Path
 
 from supertuner.core.host import HostFacts
 from supertuner.core.types import GIB, KIB
-from supertuner.memory.driver import Device
+from supertuner.memory.driver import DeviceProperties
 
-GH200 = Device(
+GH200 = DeviceProperties(
     0, "NVIDIA GH200 480GB", 97_871 << 20, (9, 0), True, True, True, True, True, False, numa_node=1, host_node=0
 )
-GB10 = Device(0, "NVIDIA GB10", 128_501_256_192, (12, 1), True, True, True, True, True, True)
-H100 = Device(0, "NVIDIA H100 80GB HBM3", 81_559 << 20, (9, 0), True, True, False, False, False, False)
+GB10 = DeviceProperties(0, "NVIDIA GB10", 128_501_256_192, (12, 1), True, True, True, True, True, True)
+H100 = DeviceProperties(0, "NVIDIA H100 80GB HBM3", 81_559 << 20, (9, 0), True, True, False, False, False, False)
 
 
-class Said:
+class FakeProbeDriver:
     """The part of a driver that a probe asks."""
 
-    def __init__(self, *devices: Device, free: int = 0, version: int = 13000, page_bytes: int = 4 * KIB) -> None:
+    def __init__(
+        self, *devices: DeviceProperties, free: int = 0, version: int = 13000, page_bytes: int = 4 * KIB
+    ) -> None:
         self._devices, self._free, self._version, self.page_bytes = devices, free, version, page_bytes
 
     def version(self) -> int:
         return self._version
 
-    def devices(self) -> tuple[Device, ...]:
+    def devices(self) -> tuple[DeviceProperties, ...]:
         return self._devices
 
     def free_bytes(self, device: int) -> int:

@@ -23,10 +23,10 @@ from typing import Any
 import pytest
 
 from supertuner.memory.cuda import CudaDriver, open_cuda
-from supertuner.memory.driver import HOST, Gpu, Home, Span
-from tests.fakes.building import MIB, ROOT, Fake, environment, load_fake
+from supertuner.memory.driver import HOST, AddressRange, GpuLocation, MemoryLocation
+from tests.fakes.building import MIB, ROOT, FakeCuda, environment, load_fake
 
-CALL_BELOW = {
+DRIVER_CALLS = {
     "allocate": "cuMemAlloc",
     "free": "cuMemFree",
     "free_bytes": "cuMemGetInfo",
@@ -47,12 +47,16 @@ class FakeBench:
 
     hbm_bytes = 64 * MIB
 
-    def __init__(self, driver: CudaDriver, fake: Fake) -> None:
+    def __init__(self, driver: CudaDriver, fake: FakeCuda) -> None:
         self.driver = driver
         self.fake = fake
 
-    def resident(self, span: Span) -> Mapping[Home | None, int]:
-        homes: dict[int, Home | None] = {-2: None, -1: HOST, **{d: Gpu(d) for d in range(self.driver.count())}}
+    def resident(self, span: AddressRange) -> Mapping[MemoryLocation | None, int]:
+        homes: dict[int, MemoryLocation | None] = {
+            -2: None,
+            -1: HOST,
+            **{d: GpuLocation(d) for d in range(self.driver.device_count())},
+        }
         page = self.driver.page_bytes
         return {home: self.fake.resident_bytes(span.address, span.nbytes, d) // page for d, home in homes.items()}
 
@@ -60,8 +64,8 @@ class FakeBench:
         from cuda.bindings import driver as bindings
 
         batches = self.driver.version() >= 13000
-        below = {**CALL_BELOW, "prefetch": "cuMemPrefetchBatchAsync" if batches else "cuMemPrefetchAsync"}
-        self.fake.fault(below[verb], getattr(bindings.CUresult, error).value)
+        driver_calls = {**DRIVER_CALLS, "prefetch": "cuMemPrefetchBatchAsync" if batches else "cuMemPrefetchAsync"}
+        self.fake.fault(driver_calls[verb], getattr(bindings.CUresult, error).value)
 
 
 class FakeProcess:
@@ -92,7 +96,7 @@ class FakeProcess:
         self._process.communicate()
 
 
-class Fakes:
+class FakeProcessPool:
     """The session's processes. One that failed, or left memory taken, is replaced: no other test shall see that."""
 
     def __init__(self) -> None:
@@ -118,11 +122,13 @@ class Fakes:
             process.close()
 
 
-def on_fake(profile: str = "gh200", **more: str | int) -> Callable[[Callable[..., None]], Callable[[Fakes], None]]:
+def on_fake(
+    profile: str = "gh200", **more: str | int
+) -> Callable[[Callable[..., None]], Callable[[FakeProcessPool], None]]:
     """A test that runs on the fake driver with that profile and these FAKECUDA_* settings."""
 
-    def wrap(body: Callable[..., None]) -> Callable[[Fakes], None]:
-        def test(fakes: Fakes) -> None:
+    def wrap(body: Callable[..., None]) -> Callable[[FakeProcessPool], None]:
+        def test(fakes: FakeProcessPool) -> None:
             fakes.run({"profile": profile, **more}, f"{body.__module__}:{body.__name__}.body")
 
         test.__name__ = test.__qualname__ = body.__name__
@@ -136,9 +142,9 @@ def on_fake(profile: str = "gh200", **more: str | int) -> Callable[[Callable[...
 def _outcome(bench: FakeBench, target: str, parameters: Mapping[str, Any]) -> tuple[str, Any]:
     module, _, path = target.partition(":")
     owner, _, name = path.rpartition(".")
-    held = importlib.import_module(module)
-    here = attrgetter(owner)(held) if owner else held
-    function = getattr(here() if isinstance(here, type) else here, name)
+    imported = importlib.import_module(module)
+    target_owner = attrgetter(owner)(imported) if owner else imported
+    function = getattr(target_owner() if isinstance(target_owner, type) else target_owner, name)
     try:
         return "passed", function(bench, **parameters)
     except pytest.skip.Exception as skipped:
@@ -158,7 +164,7 @@ def serve() -> None:
         fake.reset()
         outcome, value = _outcome(FakeBench(driver, fake), *json.loads(line))
         fake.reset()
-        left_memory = any(fake.hbm_used(number) for number in range(driver.count()))
+        left_memory = any(fake.hbm_used(number) for number in range(driver.device_count()))
         answers.write(json.dumps([outcome, value, left_memory]) + "\n")
         answers.flush()
 

@@ -11,46 +11,54 @@ from pathlib import Path
 
 import pytest
 
-from supertuner.memory.driver import Missing
-from supertuner.memory.overflow.plugin import FREE, Limits, Overflow, OverflowStats, Pattern, alloc_name, built
+from supertuner.memory.driver import NotAvailable
+from supertuner.memory.overflow.plugin import (
+    FREE_SYMBOL,
+    AccessPattern,
+    OverflowLimits,
+    OverflowPlugin,
+    OverflowStats,
+    alloc_symbol,
+    find_plugin,
+)
 
 PLENTY_KIB = 1 << 40
 
 
-class Plugin:
+class PluginCopy:
     """A fresh copy of the library: its state is a library's, so a copy begins at zero."""
 
-    def __init__(self, limits: Limits | None = None, device: int = 0) -> None:
-        library = built()
-        if isinstance(library, Missing):
+    def __init__(self, limits: OverflowLimits | None = None, device: int = 0) -> None:
+        library = find_plugin()
+        if isinstance(library, NotAvailable):
             pytest.skip(library.reason)
         with tempfile.TemporaryDirectory() as folder:
             copy = Path(shutil.copy(library, folder))
-            self.overflow = Overflow(copy)
+            self.overflow = OverflowPlugin(copy)
             self._c = ctypes.CDLL(str(copy))
         folder = tempfile.mkdtemp()
         weakref.finalize(self, shutil.rmtree, folder)
         self.meminfo = Path(folder) / "meminfo"
-        self.host_has(PLENTY_KIB << 10)
-        self._limits = replace(limits or Limits(), meminfo=self.meminfo)
+        self.set_host_available(PLENTY_KIB << 10)
+        self._limits = replace(limits or OverflowLimits(), meminfo=self.meminfo)
         self.overflow.configure(self._limits, device)
-        self._free = getattr(self._c, FREE)
+        self._free = getattr(self._c, FREE_SYMBOL)
         self._free.restype = None
         self._free.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
 
-    def host_has(self, available_bytes: int) -> None:
+    def set_host_available(self, available_bytes: int) -> None:
         """What /proc/meminfo says from now on."""
         self.meminfo.write_text(
             f"MemTotal:       {1 << 50} kB\nMemFree:              1 kB\nMemAvailable:   {available_bytes >> 10} kB\n"
         )
 
-    def limit(self, **changes: object) -> None:
+    def change_limits(self, **changes: object) -> None:
         self._limits = replace(self._limits, **changes)  # type: ignore[arg-type]
         self.overflow.configure(self._limits)
 
-    def alloc(self, nbytes: int, pattern: Pattern = "gpu_first", device: int = 0) -> int | None:
+    def alloc(self, nbytes: int, pattern: AccessPattern = "gpu_first", device: int = 0) -> int | None:
         """A new segment's address; None: refused, which torch raises as OutOfMemoryError."""
-        function = getattr(self._c, alloc_name(pattern))
+        function = getattr(self._c, alloc_symbol(pattern))
         function.restype = ctypes.c_void_p
         function.argtypes = (ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
         address: int | None = function(nbytes, device, None)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fakes.building import HERE, MIB, ROOT, WARNINGS, built, environment, libcuda_sources
+from tests.fakes.building import HERE, MIB, ROOT, WARNINGS, build_library, environment, libcuda_sources
 
 PROGRAM = ROOT / "tests/memory/overflow/overflow_threads.c"
 
@@ -28,7 +28,7 @@ def run_threads(sanitizer: str, operations: int, timeout_s: float) -> str:
         if "cannot find" in compiled.stderr:
             pytest.skip(f"this compiler has no {sanitizer} sanitizer")
         assert compiled.returncode == 0, compiled.stderr
-        fake = built("libcuda.so.1", libcuda_sources(), flags, headers=[HERE / "libcuda" / "fake.h"])
+        fake = build_library("libcuda.so.1", libcuda_sources(), flags, headers=[HERE / "libcuda" / "fake.h"])
         options = "halt_on_error=1:exitcode=66:detect_leaks=0"
         env = {
             **environment(hbm_bytes=64 * MIB),

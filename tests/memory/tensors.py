@@ -9,45 +9,45 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from supertuner.memory.dlpack import Header
-from supertuner.memory.driver import Driver, Kind, Span
-from supertuner.memory.emulator.figures import Figures
-from supertuner.memory.emulator.superchip import Superchip
+from supertuner.memory.dlpack import DLPackHeader
+from supertuner.memory.driver import AddressRange, Driver, MemoryKind
+from supertuner.memory.emulator.configuration import EmulatedMachine
+from supertuner.memory.emulator.superchip import EmulatedSuperchip
 from supertuner.memory.machines import MACHINES
 
 PAGE = 65536
 HBM = 64 << 20
-GH200 = replace(Figures.of(MACHINES["gh200-96"]), gpu_bytes=HBM)
-GB10 = replace(Figures.of(MACHINES["gb10"]), gpu_bytes=HBM)
-CARD = replace(Figures.of(MACHINES["h100-80-pcie"]), gpu_bytes=HBM)
+GH200 = replace(EmulatedMachine.from_spec(MACHINES["gh200-96"]), gpu_bytes=HBM)
+GB10 = replace(EmulatedMachine.from_spec(MACHINES["gb10"]), gpu_bytes=HBM)
+CARD = replace(EmulatedMachine.from_spec(MACHINES["h100-80-pcie"]), gpu_bytes=HBM)
 
 
-def superchip(figures: Figures = GH200) -> Superchip:
-    return Superchip(figures, page_bytes=PAGE)
+def superchip(figures: EmulatedMachine = GH200) -> EmulatedSuperchip:
+    return EmulatedSuperchip(figures, page_bytes=PAGE)
 
 
 @dataclass
-class Memory:
+class DriverMemory:
     """Memory of one kind, and tensors over it. Several over the same address are several storages, as in a pool."""
 
     driver: Driver
-    kind: Kind
+    kind: MemoryKind
     pages: int = 16
-    span: Span = field(init=False)
+    span: AddressRange = field(init=False)
 
     def __post_init__(self) -> None:
         address = self.driver.allocate(self.kind, self.pages * PAGE)
-        self.span = Span(address, self.pages * PAGE)
-        back(self.span)
+        self.span = AddressRange(address, self.pages * PAGE)
+        map_zeros(self.span)
 
     def tensor(self) -> torch.Tensor:
         """A new storage of bytes at this address. Never read: its values may not exist."""
-        header = Header(torch.device("cpu"))
-        header.aim(self.span.address, self.span.nbytes)
-        return header.wrap()[0]
+        header = DLPackHeader(torch.device("cpu"))
+        header.point_at(self.span.address, self.span.nbytes)
+        return header.make_tensor()[0]
 
 
-def back(span: Span) -> None:
+def map_zeros(span: AddressRange) -> None:
     """Zeros behind a modelled address, which is nobody's: a failing test prints its tensors, and must survive it."""
     mmap = ctypes.CDLL(None, use_errno=True).mmap
     mmap.restype, mmap.argtypes = (

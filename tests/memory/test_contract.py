@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from supertuner.memory.cuda import CudaDriver, open_cuda
-from supertuner.memory.driver import Missing
-from tests.memory.bench import Bench
-from tests.memory.contract import Laws
-from tests.memory.on_fake import Fakes
+from supertuner.memory.driver import NotAvailable
+from tests.memory.bench import DriverBench
+from tests.memory.contract import DriverLaws
+from tests.memory.on_fake import FakeProcessPool
 
 CUDA = 13000 if int(version("cuda-bindings").split(".")[0]) >= 13 else 12090
 """Of the driver that goes with the bindings: those of 12 have no batch calls, whatever the driver."""
@@ -34,7 +34,7 @@ PROFILES: dict[str, dict[str, str | int]] = {
 
 def laws() -> Iterator[Any]:
     """Every law with every value it is parametrised by."""
-    for name, law in inspect.getmembers(Laws, inspect.isfunction):
+    for name, law in inspect.getmembers(DriverLaws, inspect.isfunction):
         if not name.startswith("test_"):
             continue
         title = name.removeprefix("test_")
@@ -48,7 +48,9 @@ def laws() -> Iterator[Any]:
 
 @pytest.mark.parametrize("profile", PROFILES)
 @pytest.mark.parametrize(("law", "parameters"), list(laws()))
-def test_the_fake_driver_keeps_the_law(fakes: Fakes, profile: str, law: str, parameters: dict[str, str]) -> None:
+def test_the_fake_driver_keeps_the_law(
+    fakes: FakeProcessPool, profile: str, law: str, parameters: dict[str, str]
+) -> None:
     fakes.run(PROFILES[profile], f"tests.memory.contract:Laws.{law}", parameters)
 
 
@@ -60,10 +62,10 @@ class RealBench:
     fail: None = None
 
 
-class TestARealGpuKeepsTheLaws(Laws):
+class TestARealGpuKeepsTheLaws(DriverLaws):
     @pytest.fixture
-    def bench(self) -> Bench:
+    def bench(self) -> DriverBench:
         driver = open_cuda()
-        if isinstance(driver, Missing):
+        if isinstance(driver, NotAvailable):
             pytest.skip(driver.reason)
         return RealBench(driver, driver.devices()[0].total_bytes)

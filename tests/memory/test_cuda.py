@@ -14,11 +14,22 @@ from statistics import median
 
 import pytest
 
-from supertuner.memory.cuda import CudaDriver, open_cuda, start
-from supertuner.memory.driver import HOST, Advice, Device, Driver, Gpu, HostNode, Kind, Missing, Refused, Span
-from supertuner.memory.pages import kernel_move_pages
+from supertuner.memory.cuda import CudaDriver, open_cuda, start_driver
+from supertuner.memory.driver import (
+    HOST,
+    AddressRange,
+    DeviceProperties,
+    Driver,
+    DriverError,
+    GpuLocation,
+    HostNumaLocation,
+    MemoryAdvice,
+    MemoryKind,
+    NotAvailable,
+)
+from supertuner.memory.move_pages import kernel_move_pages
 from tests.fakes.building import MIB, ROOT, environment, run_python
-from tests.memory.bench import BLOCK, refuses, taken
+from tests.memory.bench import BLOCK, allocated, refuses
 from tests.memory.old_bindings import OldBindings
 from tests.memory.on_fake import FakeBench, on_fake
 
@@ -30,7 +41,7 @@ OPEN = "from supertuner.memory.cuda import open_cuda; print(open_cuda().reason)"
 
 def test_without_a_driver_that_is_the_reason_and_it_is_known_at_once() -> None:
     missing = open_cuda()
-    if not isinstance(missing, Missing):
+    if not isinstance(missing, NotAvailable):
         pytest.skip("there is a driver here")
     assert missing.reason == "no NVIDIA driver (libcuda.so.1) here"
     seconds = []
@@ -43,7 +54,7 @@ def test_without_a_driver_that_is_the_reason_and_it_is_known_at_once() -> None:
 
 def test_without_a_driver_the_bindings_are_not_even_imported() -> None:
     code = "import sys; from supertuner.memory.cuda import open_cuda; open_cuda(); print('cuda' in sys.modules)"
-    if isinstance(open_cuda(), Missing):
+    if isinstance(open_cuda(), NotAvailable):
         assert run_python(code, os.environ) == "False\n"
 
 
@@ -78,7 +89,7 @@ def test_a_library_that_is_no_library_is_not_called_absent(tmp_path: Path) -> No
 @on_fake("gh200")
 def test_a_superchip_is_known_by_its_attributes(bench: FakeBench) -> None:
     (found,) = bench.driver.devices()
-    assert found == Device(
+    assert found == DeviceProperties(
         number=0,
         name="NVIDIA GH200 480GB",
         total_bytes=64 * MIB,
@@ -119,7 +130,7 @@ def test_two_devices_have_two_memories_and_two_names(bench: FakeBench) -> None:
     first, second = bench.driver.devices()
     assert (first.number, second.number, first.numa_node, second.numa_node) == (0, 1, 1, 2)
     assert first.uuid != second.uuid
-    address = bench.driver.allocate(Kind.DEVICE, 4 * MIB, device=1)
+    address = bench.driver.allocate(MemoryKind.DEVICE, 4 * MIB, device=1)
     assert (bench.driver.free_bytes(0), bench.driver.free_bytes(1)) == (64 * MIB, 60 * MIB)
     bench.driver.free(address)
     assert bench.driver.free_bytes(1) == 64 * MIB
@@ -127,27 +138,29 @@ def test_two_devices_have_two_memories_and_two_names(bench: FakeBench) -> None:
 
 @on_fake("gh200", devices=2)
 def test_managed_memory_goes_to_the_device_that_is_named(bench: FakeBench) -> None:
-    with taken(bench, Kind.MANAGED, BLOCK) as span:
-        for home in (Gpu(1), Gpu(0), HOST, Gpu(1)):
+    with allocated(bench, MemoryKind.MANAGED, BLOCK) as span:
+        for home in (GpuLocation(1), GpuLocation(0), HOST, GpuLocation(1)):
             bench.driver.prefetch([span], home)
-            assert bench.driver.last_prefetch(span) == home
+            assert bench.driver.last_prefetch_location(span) == home
             assert bench.resident(span)[home] == BLOCK // bench.driver.page_bytes
-        bench.driver.advise(span, Advice.ACCESSED_BY, Gpu(0))
-        bench.driver.advise(span, Advice.ACCESSED_BY, Gpu(1))
-        assert set(bench.driver.accessed_by(span)) == {Gpu(0), Gpu(1)}
+        bench.driver.advise(span, MemoryAdvice.ACCESSED_BY, GpuLocation(0))
+        bench.driver.advise(span, MemoryAdvice.ACCESSED_BY, GpuLocation(1))
+        assert set(bench.driver.accessed_by(span)) == {GpuLocation(0), GpuLocation(1)}
         bench.driver.fill(span, 1, device=0)
-        assert bench.resident(span)[Gpu(1)] == BLOCK // bench.driver.page_bytes, "mapped, so it is used where it is"
+        assert bench.resident(span)[GpuLocation(1)] == BLOCK // bench.driver.page_bytes, (
+            "mapped, so it is used where it is"
+        )
 
 
 # ---- versions
 
 
 def _three(bench: FakeBench, driver: Driver) -> None:
-    with taken(bench, Kind.MANAGED, 3 * BLOCK) as span:
-        parts = [Span(span.address + i * BLOCK, BLOCK) for i in range(3)]
+    with allocated(bench, MemoryKind.MANAGED, 3 * BLOCK) as span:
+        parts = [AddressRange(span.address + i * BLOCK, BLOCK) for i in range(3)]
         bench.fake.reset()
-        driver.prefetch(parts, Gpu(0))
-        assert bench.resident(span)[Gpu(0)] == 3 * BLOCK // bench.driver.page_bytes
+        driver.prefetch(parts, GpuLocation(0))
+        assert bench.resident(span)[GpuLocation(0)] == 3 * BLOCK // bench.driver.page_bytes
 
 
 @on_fake("gh200", driver=13000)
@@ -164,7 +177,7 @@ def test_before_cuda_13_they_are_prefetched_one_by_one(bench: FakeBench) -> None
 
 @on_fake("gh200", driver=13000)
 def test_nothing_to_prefetch_or_discard_is_no_call(bench: FakeBench) -> None:
-    bench.driver.prefetch([], Gpu(0))
+    bench.driver.prefetch([], GpuLocation(0))
     bench.driver.discard([])
     assert bench.fake.calls("cuMemPrefetchBatchAsync") == bench.fake.calls("cuMemDiscardBatchAsync") == 0
 
@@ -173,14 +186,14 @@ def test_nothing_to_prefetch_or_discard_is_no_call(bench: FakeBench) -> None:
 def test_bindings_of_cuda_12_take_locations_by_another_name_and_have_no_batches(bench: FakeBench) -> None:
     from cuda.bindings import driver as bindings
 
-    old = start(OldBindings(bindings), kernel_move_pages)  # type: ignore[arg-type]
+    old = start_driver(OldBindings(bindings), kernel_move_pages)  # type: ignore[arg-type]
     assert isinstance(old, CudaDriver)
     _three(bench, old)
     assert (bench.fake.calls("cuMemPrefetchBatchAsync"), bench.fake.calls("cuMemPrefetchAsync")) == (0, 3)
-    with taken(bench, Kind.MANAGED, BLOCK) as span:
-        for home in (HOST, Gpu(0), HostNode(0)):
-            old.advise(span, Advice.PREFERRED_LOCATION, home)
-            assert old.preferred(span) == home
+    with allocated(bench, MemoryKind.MANAGED, BLOCK) as span:
+        for home in (HOST, GpuLocation(0), HostNumaLocation(0)):
+            old.advise(span, MemoryAdvice.PREFERRED_LOCATION, home)
+            assert old.preferred_location(span) == home
         assert refuses("CUDA_ERROR_NOT_FOUND", old.discard, [span]).unsupported
 
 
@@ -194,13 +207,13 @@ def test_a_verb_leaves_the_threads_current_context_as_it_was(bench: FakeBench) -
     def current() -> int:
         return int(bindings.cuCtxGetCurrent()[1])
 
-    with taken(bench, Kind.MANAGED, BLOCK) as span:
+    with allocated(bench, MemoryKind.MANAGED, BLOCK) as span:
         for context in (0, int(bindings.cuDevicePrimaryCtxRetain(1)[1])):
             bindings.cuCtxSetCurrent(context)
             for device in (0, 1):
                 bench.driver.fill(span, 1, device)
-                bench.driver.prefetch([span], Gpu(device))
-                refuses(None, bench.driver.fill, Span(span.address, 1 << 40), 1, device)
+                bench.driver.prefetch([span], GpuLocation(device))
+                refuses(None, bench.driver.fill, AddressRange(span.address, 1 << 40), 1, device)
                 assert current() == context
         bindings.cuCtxSetCurrent(0)
 
@@ -222,7 +235,7 @@ def test_after_a_fork_the_child_is_refused_and_the_parent_goes_on(bench: FakeBen
     if child == 0:
         try:
             bench.driver.free_bytes(0)
-        except Refused as refused:
+        except DriverError as refused:
             os._exit(0 if refused.name == "CUDA_ERROR_NOT_INITIALIZED" else 2)
         os._exit(3)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
@@ -235,10 +248,10 @@ def test_pinned_memory_is_told_apart(bench: FakeBench) -> None:
 
     bindings.cuCtxSetCurrent(bindings.cuDevicePrimaryCtxRetain(0)[1])
     _, address = bindings.cuMemHostAlloc(4096, 0)
-    assert bench.driver.kind_of(int(address)) is Kind.PINNED
+    assert bench.driver.memory_kind_at(int(address)) is MemoryKind.PINNED
     bindings.cuMemFreeHost(address)
     bindings.cuCtxSetCurrent(0)
-    refuses("CUDA_ERROR_INVALID_VALUE", bench.driver.allocate, Kind.PINNED, 4096)
+    refuses("CUDA_ERROR_INVALID_VALUE", bench.driver.allocate, MemoryKind.PINNED, 4096)
 
 
 # ---- the kernel's word on pages, and the fake's own promises
@@ -266,13 +279,13 @@ def test_a_log_has_one_line_for_each_call(tmp_path: Path) -> None:
 def test_faults_can_be_asked_for_from_a_later_call_on_and_a_few_times() -> None:
     code = """
 from supertuner.memory.cuda import open_cuda
-from supertuner.memory.driver import Refused
+from supertuner.memory.driver import DriverError
 driver = open_cuda()
 for _ in range(5):
     try:
         driver.free_bytes(0)
         print("ok", end=" ")
-    except Refused as refused:
+    except DriverError as refused:
         print(refused.code, end=" ")
 """
     assert run_python(code, environment(faults="cuMemGetInfo=700@2x2")).split() == ["ok", "700", "700", "ok", "ok"]
@@ -295,12 +308,12 @@ def test_a_hundred_thousand_live_ranges_are_found_as_fast_as_ten(bench: FakeBenc
         some = addresses[:: max(1, len(addresses) // 1000)]
         began = time.perf_counter()
         for address in some:
-            bench.driver.kind_of(address + 100)
+            bench.driver.memory_kind_at(address + 100)
         return (time.perf_counter() - began) / len(some)
 
-    few = [bench.driver.allocate(Kind.MANAGED, 8192) for _ in range(10)] * 100
+    few = [bench.driver.allocate(MemoryKind.MANAGED, 8192) for _ in range(10)] * 100
     quick = min(seconds_for_each(few) for _ in range(5))
-    many = [bench.driver.allocate(Kind.MANAGED, 8192) for _ in range(100_000)]
+    many = [bench.driver.allocate(MemoryKind.MANAGED, 8192) for _ in range(100_000)]
     slow = min(seconds_for_each(many) for _ in range(5))
     for address in [*few[:10], *many]:
         bench.driver.free(address)
@@ -316,9 +329,9 @@ def test_work_for_the_second_gpu_leaves_the_first_alone(bench: FakeBench) -> Non
     """A context takes hundreds of megabytes of a GPU that another process trains on."""
     driver = open_cuda()
     assert isinstance(driver, CudaDriver)
-    span = Span(driver.allocate(Kind.MANAGED, BLOCK, 1), BLOCK)
-    driver.advise(span, Advice.PREFERRED_LOCATION, HOST)
-    assert driver.preferred(span) is HOST and driver.accessed_by(span) == () and not driver.read_mostly(span)
+    span = AddressRange(driver.allocate(MemoryKind.MANAGED, BLOCK, 1), BLOCK)
+    driver.advise(span, MemoryAdvice.PREFERRED_LOCATION, HOST)
+    assert driver.preferred_location(span) is HOST and driver.accessed_by(span) == () and not driver.read_mostly(span)
     driver.prefetch([span], HOST)
     driver.discard([span])
     driver.synchronize(1)
@@ -332,7 +345,7 @@ def test_waiting_for_one_gpu_waits_for_what_was_begun_by_way_of_another(bench: F
     """The host has no stream of its own: what is sent home, or discarded, may be on any of ours."""
     driver = open_cuda()
     assert isinstance(driver, CudaDriver)
-    span = Span(driver.allocate(Kind.MANAGED, BLOCK, 1), BLOCK)
+    span = AddressRange(driver.allocate(MemoryKind.MANAGED, BLOCK, 1), BLOCK)
     driver.free_bytes(0)
     driver.prefetch([span], HOST)
     waited = bench.fake.calls("cuStreamSynchronize")

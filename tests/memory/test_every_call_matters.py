@@ -12,22 +12,34 @@ import pytest
 
 import supertuner.memory.cuda as product
 from supertuner.memory.cuda import CudaDriver, open_cuda
-from supertuner.memory.driver import HOST, Advice, Driver, Gpu, Kind, Missing, Refused, Span
-from tests.memory.on_fake import FakeBench, Fakes
+from supertuner.memory.driver import (
+    HOST,
+    AddressRange,
+    Driver,
+    DriverError,
+    GpuLocation,
+    MemoryAdvice,
+    MemoryKind,
+    NotAvailable,
+)
+from tests.memory.on_fake import FakeBench, FakeProcessPool
 
 UNKNOWN = 999
 PIECE = 64 << 10
-PREFER = Advice.PREFERRED_LOCATION
+PREFER = MemoryAdvice.PREFERRED_LOCATION
 
 
-class Memory:
+class VerbMemory:
     """What verbs are tried on."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self.device = Span(driver.allocate(Kind.DEVICE, PIECE), PIECE)
-        self.managed = Span(driver.allocate(Kind.MANAGED, PIECE), PIECE)
-        self.halves = [Span(self.managed.address, PIECE // 2), Span(self.managed.address + PIECE // 2, PIECE // 2)]
+        self.device = AddressRange(driver.allocate(MemoryKind.DEVICE, PIECE), PIECE)
+        self.managed = AddressRange(driver.allocate(MemoryKind.MANAGED, PIECE), PIECE)
+        self.halves = [
+            AddressRange(self.managed.address, PIECE // 2),
+            AddressRange(self.managed.address + PIECE // 2, PIECE // 2),
+        ]
 
     def close(self) -> None:
         self._driver.free(self.device.address)
@@ -37,14 +49,14 @@ class Memory:
 def _started() -> CudaDriver:
     """A driver that has done nothing yet; that there is none is told as the refusal that it comes from."""
     driver = open_cuda()
-    if isinstance(driver, Missing):
-        raise Refused(driver.reason, "", UNKNOWN)
+    if isinstance(driver, NotAvailable):
+        raise DriverError(driver.reason, "", UNKNOWN)
     return driver
 
 
 ON = ("cuCtxPushCurrent", "cuCtxPopCurrent")
 ATTRIBUTES = 11
-VERBS: dict[str, tuple[Callable[[Driver, Memory], object], list[str]]] = {
+VERBS: dict[str, tuple[Callable[[Driver, VerbMemory], object], list[str]]] = {
     "open_cuda": (lambda d, m: _started(), ["cuInit", "cuDeviceGetCount", "cuDriverGetVersion"]),
     "first use": (
         lambda d, m: _started().synchronize(),
@@ -65,22 +77,22 @@ VERBS: dict[str, tuple[Callable[[Driver, Memory], object], list[str]]] = {
         ],
     ),
     "free_bytes": (lambda d, m: d.free_bytes(0), ["cuMemGetInfo", *ON]),
-    "allocate device": (lambda d, m: d.free(d.allocate(Kind.DEVICE, 8)), ["cuMemAlloc", "cuMemFree", *ON, *ON]),
+    "allocate device": (lambda d, m: d.free(d.allocate(MemoryKind.DEVICE, 8)), ["cuMemAlloc", "cuMemFree", *ON, *ON]),
     "allocate managed": (
-        lambda d, m: d.free(d.allocate(Kind.MANAGED, 8)),
+        lambda d, m: d.free(d.allocate(MemoryKind.MANAGED, 8)),
         ["cuMemAllocManaged", "cuMemFree", *ON, *ON],
     ),
-    "allocate system": (lambda d, m: d.free(d.allocate(Kind.SYSTEM, 8)), []),
-    "kind_of": (lambda d, m: d.kind_of(m.managed.address), ["cuPointerGetAttributes"]),
+    "allocate system": (lambda d, m: d.free(d.allocate(MemoryKind.SYSTEM, 8)), []),
+    "kind_of": (lambda d, m: d.memory_kind_at(m.managed.address), ["cuPointerGetAttributes"]),
     "advise": (lambda d, m: d.advise(m.managed, PREFER, HOST), ["cuMemAdvise", *ON]),
     "unadvise": (lambda d, m: d.unadvise(m.managed, PREFER, HOST), ["cuMemAdvise", *ON]),
     "prefetch": (
-        lambda d, m: d.prefetch(m.halves, Gpu(0)),
+        lambda d, m: d.prefetch(m.halves, GpuLocation(0)),
         ["cuDriverGetVersion", "cuMemPrefetchBatchAsync", *ON],
     ),
     "discard": (lambda d, m: d.discard(m.halves), ["cuDriverGetVersion", "cuMemDiscardBatchAsync", *ON]),
-    "preferred": (lambda d, m: d.preferred(m.managed), ["cuMemRangeGetAttributes", *ON]),
-    "last_prefetch": (lambda d, m: d.last_prefetch(m.managed), ["cuMemRangeGetAttributes", *ON]),
+    "preferred": (lambda d, m: d.preferred_location(m.managed), ["cuMemRangeGetAttributes", *ON]),
+    "last_prefetch": (lambda d, m: d.last_prefetch_location(m.managed), ["cuMemRangeGetAttributes", *ON]),
     "accessed_by": (lambda d, m: d.accessed_by(m.managed), ["cuDeviceGetCount", "cuMemRangeGetAttribute", *ON]),
     "read_mostly": (lambda d, m: d.read_mostly(m.managed), ["cuMemRangeGetAttribute", *ON]),
     "fill": (lambda d, m: d.fill(m.device, 1), ["cuMemsetD8Async", "cuStreamSynchronize", *ON]),
@@ -112,14 +124,14 @@ def all_calls() -> list[str]:
 def try_verb(bench: FakeBench, verb: str) -> None:
     """In the process on the fake: the calls that a verb makes, then the verb with each of them failing."""
     act, calls = VERBS[verb][0], expected(verb, bench.driver.version() >= 13000)
-    memory = Memory(bench.driver)
+    memory = VerbMemory(bench.driver)
     bench.fake.reset()
     act(bench.driver, memory)
     assert {name: n for name in all_calls() if (n := bench.fake.calls(name))} == calls
     for call in calls:
         bench.fake.reset()
         bench.fake.fault(call, UNKNOWN)
-        with pytest.raises(Refused, match=call):
+        with pytest.raises(DriverError, match=call):
             act(bench.driver, memory)
         _leave_all_contexts(bench)
     bench.fake.reset()
@@ -137,12 +149,12 @@ def _leave_all_contexts(bench: FakeBench) -> None:
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_a_verb_makes_its_calls_and_each_that_fails_is_a_refusal(fakes: Fakes, verb: str) -> None:
+def test_a_verb_makes_its_calls_and_each_that_fails_is_a_refusal(fakes: FakeProcessPool, verb: str) -> None:
     fakes.run({"profile": "gh200"}, f"{__name__}:try_verb", {"verb": verb})
 
 
 @pytest.mark.parametrize("verb", BEFORE_13)
-def test_before_cuda_13_so_do_the_calls_that_stand_in_for_batches(fakes: Fakes, verb: str) -> None:
+def test_before_cuda_13_so_do_the_calls_that_stand_in_for_batches(fakes: FakeProcessPool, verb: str) -> None:
     fakes.run({"profile": "gh200", "driver": 12020}, f"{__name__}:try_verb", {"verb": verb})
 
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from supertuner.core.types import GIB
-from supertuner.memory.driver import Device
-from supertuner.memory.machines import MACHINES, machine_of, machine_of_cpu
+from supertuner.memory.driver import DeviceProperties
+from supertuner.memory.machines import MACHINES, find_machine, find_machine_by_cpu
 
 ROWS = list(MACHINES.items())
 
@@ -31,7 +31,7 @@ ROWS = list(MACHINES.items())
     ],
 )
 def test_a_gpu_is_recognised_by_its_name_and_its_memory(name: str, gib: float, key: str) -> None:
-    row = machine_of(Device(0, name, int(gib * GIB)))
+    row = find_machine(DeviceProperties(0, name, int(gib * GIB)))
     assert row is not None and row.key == key
 
 
@@ -50,19 +50,19 @@ def test_a_gpu_is_recognised_by_its_name_and_its_memory(name: str, gib: float, k
     ],
 )
 def test_a_relative_of_another_size_or_name_is_no_row(name: str, gib: float) -> None:
-    assert machine_of(Device(0, name, int(gib * GIB))) is None
+    assert find_machine(DeviceProperties(0, name, int(gib * GIB))) is None
 
 
 def test_a_name_that_the_attributes_contradict_is_no_row() -> None:
-    device = Device(0, "NVIDIA H100 80GB HBM3", 80 * GIB, integrated=False)
-    assert machine_of(device) is not None
-    assert machine_of(replace(device, integrated=True)) is None
+    device = DeviceProperties(0, "NVIDIA H100 80GB HBM3", 80 * GIB, integrated=False)
+    assert find_machine(device) is not None
+    assert find_machine(replace(device, integrated=True)) is None
 
 
 def test_an_accelerator_that_is_its_own_cpu_is_known_by_the_cpus_name() -> None:
-    row = machine_of_cpu("AMD Instinct MI300A Accelerator")
+    row = find_machine_by_cpu("AMD Instinct MI300A Accelerator")
     assert row is not None and row.key == "mi300a" and row.one_pool
-    assert machine_of_cpu("AMD EPYC 9654 96-Core Processor") is None
+    assert find_machine_by_cpu("AMD EPYC 9654 96-Core Processor") is None
 
 
 @pytest.mark.parametrize(("key", "row"), ROWS)
@@ -71,7 +71,7 @@ def test_every_figure_says_where_it_comes_from_and_an_unknown_one_why(key: str, 
     assert machine.key == key
     for name, figure in machine.figures().items():
         assert figure.source, name
-        assert (figure.value is None) == (figure.how == "unknown"), name
+        assert (figure.value is None) == (figure.origin == "unknown"), name
         assert figure.value is None or figure.value > 0, name
 
 

@@ -12,15 +12,15 @@ import pytest
 
 from supertuner.core.host import HostFacts
 from supertuner.core.types import GIB, KIB
-from supertuner.memory.driver import Missing
-from supertuner.memory.probe import free_gpu_bytes, host_available_bytes, probe
-from supertuner.memory.telemetry.nvml import NvmlGpu
+from supertuner.memory.driver import NotAvailable
+from supertuner.memory.probe import free_gpu_bytes, host_available_bytes, probe_machine
+from supertuner.memory.telemetry.nvml import NvmlGpuFacts
 from tests.fakes.building import environment, fake_nvml, run_python
 from tests.memory.machine_files import (
     GB10,
     GH200,
     H100,
-    Said,
+    FakeProbeDriver,
     folder_host,
     gb10_files,
     gh200_files,
@@ -32,39 +32,39 @@ from tests.memory.machine_files import (
 
 ASK_REAL_BINDINGS = """
 import json
-from supertuner.core.host import Host
+from supertuner.core.host import HostFacts
 from supertuner.memory.cuda import open_cuda
 from supertuner.memory.telemetry.nvml import open_nvml
-from supertuner.memory.probe import probe
+from supertuner.memory.probe import probe_machine
 
-facts = probe(Host(), open_cuda(), open_nvml())
+facts = probe_machine(HostFacts(), open_cuda(), open_nvml())
 indices = [gpu.nvml and gpu.nvml.index for gpu in facts.gpus]
 print(json.dumps([facts.machine and facts.machine.key, facts.one_pool, facts.ats, facts.driver_version, indices]))
 """
 
-NO_GPU = Missing("the driver found no GPU")
-NO_NVML = Missing("no NVML here")
+NO_GPU = NotAvailable("the driver found no GPU")
+NO_NVML = NotAvailable("no NVML here")
 
 
-class Listed:
+class FakeProbeNvml:
     """The part of NVML that a probe asks."""
 
-    def __init__(self, *gpus: NvmlGpu, version: str | None = None) -> None:
+    def __init__(self, *gpus: NvmlGpuFacts, version: str | None = None) -> None:
         self._gpus, self._version = gpus, version
 
-    def gpus(self) -> tuple[NvmlGpu, ...]:
+    def gpus(self) -> tuple[NvmlGpuFacts, ...]:
         return self._gpus
 
     def driver_version(self) -> str | None:
         return self._version
 
 
-def nvml_gpu(index: int, name: str, uuid: str) -> NvmlGpu:
-    return NvmlGpu(index, name, uuid, None, None, None)
+def nvml_gpu(index: int, name: str, uuid: str) -> NvmlGpuFacts:
+    return NvmlGpuFacts(index, name, uuid, None, None, None)
 
 
 def test_a_gh200_is_recognised_with_its_memory_as_a_node(tmp_path: Path) -> None:
-    facts = probe(folder_host(tmp_path, gh200_files()), Said(GH200), NO_NVML)
+    facts = probe_machine(folder_host(tmp_path, gh200_files()), FakeProbeDriver(GH200), NO_NVML)
     assert facts.machine is not None and facts.machine.key == "gh200-96"
     assert (facts.arch, facts.kernel, facts.page_bytes) == ("aarch64", "6.8.0-1021-nvidia-64k", 64 * KIB)
     assert facts.ats is True and facts.one_pool is False and facts.no_gpu_reason is None
@@ -77,32 +77,32 @@ def test_a_gh200_is_recognised_with_its_memory_as_a_node(tmp_path: Path) -> None
 
 
 def test_on_a_gh200_the_page_cache_in_gpu_memory_counts_as_free(tmp_path: Path) -> None:
-    host, driver = folder_host(tmp_path, gh200_files()), Said(GH200, free=70 * GIB)
-    assert free_gpu_bytes(probe(host, driver, NO_NVML), driver, host) == 90 * GIB
+    host, driver = folder_host(tmp_path, gh200_files()), FakeProbeDriver(GH200, free=70 * GIB)
+    assert free_gpu_bytes(probe_machine(host, driver, NO_NVML), driver, host) == 90 * GIB
 
 
 def test_on_a_gh200_free_memory_never_exceeds_the_gpus(tmp_path: Path) -> None:
     files = gh200_files() | {"sys/devices/system/node/node1/meminfo": node_meminfo(1, MemTotal=500, MemFree=500)}
-    host, driver = folder_host(tmp_path, files), Said(GH200, free=70 * GIB)
-    assert free_gpu_bytes(probe(host, driver, NO_NVML), driver, host) == GH200.total_bytes
+    host, driver = folder_host(tmp_path, files), FakeProbeDriver(GH200, free=70 * GIB)
+    assert free_gpu_bytes(probe_machine(host, driver, NO_NVML), driver, host) == GH200.total_bytes
 
 
 def test_on_a_gh200_host_memory_does_not_include_the_gpus(tmp_path: Path) -> None:
     host = folder_host(tmp_path, gh200_files())
-    facts = probe(host, Said(GH200), NO_NVML)
+    facts = probe_machine(host, FakeProbeDriver(GH200), NO_NVML)
     assert facts.memory_available == 540 * GIB
     assert host_available_bytes(facts, host) == 455 * GIB
 
 
 def test_without_the_nodes_file_the_driver_is_believed(tmp_path: Path) -> None:
     files = {name: text for name, text in gh200_files().items() if "/node1/" not in name}
-    host, driver = folder_host(tmp_path, files), Said(GH200, free=70 * GIB)
-    assert free_gpu_bytes(probe(host, driver, NO_NVML), driver, host) == 70 * GIB
+    host, driver = folder_host(tmp_path, files), FakeProbeDriver(GH200, free=70 * GIB)
+    assert free_gpu_bytes(probe_machine(host, driver, NO_NVML), driver, host) == 70 * GIB
 
 
 def test_on_one_pool_free_memory_is_what_the_kernel_calls_available(tmp_path: Path) -> None:
-    host, driver = folder_host(tmp_path, gb10_files()), Said(GB10, free=8 * GIB)
-    facts = probe(host, driver, NO_NVML)
+    host, driver = folder_host(tmp_path, gb10_files()), FakeProbeDriver(GB10, free=8 * GIB)
+    facts = probe_machine(host, driver, NO_NVML)
     assert facts.machine is not None and facts.machine.key == "gb10"
     assert facts.one_pool is True and facts.swap_used == GIB and facts.numa_balancing is None
     assert free_gpu_bytes(facts, driver, host) == 70 * GIB
@@ -110,19 +110,21 @@ def test_on_one_pool_free_memory_is_what_the_kernel_calls_available(tmp_path: Pa
 
 
 def test_an_unknown_integrated_gpu_is_one_pool_all_the_same(tmp_path: Path) -> None:
-    facts = probe(folder_host(tmp_path, gb10_files()), Said(replace(GB10, name="NVIDIA Thor")), NO_NVML)
+    facts = probe_machine(
+        folder_host(tmp_path, gb10_files()), FakeProbeDriver(replace(GB10, name="NVIDIA Thor")), NO_NVML
+    )
     assert facts.machine is None and facts.one_pool is True
 
 
 def test_an_unknown_gpu_that_does_not_say_leaves_the_pool_unknown(tmp_path: Path) -> None:
     unsaid = replace(H100, name="NVIDIA X1", integrated=None, host_page_tables=None)
-    facts = probe(folder_host(tmp_path, x86_files()), Said(unsaid), NO_NVML)
+    facts = probe_machine(folder_host(tmp_path, x86_files()), FakeProbeDriver(unsaid), NO_NVML)
     assert (facts.machine, facts.one_pool, facts.ats) == (None, None, None)
 
 
 def test_on_a_card_the_driver_knows_what_is_free(tmp_path: Path) -> None:
-    host, driver = folder_host(tmp_path, x86_files()), Said(H100, free=33 * GIB)
-    facts = probe(host, driver, NO_NVML)
+    host, driver = folder_host(tmp_path, x86_files()), FakeProbeDriver(H100, free=33 * GIB)
+    facts = probe_machine(host, driver, NO_NVML)
     assert facts.machine is not None and facts.machine.key == "h100-80-sxm"
     assert facts.one_pool is False and facts.ats is False
     assert free_gpu_bytes(facts, driver, host) == 33 * GIB
@@ -133,7 +135,7 @@ def test_on_a_card_the_driver_knows_what_is_free(tmp_path: Path) -> None:
 
 def test_a_box_without_a_gpu_is_a_plain_cpu_with_the_reason(tmp_path: Path) -> None:
     host = folder_host(tmp_path, x86_files())
-    facts = probe(host, NO_GPU, NO_NVML)
+    facts = probe_machine(host, NO_GPU, NO_NVML)
     assert facts.machine is not None and facts.machine.key == "cpu"
     assert facts.no_gpu_reason == "the driver found no GPU" and facts.gpus == ()
     assert (facts.one_pool, facts.ats, facts.driver_version) == (None, None, None)
@@ -142,7 +144,7 @@ def test_a_box_without_a_gpu_is_a_plain_cpu_with_the_reason(tmp_path: Path) -> N
 
 def test_an_mi300a_is_one_pool_without_nvidias_driver(tmp_path: Path) -> None:
     files = x86_files() | {"proc/cpuinfo": "model name\t: AMD Instinct MI300A Accelerator\n"}
-    facts = probe(folder_host(tmp_path, files), NO_GPU, NO_NVML)
+    facts = probe_machine(folder_host(tmp_path, files), NO_GPU, NO_NVML)
     assert facts.machine is not None and facts.machine.key == "mi300a"
     assert facts.one_pool is True
 
@@ -154,7 +156,7 @@ def test_a_container_without_sys_knows_its_limit_and_leaves_the_rest_unknown(tmp
         "sys/fs/cgroup/memory/job/memory.limit_in_bytes": f"{64 * GIB}\n",
         "sys/fs/cgroup/memory/job/memory.usage_in_bytes": f"{24 * GIB}\n",
     }
-    facts = probe(folder_host(tmp_path, files), NO_GPU, NO_NVML)
+    facts = probe_machine(folder_host(tmp_path, files), NO_GPU, NO_NVML)
     assert (facts.memory_total, facts.memory_available) == (64 * GIB, 40 * GIB)
     assert facts.nodes == () and facts.uvm_parameters == {}
     unknown = ("arch", "kernel", "cpu_name", "page_bytes", "swap_used", "numa_balancing", "transparent_hugepages")
@@ -162,7 +164,7 @@ def test_a_container_without_sys_knows_its_limit_and_leaves_the_rest_unknown(tmp
 
 
 def test_a_folder_with_nothing_in_it_is_all_unknown_and_nothing_is_zero(tmp_path: Path) -> None:
-    facts = probe(HostFacts(tmp_path), NO_GPU, NO_NVML)
+    facts = probe_machine(HostFacts(tmp_path), NO_GPU, NO_NVML)
     zeros = [name for name, value in dataclasses.asdict(facts).items() if value == 0 and value is not False]
     assert zeros == []
     assert facts.memory_total is None and facts.memory_available is None
@@ -170,18 +172,18 @@ def test_a_folder_with_nothing_in_it_is_all_unknown_and_nothing_is_zero(tmp_path
 
 def test_nvmls_gpu_is_found_by_identity_when_the_two_count_differently(tmp_path: Path) -> None:
     first, second = replace(H100, uuid="GPU-b"), replace(H100, number=1, uuid="GPU-a")
-    nvml = Listed(nvml_gpu(0, H100.name, "GPU-a"), nvml_gpu(1, H100.name, "GPU-b"), version="580.95.05")
-    facts = probe(folder_host(tmp_path, x86_files()), Said(first, second), nvml)
+    nvml = FakeProbeNvml(nvml_gpu(0, H100.name, "GPU-a"), nvml_gpu(1, H100.name, "GPU-b"), version="580.95.05")
+    facts = probe_machine(folder_host(tmp_path, x86_files()), FakeProbeDriver(first, second), nvml)
     assert [gpu.nvml and gpu.nvml.index for gpu in facts.gpus] == [1, 0]
     assert facts.nvidia_driver == "580.95.05"
 
 
 def test_without_an_identity_only_a_single_gpu_of_the_same_name_is_taken_for_the_same(tmp_path: Path) -> None:
     host = folder_host(tmp_path, x86_files())
-    one = Listed(nvml_gpu(0, H100.name, "GPU-a"))
-    two = Listed(nvml_gpu(0, H100.name, "GPU-a"), nvml_gpu(1, H100.name, "GPU-b"))
-    other = Listed(nvml_gpu(0, "NVIDIA T400", "GPU-c"))
-    found = [probe(host, Said(H100), nvml).gpus[0].nvml for nvml in (one, two, other)]
+    one = FakeProbeNvml(nvml_gpu(0, H100.name, "GPU-a"))
+    two = FakeProbeNvml(nvml_gpu(0, H100.name, "GPU-a"), nvml_gpu(1, H100.name, "GPU-b"))
+    other = FakeProbeNvml(nvml_gpu(0, "NVIDIA T400", "GPU-c"))
+    found = [probe_machine(host, FakeProbeDriver(H100), nvml).gpus[0].nvml for nvml in (one, two, other)]
     assert [gpu and gpu.uuid for gpu in found] == ["GPU-a", None, None]
 
 
@@ -203,7 +205,7 @@ def test_through_the_real_bindings_a_machine_is_what_its_drivers_say(
 
 @pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="no /proc")
 def test_this_machine_answers_sensibly() -> None:
-    facts = probe(HostFacts(), NO_GPU, NO_NVML)
+    facts = probe_machine(HostFacts(), NO_GPU, NO_NVML)
     assert facts.arch == os.uname().machine and facts.kernel == os.uname().release
     assert facts.page_bytes == os.sysconf("SC_PAGE_SIZE")
     assert facts.memory_total and facts.memory_available and facts.cpus >= 1

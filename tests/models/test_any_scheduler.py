@@ -12,9 +12,9 @@ import torch
 from supertuner.config.settings.model import ObjectiveSettings
 from supertuner.core.errors import ModelError
 from supertuner.models.families.sdxl.tiny import TinySdxl, write_pipeline
+from supertuner.models.family_registry import load_family
 from supertuner.models.objective.loss_weighting import loss_weight, objective_from_settings
 from supertuner.models.spec import ModelSource
-from supertuner.models.table import load_family
 
 SCHEDULERS = sorted(name for name in dir(diffusers) if name.endswith("Scheduler") and not name.startswith("Flax"))
 TRAINED = {"DDPMScheduler", "DDIMScheduler", "EulerDiscreteScheduler", "UniPCMultistepScheduler", "LCMScheduler"}

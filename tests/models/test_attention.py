@@ -8,8 +8,8 @@ from diffusers.models import attention_dispatch
 
 from supertuner.core.errors import ModelError
 from supertuner.models.attention import ALIASES, require_backend, use_backend
+from supertuner.models.family_registry import load_family
 from supertuner.models.spec import ModelSource
-from supertuner.models.table import load_family
 
 CPU = torch.device("cpu")
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from supertuner.core.errors import ModelError
+from supertuner.models.family_registry import load_family
 from supertuner.models.fingerprint import fingerprint
 from supertuner.models.spec import ModelSource
-from supertuner.models.table import load_family
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from supertuner.core.errors import ModelError
+from supertuner.models.family_registry import load_family
 from supertuner.models.spec import Expert, ModelSource
-from supertuner.models.table import load_family
 from tests.models.families.pipelines import CASES, WrittenPipeline
 from tests.models.hub_server import COMMIT, GATED, FakeHub, serve_hub
 

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from supertuner.core.errors import ModelError
 from supertuner.models import loading
+from supertuner.models.family_registry import load_family
 from supertuner.models.spec import ModelDescription, ModelSource
-from supertuner.models.table import load_family
 
 CPU = torch.device("cpu")
 WAN = load_family("wan2.2")

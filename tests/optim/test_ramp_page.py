@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-from supertuner.config.settings.tree import RunConfig
+from supertuner.config.settings.run_config import RunConfig
 from supertuner.optim.schedule import (
     BatchRamp,
     TrainingSchedule,

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from supertuner.config.settings.optim import OptimizerSettings
-from supertuner.optim.table import OPTIMIZERS, ExpertOptimizer, build_optimizer
+from supertuner.optim.optimizer_registry import OPTIMIZERS, ExpertOptimizer, build_optimizer
 
 NAMES = tuple(OPTIMIZERS)
 

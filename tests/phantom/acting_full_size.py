@@ -22,7 +22,7 @@ from supertuner.models.adapters import attach as adapters
 from supertuner.models.blocks import named_blocks
 from supertuner.models.objective.diffusion import TrainingObjective
 from supertuner.models.spec import Expert, Tensors
-from supertuner.optim.table import build_optimizer
+from supertuner.optim.optimizer_registry import build_optimizer
 from supertuner.plan.placement.plan import ActivationPolicy, BlockPlan, MemoryPlan, OptimizerPlacement, WeightPlacement
 from supertuner.plan.placement.planner import ExpertPlan
 from supertuner.plan.placement.replan import PlanAssumptions

@@ -16,13 +16,13 @@ import torch
 from torch import nn
 
 from supertuner.config.settings.model import ModelSettings
-from supertuner.config.settings.tree import RunConfig
-from supertuner.models import hollow
-from supertuner.models.published import describe_model
+from supertuner.config.settings.run_config import RunConfig
+from supertuner.models import meta_modules as hollow
+from supertuner.models.published_models import describe_model
 from supertuner.plan.trace.caching_allocator import simulate_allocator
 from supertuner.plan.trace.cuda_kernels import CudaDevice
-from supertuner.plan.trace.phases import trace_media_encoding, trace_text_encoding
-from supertuner.plan.trace.shapes import without_weights
+from supertuner.plan.trace.encoder_shapes import without_weights
+from supertuner.plan.trace.inference_phases import trace_media_encoding, trace_text_encoding
 from tests.phantom.full_size import FLUX, GIB, QWEN, SD35, SDXL, WAN, WAN_5B, Bytes, placed
 
 CUDA = torch.device("cuda")

@@ -1,6 +1,6 @@
 """Full-size training windows on the phantom, beside their forecasts: how far apart are they?
 
-A window is run as a run runs it: the family's own module, adapters, optimizer and objective by `step/trainee.py`, and
+A window is run as a run runs it: the family's own module, adapters, optimizer and objective by `step/expert_setup.py`, and
 `train_window` twice, so that the second finds what the first left behind. Its weights are CUDA tensors of no value.
 
 As a program it prints the table of docs/forecast.md: scripts/phantom_python.sh -m tests.phantom.full_size
@@ -20,23 +20,23 @@ import torch
 from torch import nn
 
 from supertuner.config.settings.model import ModelSettings
-from supertuner.config.settings.tree import RunConfig
-from supertuner.models.published import describe_model
+from supertuner.config.settings.run_config import RunConfig
+from supertuner.models.published_models import describe_model
 from supertuner.models.spec import Expert, Family, ModelDescription
 from supertuner.plan.trace.caching_allocator import simulate_allocator
 from supertuner.plan.trace.cuda_kernels import CudaDevice
-from supertuner.plan.trace.reductions import GpuChip
-from supertuner.plan.trace.shapes import BatchShape, EncoderShapeProbe
-from supertuner.plan.trace.training import trace_training_step
+from supertuner.plan.trace.cuda_reductions import GpuChip
+from supertuner.plan.trace.encoder_shapes import BatchShape, EncoderShapeProbe
+from supertuner.plan.trace.training_step import trace_training_step
 from supertuner.step.batch import StepBatch
-from supertuner.step.precision import ComputePrecision
-from supertuner.step.trainee import (
+from supertuner.step.expert_setup import (
     build_expert_state,
     build_step_options,
     build_trainable_expert,
     quantize_base_weights,
     weight_dtype,
 )
+from supertuner.step.precision import ComputePrecision
 from supertuner.step.window import train_window
 
 GIB = 1 << 30

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from supertuner.plan.trace.shapes import BatchShape, BatchTensorSpec
+from supertuner.plan.trace.encoder_shapes import BatchShape, BatchTensorSpec
 from tests.phantom.full_size import EDIT, FLUX, QWEN, SD35, SD35_MEDIUM, WAN, WAN_5B, WAN_I2V, Case
 
 HALF = torch.bfloat16

@@ -14,7 +14,7 @@ from supertuner.core.events import NullSink
 from supertuner.models.adapters.attach import TrainableExpert, temporary_weights
 from supertuner.models.objective.diffusion import TrainingObjective
 from supertuner.models.spec import Tensors
-from supertuner.optim import state as optimizer_state
+from supertuner.optim import optimizer_state
 from supertuner.plan.placement.plan import ActivationPolicy, OptimizerPlacement, WeightPlacement
 from supertuner.plan.placement.planner import ExpertPlan
 from supertuner.plan.placement.replan import PlanAssumptions

@@ -10,9 +10,9 @@ import torch
 
 from supertuner.core.types import MIB
 from supertuner.memory.cuda import CudaDriver, open_cuda
-from supertuner.memory.driver import Kind
+from supertuner.memory.driver import MemoryKind
 from supertuner.memory.hints import api as process
-from supertuner.memory.hints.api import Hints, Status
+from supertuner.memory.hints.api import HintStatus, ResidencyHints
 from supertuner.memory.unified import UnifiedBuffers
 from supertuner.step.batch import StepBatch
 
@@ -27,30 +27,30 @@ def driver() -> CudaDriver:
 
 
 def test_what_torch_allocates_is_device_memory_and_its_hints_have_no_effect(driver: CudaDriver) -> None:
-    tensor, hints = torch.empty(4 * MIB, dtype=torch.uint8, device=DEVICE), Hints(driver)
-    assert driver.kind_of(tensor.data_ptr()) is Kind.DEVICE
+    tensor, hints = torch.empty(4 * MIB, dtype=torch.uint8, device=DEVICE), ResidencyHints(driver)
+    assert driver.memory_kind_at(tensor.data_ptr()) is MemoryKind.DEVICE
     assert hints.prefetch(tensor).reason == "device memory is on the GPU for good"
-    assert hints.prefer_gpu(tensor).status is Status.NO_EFFECT
-    assert hints.prefer_cpu(tensor).status is Status.UNSUPPORTED
+    assert hints.prefer_gpu(tensor).status is HintStatus.NO_EFFECT
+    assert hints.prefer_cpu(tensor).status is HintStatus.UNSUPPORTED
 
 
 def test_the_caching_allocators_reuse_of_an_address_is_another_tensor(driver: CudaDriver) -> None:
-    hints = Hints(driver)
+    hints = ResidencyHints(driver)
     first = torch.empty(4 * MIB, dtype=torch.uint8, device=DEVICE)
     address = first.data_ptr()
     hints.prefetch(first)
-    assert len(hints._recall) == 1
+    assert len(hints._applied_hints) == 1
     del first
     gc.collect()
-    assert len(hints._recall) == 0
+    assert len(hints._applied_hints) == 0
     second = torch.empty(4 * MIB, dtype=torch.uint8, device=DEVICE)
     assert second.data_ptr() == address
-    assert hints.prefetch(second).status is Status.NO_EFFECT
+    assert hints.prefetch(second).status is HintStatus.NO_EFFECT
 
 
 def test_pinned_memory_is_told_apart(driver: CudaDriver) -> None:
     pinned = torch.zeros(MIB, dtype=torch.uint8).pin_memory()
-    assert Hints(driver).prefetch(pinned).reason == "pinned memory is locked in host memory"
+    assert ResidencyHints(driver).prefetch(pinned).reason == "pinned memory is locked in host memory"
 
 
 def test_a_batch_in_unified_memory_is_tensors_of_cuda_with_the_same_bytes(driver: CudaDriver) -> None:
@@ -58,10 +58,10 @@ def test_a_batch_in_unified_memory_is_tensors_of_cuda_with_the_same_bytes(driver
     latents, mask = torch.randn(2, 16, 64, 64).to(torch.bfloat16), torch.tensor([True, False])
     placed, outcome = buffers.place([latents, mask])
     assert placed is not None
-    assert outcome.status is Status.APPLIED
+    assert outcome.status is HintStatus.APPLIED
     assert [tensor.device for tensor in placed] == [DEVICE, DEVICE]
     assert [(t.dtype, t.shape) for t in placed] == [(torch.bfloat16, latents.shape), (torch.bool, mask.shape)]
-    assert driver.kind_of(placed[0].data_ptr()) is Kind.MANAGED
+    assert driver.memory_kind_at(placed[0].data_ptr()) is MemoryKind.MANAGED
     assert torch.equal(placed[0].cpu(), latents)
     assert placed[1].tolist() == [True, False]
 
@@ -69,7 +69,7 @@ def test_a_batch_in_unified_memory_is_tensors_of_cuda_with_the_same_bytes(driver
 def test_unified_memory_takes_the_hints_that_device_memory_does_not(driver: CudaDriver) -> None:
     placed, _ = UnifiedBuffers(driver, DEVICE).place([torch.zeros(MIB)])
     assert placed is not None
-    assert Hints(driver).prefer_cpu(placed[0]).status is Status.APPLIED
+    assert ResidencyHints(driver).prefer_cpu(placed[0]).status is HintStatus.APPLIED
 
 
 def test_a_block_comes_again_after_its_tensors_and_the_stream_are_done(driver: CudaDriver) -> None:
@@ -80,14 +80,14 @@ def test_a_block_comes_again_after_its_tensors_and_the_stream_are_done(driver: C
     weight = torch.ones(MIB, device=DEVICE, requires_grad=True)
     loss = (weight * placed[0]).sum()
     del placed
-    buffers.settle()
-    assert buffers.lent == 1, "autograd saved it"
+    buffers.reclaim_blocks()
+    assert buffers.blocks_in_use == 1, "autograd saved it"
     loss.backward()
     del loss
     gc.collect()
     torch.cuda.synchronize()
-    buffers.settle()
-    assert buffers.lent == 0
+    buffers.reclaim_blocks()
+    assert buffers.blocks_in_use == 0
     again, _ = buffers.place([torch.zeros(MIB)])
     assert again is not None and again[0].data_ptr() == address
     del again
@@ -110,10 +110,10 @@ def test_a_step_batch_is_counted_by_the_policy(driver: CudaDriver) -> None:
         text={"prompt_embeds": torch.zeros(1, 512, 4096)},
         conditions={},
     ).to(DEVICE)
-    hints = Hints(driver)
+    hints = ResidencyHints(driver)
     counts = hints.place_batch(batch.named_tensors())
     assert sum(counts.values()) == 4
-    assert {status for status, _ in counts} == {Status.NO_EFFECT}
+    assert {status for status, _ in counts} == {HintStatus.NO_EFFECT}
     assert hints.place_batch(batch.named_tensors()) == counts
 
 
@@ -130,9 +130,9 @@ def test_the_seeds_functions_work_on_stock_torch(fresh: None) -> None:
 
     assert gh200.gh200_uvm_enabled()
     told = gh200.prefetch_to_device(torch.zeros(MIB))
-    assert told.touched, "the driver was told"
+    assert told.applied_to, "the driver was told"
     # The fake driver says yes, and the real kernel knows that nothing moved, where it may be asked at all.
-    assert told.status in (Status.NO_EFFECT, Status.UNVERIFIED)
+    assert told.status in (HintStatus.NO_EFFECT, HintStatus.UNVERIFIED)
     batch = {"latents": torch.zeros(1, 4, 64, 64, device=DEVICE), "audio_latents": torch.zeros(MIB)}
     counted = gh200.optimize_batch_for_gh200(batch)
     assert sum(count for _, _, count in counted.rows) == 2

@@ -15,14 +15,14 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from supertuner.plan.trace.attention import (
+from supertuner.plan.trace.cuda_attention import (
     AttentionKernel,
     AttentionShape,
     attention_backward_workspaces,
     select_attention_kernel,
 )
 from supertuner.plan.trace.cuda_kernels import CudaDevice
-from supertuner.plan.trace.reductions import GH200_CHIP, reduction_workspaces
+from supertuner.plan.trace.cuda_reductions import GH200_CHIP, reduction_workspaces
 
 BACKENDS = {
     AttentionKernel.CUDNN: SDPBackend.CUDNN_ATTENTION,

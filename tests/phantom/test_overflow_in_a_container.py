@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from supertuner.memory.overflow.pools import LIMITS_AGE_S
+from supertuner.memory.overflow.pools import MAX_LIMITS_AGE_S
 from tests.memory.machine_files import folder_host, meminfo
 from tests.phantom.test_overflow_on_torch import GIB, Bench, account, gigabytes
 
@@ -31,7 +31,7 @@ class Container(Bench):
 
     def uses(self, gib: int) -> None:
         self._used.write_text(f"{gib * GIB}\n")
-        time.sleep(1.1 * LIMITS_AGE_S)
+        time.sleep(1.1 * MAX_LIMITS_AGE_S)
 
 
 @pytest.fixture
@@ -58,10 +58,10 @@ def test_memory_that_was_taken_since_the_pools_were_opened_is_not_promised_to_an
     pools = bench.open(host_floor_gb=10.0)
     bench.uses(85)  # a dataset was staged
     if when == "step":
-        pools.between_steps()
+        pools.reclaim_between_steps()
         tensors = as_many_as_there_are()
     else:
-        with pools.placing(when):
+        with pools.allocating(when):
             tensors = as_many_as_there_are()
     assert tensors and account().managed_bytes <= 5 * GIB
 
@@ -72,11 +72,11 @@ def test_memory_that_was_given_and_is_not_in_the_host_yet_is_not_promised_twice(
     while account().managed_bytes < 30 * GIB:
         tensors.append(gigabytes(2))
     bench.uses(40)  # as before: the GPU has it, or nobody has touched it
-    pools.between_steps()
+    pools.reclaim_between_steps()
     tensors += as_many_as_there_are()
     assert 45 * GIB < account().managed_bytes <= 50 * GIB
     bench.uses(90)  # all of it is in the host now: the same memory is not counted twice
-    pools.between_steps()
+    pools.reclaim_between_steps()
     tensors.pop()
     tensors.append(gigabytes(2))
     del tensors

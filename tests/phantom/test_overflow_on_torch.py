@@ -20,11 +20,11 @@ from supertuner.core.errors import MemoryEngineError
 from supertuner.core.events import DecisionEvent, Event, MeasurementEvent, NoteEvent, WarningEvent
 from supertuner.core.host import HostFacts
 from supertuner.memory.cuda import CudaDriver, open_cuda
-from supertuner.memory.driver import HOST, Gpu, Kind, Missing, Span
+from supertuner.memory.driver import HOST, AddressRange, GpuLocation, MemoryKind, NotAvailable
 from supertuner.memory.overflow import routing
-from supertuner.memory.overflow.plugin import Overflow, built
-from supertuner.memory.overflow.pools import Pools, open_pools
-from supertuner.memory.probe import Facts, probe
+from supertuner.memory.overflow.plugin import OverflowPlugin, find_plugin
+from supertuner.memory.overflow.pools import OverflowPools, open_overflow_pools
+from supertuner.memory.probe import MachineFacts, probe_machine
 from tests.memory.machine_files import folder_host, meminfo
 
 GIB = 1 << 30
@@ -64,16 +64,16 @@ class Bench:
             folder, {"proc/meminfo": meminfo(MemTotal=480 << 20, MemAvailable=450 << 20)}
         )
         self.total = torch.cuda.mem_get_info()[1]
-        self.opened: list[Pools] = []
+        self.opened: list[OverflowPools] = []
 
     @property
-    def facts(self) -> Facts:
-        return probe(self.host, the_driver(), Missing("not asked"))
+    def facts(self) -> MachineFacts:
+        return probe_machine(self.host, the_driver(), NotAvailable("not asked"))
 
-    def open(self, driver: object = None, **settings: object) -> Pools:
+    def open(self, driver: object = None, **settings: object) -> OverflowPools:
         asked = Settings.model_validate({"enabled": True, **settings})
         chosen = driver or open_cuda()
-        self.opened.append(open_pools(asked, self.facts, self.host, self.sink, driver=chosen))
+        self.opened.append(open_overflow_pools(asked, self.facts, self.host, self.sink, driver=chosen))
         return self.opened[-1]
 
 
@@ -89,18 +89,18 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 
 
 def account():
-    library = built()
+    library = find_plugin()
     assert isinstance(library, Path)
-    return Overflow(library).stats()
+    return OverflowPlugin(library).stats()
 
 
-def kind_of(tensor: torch.Tensor) -> Kind | None:
+def kind_of(tensor: torch.Tensor) -> MemoryKind | None:
     """Whose segment a tensor lies in."""
-    library = built()
+    library = find_plugin()
     assert isinstance(library, Path)
     for one in torch.cuda.memory_snapshot():
         if one["address"] <= tensor.data_ptr() < one["address"] + one["total_size"]:
-            return Overflow(library).kind_of(one["address"])
+            return OverflowPlugin(library).segment_kind(one["address"])
     raise AssertionError("torch does not know this tensor")
 
 
@@ -117,9 +117,9 @@ def beyond_the_gpu(bench: Bench) -> list[torch.Tensor]:
 
 def test_tensors_beyond_gpu_memory_are_managed_and_torchs_statistics_go_on(bench: Bench) -> None:
     pools = bench.open()
-    assert isinstance(pools, Pools) and isinstance(bench.sink.of(DecisionEvent)[0], DecisionEvent)
+    assert isinstance(pools, OverflowPools) and isinstance(bench.sink.of(DecisionEvent)[0], DecisionEvent)
     tensors = beyond_the_gpu(bench)
-    assert kind_of(tensors[0]) is Kind.DEVICE and kind_of(tensors[-1]) is Kind.MANAGED
+    assert kind_of(tensors[0]) is MemoryKind.DEVICE and kind_of(tensors[-1]) is MemoryKind.MANAGED
     assert torch.cuda.memory_allocated() >= len(tensors) * 4 * GIB > bench.total
     told = memory.stats()
     assert told["uvm.stage"] == 2 and told["uvm.managed_bytes.current"] >= 8 * GIB
@@ -139,11 +139,11 @@ def test_every_statistic_that_is_promised_is_there(bench: Bench) -> None:
 
 def test_other_threads_and_autograds_thread_are_routed(bench: Bench) -> None:
     bench.open()
-    found: list[Kind | None] = []
+    found: list[MemoryKind | None] = []
     thread = threading.Thread(target=lambda: found.append(kind_of(gigabytes(1))))
     thread.start()
     thread.join()
-    seen: list[tuple[str, Kind | None]] = []
+    seen: list[tuple[str, MemoryKind | None]] = []
     weight = torch.empty(64 * MIB, device="cuda", requires_grad=True)
 
     class Doubled(torch.autograd.Function):
@@ -158,9 +158,9 @@ def test_other_threads_and_autograds_thread_are_routed(bench: Bench) -> None:
             return made
 
     Doubled.apply(weight).sum().backward()
-    assert found == [Kind.DEVICE]
+    assert found == [MemoryKind.DEVICE]
     assert seen[0][0] != threading.main_thread().name, "backward ran on the main thread, which proves nothing"
-    assert seen[0][1] is Kind.DEVICE and weight.grad is not None and kind_of(weight.grad) is Kind.DEVICE
+    assert seen[0][1] is MemoryKind.DEVICE and weight.grad is not None and kind_of(weight.grad) is MemoryKind.DEVICE
 
 
 def test_a_cached_block_is_used_again_without_a_call_of_the_plugin(bench: Bench) -> None:
@@ -228,15 +228,15 @@ def test_emptying_the_cache_gives_nothing_back_while_pools_are_open_and_all_when
 def test_free_managed_memory_is_discarded_between_steps_and_only_once(bench: Bench) -> None:
     pools = bench.open()
     tensors = beyond_the_gpu(bench)
-    the_driver().fill(Span(tensors[-1].data_ptr(), 4 * GIB), 1)  # the phantom's kernels touch nothing
+    the_driver().fill(AddressRange(tensors[-1].data_ptr(), 4 * GIB), 1)  # the phantom's kernels touch nothing
     kept, used = tensors[0], hbm_used()
     del tensors
     light = account().light_reclamations
-    assert pools.between_steps().light_bytes >= 8 * GIB
+    assert pools.reclaim_between_steps().light_bytes >= 8 * GIB
     assert hbm_used() <= used - 4 * GIB
     assert account().light_reclamations == light + 1
-    assert pools.between_steps().light_bytes == 0, "nothing was used in between"
-    assert kind_of(kept) is Kind.DEVICE
+    assert pools.reclaim_between_steps().light_bytes == 0, "nothing was used in between"
+    assert kind_of(kept) is MemoryKind.DEVICE
     assert [
         event.figures["how"] for event in bench.sink.of(MeasurementEvent) if isinstance(event, MeasurementEvent)
     ] == ["light"]
@@ -245,7 +245,7 @@ def test_free_managed_memory_is_discarded_between_steps_and_only_once(bench: Ben
 def test_memory_that_is_in_use_is_never_discarded(bench: Bench) -> None:
     pools = bench.open()
     tensors = beyond_the_gpu(bench)
-    assert pools.between_steps().light_bytes == 0
+    assert pools.reclaim_between_steps().light_bytes == 0
     addresses = [tensor.data_ptr() for tensor in tensors]
     assert len(set(addresses)) == len(tensors)
 
@@ -267,20 +267,20 @@ def test_a_driver_that_cannot_discard_sends_free_managed_memory_home_but_seldom(
     driver = the_driver()
     pools = bench.open(driver=Older(driver))
     tensors = beyond_the_gpu(bench)
-    spilled = Span(tensors[-1].data_ptr(), 4 * GIB)
+    spilled = AddressRange(tensors[-1].data_ptr(), 4 * GIB)
     driver.fill(spilled, 1)
     used = hbm_used()
     del tensors
-    assert pools.between_steps().light_bytes >= 8 * GIB
-    assert driver.last_prefetch(spilled) is HOST and hbm_used() <= used - 4 * GIB
+    assert pools.reclaim_between_steps().light_bytes >= 8 * GIB
+    assert driver.last_prefetch_location(spilled) is HOST and hbm_used() <= used - 4 * GIB
     gigabytes(1)
-    assert pools.between_steps().light_bytes == 0
+    assert pools.reclaim_between_steps().light_bytes == 0
 
 
 def test_without_a_driver_nothing_can_be_taken_off_the_gpu_and_that_is_no_error(bench: Bench) -> None:
-    pools = bench.open(driver=Missing("cuda-bindings is not installed"))
+    pools = bench.open(driver=NotAvailable("cuda-bindings is not installed"))
     beyond_the_gpu(bench)
-    assert pools.between_steps().light_bytes == 0
+    assert pools.reclaim_between_steps().light_bytes == 0
 
 
 def test_a_bloated_pool_is_rebuilt_and_what_lives_in_it_stays(bench: Bench) -> None:
@@ -289,14 +289,14 @@ def test_a_bloated_pool_is_rebuilt_and_what_lives_in_it_stays(bench: Bench) -> N
     for size in (16, 17, 18, 19, 20, 21, 22):  # none fits a segment of the one before
         gigabytes(size)
     before, hard = account(), account().hard_reclamations
-    given_back = pools.between_steps().hard_bytes
+    given_back = pools.reclaim_between_steps().hard_bytes
     assert given_back > 50 * GIB
     after = account()
     assert after.device_bytes + after.managed_bytes == before.device_bytes + before.managed_bytes - given_back
     assert after.hard_reclamations == hard + 1 and bench.sink.of(NoteEvent)
-    assert kind_of(kept[0]) is Kind.DEVICE
+    assert kind_of(kept[0]) is MemoryKind.DEVICE
     kept.clear()
-    pools.between_steps()
+    pools.reclaim_between_steps()
     assert account().device_bytes <= GIB, "what outlived its pool is given back once it is free"
 
 
@@ -306,7 +306,7 @@ def test_a_refusal_makes_room_at_the_end_of_the_step(bench: Bench) -> None:
     del small
     with pytest.raises(torch.OutOfMemoryError):
         gigabytes(30)  # none of the cached segments is large enough, and all of them count
-    assert pools.between_steps().hard_bytes > 0
+    assert pools.reclaim_between_steps().hard_bytes > 0
     assert gigabytes(30).numel() == 30 * GIB
 
 
@@ -314,13 +314,13 @@ def test_a_class_of_tensors_can_have_a_pattern_of_its_own(bench: Bench) -> None:
     driver = the_driver()
     pools = bench.open(class_patterns={"weights": "cpu_first"})
     held = beyond_the_gpu(bench)
-    with pools.placing("weights"):
+    with pools.allocating("weights"):
         weights = gigabytes(1)
-    with pools.placing("state"):
+    with pools.allocating("state"):
         state = gigabytes(1)
     others = gigabytes(1)
-    homes = [driver.preferred(Span(t.data_ptr(), GIB)) for t in (weights, state, others, held[-1])]
-    assert homes == [HOST, Gpu(0), Gpu(0), Gpu(0)]
+    homes = [driver.preferred_location(AddressRange(t.data_ptr(), GIB)) for t in (weights, state, others, held[-1])]
+    assert homes == [HOST, GpuLocation(0), GpuLocation(0), GpuLocation(0)]
 
 
 def test_where_the_private_call_is_not_as_expected_this_thread_and_backward_are_routed(
@@ -332,7 +332,7 @@ def test_where_the_private_call_is_not_as_expected_this_thread_and_backward_are_
     weight = torch.empty(64 * MIB, device="cuda", requires_grad=True)
     (weight * 2).sum().backward()
     assert weight.grad is not None
-    assert kind_of(weight) is Kind.DEVICE and kind_of(weight.grad) is Kind.DEVICE
+    assert kind_of(weight) is MemoryKind.DEVICE and kind_of(weight.grad) is MemoryKind.DEVICE
     pools.close()
     assert torch.autograd.is_multithreading_enabled()
 
@@ -340,8 +340,8 @@ def test_where_the_private_call_is_not_as_expected_this_thread_and_backward_are_
 @pytest.mark.parametrize("device", [0, torch.device("cuda"), torch.device("cuda", 0)])
 def test_a_device_is_named_in_any_of_torchs_ways(bench: Bench, device: torch.device | int) -> None:
     asked = Settings(enabled=True)
-    with open_pools(asked, bench.facts, bench.host, bench.sink, driver=open_cuda(), device=device):
-        assert kind_of(gigabytes(1)) is Kind.DEVICE
+    with open_overflow_pools(asked, bench.facts, bench.host, bench.sink, driver=open_cuda(), device=device):
+        assert kind_of(gigabytes(1)) is MemoryKind.DEVICE
 
 
 def test_a_memory_fraction_is_refused_with_the_reason(bench: Bench) -> None:
@@ -371,7 +371,7 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
 def test_stock_torch_refuses_the_seeds_keys_and_starts_when_they_are_kept_from_it() -> None:
     use = "import torch; torch.empty(1, device='cuda')"
     assert "Unrecognized key 'use_uvm'" in run(use).stderr
-    kept = f"from supertuner.config.sources.environment import keep_from_torch as keep; keep(); {use}"
+    kept = f"from supertuner.config.sources.environment import strip_uvm_keys_for_torch as keep; keep(); {use}"
     also = "; import os; assert os.environ['PYTORCH_CUDA_ALLOC_CONF'] == 'max_split_size_mb:512'"
     done = run(kept + also)
     assert done.returncode == 0, done.stderr

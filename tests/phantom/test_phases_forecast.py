@@ -8,24 +8,24 @@ from torch import nn
 from torch._guards import detect_fake_mode
 from torch.overrides import _get_current_function_mode_stack
 
-from supertuner.config.settings.tree import RunConfig
+from supertuner.config.settings.run_config import RunConfig
 from supertuner.core.events import NullSink
 from supertuner.models import loading
-from supertuner.models.published import describe_model
+from supertuner.models.published_models import describe_model
 from supertuner.models.spec import Family, ModelDescription
 from supertuner.plan.trace.caching_allocator import simulate_allocator
 from supertuner.plan.trace.cuda_kernels import CudaDevice
-from supertuner.plan.trace.phases import trace_media_encoding, trace_sampling, trace_text_encoding
-from supertuner.plan.trace.record import ExecutionTrace
-from supertuner.plan.trace.shapes import EncoderShapeProbe, without_weights
-from supertuner.step.precision import ComputePrecision
-from supertuner.step.trainee import (
+from supertuner.plan.trace.encoder_shapes import EncoderShapeProbe, without_weights
+from supertuner.plan.trace.execution_trace import ExecutionTrace
+from supertuner.plan.trace.inference_phases import trace_media_encoding, trace_sampling, trace_text_encoding
+from supertuner.step.expert_setup import (
     build_expert_state,
     build_step_options,
     build_trainable_expert,
     selected_experts,
     weight_dtype,
 )
+from supertuner.step.precision import ComputePrecision
 
 NAMES = {
     "wan2.2": "wan-ai/wan2.2-t2v-a14b-diffusers",

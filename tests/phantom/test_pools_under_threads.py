@@ -15,9 +15,9 @@ import torch
 
 from supertuner.core.events import WarningEvent
 from supertuner.memory.cuda import CudaDriver
-from supertuner.memory.driver import Refused, Span
+from supertuner.memory.driver import AddressRange, DriverError
 from supertuner.memory.overflow import routing
-from supertuner.memory.overflow.plugin import Overflow, built
+from supertuner.memory.overflow.plugin import OverflowPlugin, find_plugin
 from tests.phantom.test_overflow_on_torch import (  # noqa: F401 - `bench` is a fixture
     GIB,
     MIB,
@@ -39,9 +39,9 @@ class Busy:
     def __init__(self, driver: CudaDriver) -> None:
         self._driver = driver
         self.taken: list[torch.Tensor] = []
-        self.discarded: list[Span] = []
+        self.discarded: list[AddressRange] = []
 
-    def discard(self, spans: Sequence[Span]) -> None:
+    def discard(self, spans: Sequence[AddressRange]) -> None:
         def take() -> None:
             self.taken += [torch.empty(span.nbytes, dtype=torch.uint8, device="cuda") for span in spans[:2]]
 
@@ -60,7 +60,7 @@ def test_memory_that_another_thread_takes_meanwhile_is_not_discarded(bench: Benc
     pools = bench.open(driver=driver)
     tensors = beyond_the_gpu(bench)
     del tensors[-3:]  # what is free in the cache is managed
-    assert pools.between_steps().light_bytes > 0 and driver.taken and driver.discarded
+    assert pools.reclaim_between_steps().light_bytes > 0 and driver.taken and driver.discarded
     for tensor in driver.taken:
         at = tensor.data_ptr()
         assert not any(span.address < at + tensor.nbytes and at < span.end for span in driver.discarded)
@@ -68,7 +68,7 @@ def test_memory_that_another_thread_takes_meanwhile_is_not_discarded(bench: Benc
     del tensor, tensors
     driver.taken.clear()
     gigabytes(1)
-    pools.between_steps()
+    pools.reclaim_between_steps()
 
 
 class Refuses:
@@ -77,8 +77,8 @@ class Refuses:
     def __init__(self, driver: CudaDriver) -> None:
         self._driver = driver
 
-    def discard(self, spans: Sequence[Span]) -> None:
-        raise Refused("cuMemDiscardBatchAsync", "CUDA_ERROR_NOT_SUPPORTED", 801)
+    def discard(self, spans: Sequence[AddressRange]) -> None:
+        raise DriverError("cuMemDiscardBatchAsync", "CUDA_ERROR_NOT_SUPPORTED", 801)
 
     def __getattr__(self, verb: str) -> object:
         return getattr(self._driver, verb)
@@ -89,9 +89,9 @@ def test_a_driver_that_discards_nothing_says_so_seldom_and_leaves_allocations_ro
     tensors = beyond_the_gpu(bench)
     del tensors[-3:]
     for _ in range(20):
-        assert pools.between_steps().light_bytes == 0
+        assert pools.reclaim_between_steps().light_bytes == 0
         assert kind_of(gigabytes(1)) is not None
-        pools._next_look_s = 0.0  # as if time had passed
+        pools._next_snapshot_s = 0.0  # as if time had passed
     assert len(bench.sink.of(WarningEvent)) == 1
 
 
@@ -110,15 +110,17 @@ def test_no_allocation_slips_past_the_plugin_while_the_class_changes(bench: Benc
     try:
         thread.start()
         while thread.is_alive() and len(held) < 1500:
-            with pools.placing("weights"):
+            with pools.allocating("weights"):
                 pass
     finally:
         stop.set()
         thread.join()
         sys.setswitchinterval(before)
-    library = built()
+    library = find_plugin()
     assert isinstance(library, Path)
-    known = {one["address"] for one in torch.cuda.memory_snapshot() if Overflow(library).kind_of(one["address"])}
+    known = {
+        one["address"] for one in torch.cuda.memory_snapshot() if OverflowPlugin(library).segment_kind(one["address"])
+    }
     assert len(held) > 1000 and all(tensor.data_ptr() in known for tensor in held)
     held.clear()
 
@@ -150,7 +152,7 @@ def test_a_route_that_fails_leaves_torch_as_it_was(bench: Bench, monkeypatch: py
 
 def test_pools_that_are_closed_inside_a_class_stay_closed(bench: Bench) -> None:  # noqa: F811
     pools = bench.open(class_patterns={"weights": "cpu_first"})
-    with pools.placing("weights"), pools.placing("state"):
+    with pools.allocating("weights"), pools.allocating("state"):
         pools.close()
     before = account().device_allocations
     gigabytes(1)
@@ -160,17 +162,17 @@ def test_pools_that_are_closed_inside_a_class_stay_closed(bench: Bench) -> None:
 SECOND_GPU = """
 import tempfile, torch
 from pathlib import Path
-from supertuner.config.settings.memory import Overflow as Settings
+from supertuner.config.settings.memory import OverflowSettings as Settings
 from supertuner.memory.cuda import open_cuda
-from supertuner.memory.overflow.plugin import Overflow, built
-from supertuner.memory.overflow.pools import open_pools
+from supertuner.memory.overflow.plugin import OverflowPlugin, find_plugin
+from supertuner.memory.overflow.pools import open_overflow_pools
 from tests.phantom.test_overflow_on_torch import Bench
 
 bench, GIB = Bench(Path(tempfile.mkdtemp())), 1 << 30
-account = lambda device: Overflow(built()).stats(device)
+account = lambda device: OverflowPlugin(find_plugin()).stats(device)
 def check(device):
     asked = Settings(enabled=True)
-    with open_pools(asked, bench.facts, bench.host, bench.sink, driver=open_cuda(), device=device) as pools:
+    with open_overflow_pools(asked, bench.facts, bench.host, bench.sink, driver=open_cuda(), device=device) as pools:
         many = range(bench.total // (4 * GIB) + 3)
         tensors = [torch.empty(4 * GIB, dtype=torch.uint8, device="cuda:1") for _ in many]
         assert pools.stats().managed_bytes >= 8 * GIB, pools.stats()

@@ -7,16 +7,16 @@ import torch
 from supertuner.core.host import HostFacts
 from supertuner.core.types import MIB
 from supertuner.memory.cuda import open_cuda
-from supertuner.memory.driver import Missing
-from supertuner.memory.probe import probe
-from supertuner.memory.telemetry.sampler import Sampler
+from supertuner.memory.driver import NotAvailable
+from supertuner.memory.probe import probe_machine
+from supertuner.memory.telemetry.sampler import MemorySampler
 
-NO_NVML = Missing("none on the phantom")
+NO_NVML = NotAvailable("none on the phantom")
 
 
 def test_torchs_and_the_drivers_figures_follow_an_allocation() -> None:
     device, host, driver = torch.device("cuda", 0), HostFacts(), open_cuda()
-    with Sampler(probe(host, driver, NO_NVML), host, driver, NO_NVML, torch_device=device) as sampler:
+    with MemorySampler(probe_machine(host, driver, NO_NVML), host, driver, NO_NVML, torch_device=device) as sampler:
         torch.cuda.init()
         before = sampler.sample()
         held = torch.empty(64 * MIB, dtype=torch.uint8, device=device)
@@ -32,6 +32,6 @@ def test_torchs_and_the_drivers_figures_follow_an_allocation() -> None:
 
 
 def test_the_phantom_is_recognised_as_the_machine_it_plays() -> None:
-    facts = probe(HostFacts(), open_cuda(), NO_NVML)
+    facts = probe_machine(HostFacts(), open_cuda(), NO_NVML)
     assert facts.machine is not None and facts.machine.key == "gh200-96"
     assert facts.ats is True and facts.one_pool is False

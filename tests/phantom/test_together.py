@@ -18,7 +18,7 @@ import pytest
 from supertuner.config.sources.load import load_config
 from supertuner.core.types import MIB
 from supertuner.tools.training import train, training_summary
-from tests.fakes.building import Fake
+from tests.fakes.building import FakeCuda
 from tests.train.runs import config
 
 REFUSED_CALLS = ("cuMemPrefetchAsync", "cuMemPrefetchBatchAsync", "cuMemAdvise")
@@ -29,7 +29,7 @@ INVALID_VALUE, FOR_GOOD = 1, 0
 @pytest.fixture(params=["on", "off", "refused"])
 def hints(request: pytest.FixtureRequest) -> Iterator[str]:
     """Whether hints are asked for; the driver takes them, or refuses each of them."""
-    driver = Fake(ctypes.CDLL("libcuda.so.1"))
+    driver = FakeCuda(ctypes.CDLL("libcuda.so.1"))
     for call in REFUSED_CALLS if request.param == "refused" else ():
         driver.fault(call, INVALID_VALUE, times=FOR_GOOD)
     yield request.param
@@ -128,12 +128,12 @@ def test_sound_that_is_staged_in_memory_is_hinted_like_everything_else(tmp_path:
 
     from supertuner.core.events import NullSink
     from supertuner.core.host import HostFacts
-    from supertuner.data.batching.batches import DecoderPool
-    from supertuner.data.opened import open_corpus
-    from supertuner.data.ordering.windows import micro_batches
+    from supertuner.data.batching.decoder_pool import DecoderPool
+    from supertuner.data.corpus_loader import open_corpus
+    from supertuner.data.ordering.micro_batches import micro_batches
     from supertuner.memory.cuda import open_cuda
-    from supertuner.memory.driver import Missing
-    from supertuner.memory.hints.api import Hints
+    from supertuner.memory.driver import NotAvailable
+    from supertuner.memory.hints.api import ResidencyHints
     from supertuner.memory.unified import UnifiedBuffers
     from supertuner.tools.sample_data import make_sample_data
 
@@ -148,7 +148,7 @@ def test_sound_that_is_staged_in_memory_is_hinted_like_everything_else(tmp_path:
     file = tmp_path / "sound.json"
     file.write_text(json.dumps({"datasets": [sound], "arena": {"home": str(tmp_path / "arenas")}}))
     driver = open_cuda()
-    assert not isinstance(driver, Missing)
+    assert not isinstance(driver, NotAvailable)
     buffers = UnifiedBuffers(driver, torch.device("cuda", 0))
     quiet = NullSink()
     with (
@@ -157,7 +157,7 @@ def test_sound_that_is_staged_in_memory_is_hinted_like_everything_else(tmp_path:
     ):
         batch = made.decode(next(iter(micro_batches(corpus.order, range(2), 2))))
         placed, outcome = buffers.place([batch.media])
-        assert placed is not None and outcome.told
+        assert placed is not None and outcome.accepted
         assert torch.equal(placed[0].cpu(), batch.media)
-        counts = Hints(driver).place_batch({"waveforms": placed[0]})
+        counts = ResidencyHints(driver).place_batch({"waveforms": placed[0]})
         assert all(status.value in ("applied", "no-effect") for status, _ in counts)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from supertuner.config.settings.tree import RunConfig
+from supertuner.config.settings.run_config import RunConfig
 from supertuner.core.types import GIB
 from supertuner.memory.machines import MACHINES
-from supertuner.plan.forecast.context import SuggestionBaseline, configured_choice
-from supertuner.plan.forecast.model import MachineCapacity, PhaseForecast, RunForecast, RunTiming, TimingScenario
+from supertuner.plan.forecast.results import MachineCapacity, PhaseForecast, RunForecast, RunTiming, TimingScenario
 from supertuner.plan.forecast.storage import StorageItem
+from supertuner.plan.forecast.suggestion_baseline import SuggestionBaseline, configured_choice
 from supertuner.plan.placement.choice import TimedStep
 from supertuner.plan.placement.memory_needs import compute_memory_needs
 from supertuner.plan.placement.step_table import BlockCosts, OperatorWork, StepTable

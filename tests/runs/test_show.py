@@ -15,9 +15,9 @@ from supertuner.core.errors import RunFolderError
 from supertuner.core.events import DecisionEvent, MeasurementEvent, SetAsideEvent, WarningEvent
 from supertuner.core.types import JSON
 from supertuner.runs import show as run_show
-from supertuner.sinks.kept_config import SavedConfig
 from supertuner.sinks.run_folder import RunFolder
-from supertuner.sinks.training import HeldOutLoss, train_held_out_event, train_samples_event
+from supertuner.sinks.saved_config import SavedConfig
+from supertuner.sinks.training_events import HeldOutLoss, train_held_out_event, train_samples_event
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from rich.console import Console as RichConsole
 
 from supertuner.core.events import DecisionEvent, SetAsideEvent, WarningEvent
 from supertuner.sinks.console import ConsoleSink
-from supertuner.sinks.figures import PhaseCounters, duration_text, seconds_left
+from supertuner.sinks.phase_counters import PhaseCounters, duration_text, seconds_left
 
 
 class Clock:

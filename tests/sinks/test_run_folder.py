@@ -18,8 +18,8 @@ from supertuner.core.errors import RunFolderError
 from supertuner.core.events import DecisionEvent, Event, MeasurementEvent, SetAsideEvent, WarningEvent
 from supertuner.core.types import JSON
 from supertuner.sinks.jsonlines import read_records
-from supertuner.sinks.kept_config import SavedConfig
 from supertuner.sinks.run_folder import RunFolder, lock_holder
+from supertuner.sinks.saved_config import SavedConfig
 from tests.distributed.shared_saves import small_files
 
 GIVEN = b"run: {name: cats}   # a comment that a parser would lose\n"
@@ -199,13 +199,13 @@ HOLD = """
 import sys, time
 from itertools import pairwise
 from pathlib import Path
-from supertuner.core.events import Decided, SetAside
-from supertuner.sinks.kept_config import KeptConfig
+from supertuner.core.events import DecisionEvent, SetAsideEvent
+from supertuner.sinks.saved_config import SavedConfig
 from supertuner.sinks.run_folder import RunFolder
-folder = RunFolder(Path(sys.argv[1]), "cats", KeptConfig(b"{}", ".json", {"a": 1}, {}))
+folder = RunFolder(Path(sys.argv[1]), "cats", SavedConfig(b"{}", ".json", {"a": 1}, {}))
 sys.stdout.write("open\\n"); sys.stdout.flush()
 for number in range(10**9):
-    folder.emit_all([Decided("n", number, "counting"), SetAside("cats", f"{number}.jpg", "why " * 50)])
+    folder.emit_all([DecisionEvent("n", number, "counting"), SetAsideEvent("cats", f"{number}.jpg", "why " * 50)])
 """
 
 

@@ -13,7 +13,7 @@ from PIL import Image
 from supertuner.core.errors import RunFolderError, SuperTunerError
 from supertuner.core.events import MEMORY_MEASUREMENT, MeasurementEvent, WarningEvent
 from supertuner.sinks.tensorboard import TensorBoardSink
-from supertuner.sinks.training import (
+from supertuner.sinks.training_events import (
     EveryNStepsSink,
     HeldOutLoss,
     memory_scalars,

@@ -9,7 +9,7 @@ from rich.console import Console as RichConsole
 
 from supertuner.core.events import DecisionEvent, Event, MeasurementEvent, WarningEvent
 from supertuner.sinks.console import ConsoleSink
-from supertuner.sinks.training import (
+from supertuner.sinks.training_events import (
     EveryNStepsSink,
     HeldOutLoss,
     WithoutStepsSink,

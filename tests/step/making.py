@@ -16,14 +16,14 @@ from supertuner.config.settings.model import AdapterSettings
 from supertuner.config.settings.optim import OptimizerSettings
 from supertuner.core.types import MediaKind
 from supertuner.data.ordering.buckets import Bucket
-from supertuner.data.ordering.order import BucketGroup, SampleOrder
-from supertuner.data.ordering.windows import micro_batches
+from supertuner.data.ordering.micro_batches import micro_batches
+from supertuner.data.ordering.sample_order import BucketGroup, SampleOrder
 from supertuner.models.adapters.attach import attach
 from supertuner.models.families.wan22 import family as wan22
 from supertuner.models.objective.diffusion import TrainingObjective, sample_noise, sample_uniform
 from supertuner.models.spec import Expert, ModelDescription, ModelSource
 from supertuner.optim.ema import EmaWeights
-from supertuner.optim.table import build_optimizer
+from supertuner.optim.optimizer_registry import build_optimizer
 from supertuner.step.batch import StepBatch
 from supertuner.step.precision import ComputePrecision, PrecisionName
 from supertuner.step.window import ExpertState, StepOptions, prepare_for_training

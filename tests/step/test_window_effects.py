@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from supertuner.core.errors import TrainError
 from supertuner.models.spec import ModelSource
+from supertuner.optim.optimizer_state import pack_state
 from supertuner.optim.schedule import learning_rate_factor
-from supertuner.optim.state import pack_state
 from supertuner.step.window import ExpertState, evaluation_weights, held_out_losses, prepare_for_training, train_window
 from tests.optim.training import same_bits
 from tests.step.making import (

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from supertuner.data.ordering.windows import micro_batches, shard_window
+from supertuner.data.ordering.micro_batches import micro_batches, shard_window
 from supertuner.models.spec import ModelSource
 from supertuner.optim.schedule import BatchRamp, windows
 from supertuner.step.batch import StepBatch

@@ -14,7 +14,7 @@ from PIL import Image
 
 from supertuner.core.errors import RunFolderError
 from supertuner.tools.axes import linear_axis, log_axis, round_step
-from supertuner.tools.curve import (
+from supertuner.tools.loss_curve import (
     COLOURS,
     HEIGHT,
     SUPERSAMPLING,

@@ -16,10 +16,10 @@ from supertuner.core.errors import SuperTunerError
 from supertuner.core.events import NullSink
 from supertuner.core.host import HostFacts
 from supertuner.core.types import MediaKind
-from supertuner.data.opened import open_corpus
+from supertuner.data.corpus_loader import open_corpus
+from supertuner.tools.contact_sheet import ContactSheetCell, ContactSheetSection, render_contact_sheet, wrap_text
 from supertuner.tools.preview import first_batch_per_bucket, preview_dataset, write_preview
 from supertuner.tools.sample_data import make_sample_data
-from supertuner.tools.sheet import ContactSheetCell, ContactSheetSection, render_contact_sheet, wrap_text
 
 
 @pytest.fixture(scope="module")

@@ -107,7 +107,7 @@ def test_quickstart_leaves_files_of_yours_alone(tmp_path: Path) -> None:
 
 def test_quickstart_killed_while_drawing_leaves_nothing_in_the_way(tmp_path: Path) -> None:
     script = (
-        "import pathlib, sys; from supertuner.tools.quickstart import quickstart as q; q(pathlib.Path(sys.argv[1]))"
+        "import pathlib, sys; from supertuner.tools.quickstart import run_quickstart as q; q(pathlib.Path(sys.argv[1]))"
     )
     folder = tmp_path / "quickstart"
     child = subprocess.Popen([sys.executable, "-c", script, str(folder)], stderr=subprocess.DEVNULL)

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from supertuner.core.events import NullSink
-from supertuner.tools.baseline import capturing, checking, code
-from supertuner.tools.baseline.judging import ComparisonResult, RegressionVerdict
+from supertuner.tools.baseline import baseline_capture as capturing
+from supertuner.tools.baseline import baseline_check as checking
+from supertuner.tools.baseline import code_versions as code
+from supertuner.tools.baseline.regression import ComparisonResult, RegressionVerdict
 from tests.tools.baseline.test_baseline_command import write_config
 
 pytestmark = pytest.mark.torture

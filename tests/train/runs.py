@@ -29,7 +29,7 @@ LATE = (
     "diffusers.pipelines.stable_diffusion_xl.pipeline_stable_diffusion_xl",
     "diffusers.pipelines.wan.pipeline_wan",
     "supertuner.config.sources.load",
-    "supertuner.sinks.live",
+    "supertuner.sinks.training_display",
     "supertuner.sinks.run_folder",
     "supertuner.tools.training",
     "tensorboard.summary.writer.event_file_writer",
@@ -166,11 +166,11 @@ def _serve() -> None:
     import torch
     import transformers  # noqa: F401
 
-    import supertuner.tools.curve
+    import supertuner.tools.loss_curve
     import supertuner.train.export.export
     import supertuner.train.loop
     import supertuner.train.setup  # noqa: F401
-    from supertuner.models.table import FAMILY_MODULES, load_family
+    from supertuner.models.family_registry import FAMILY_MODULES, load_family
 
     for name in FAMILY_MODULES:
         load_family(name)

@@ -14,11 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from supertuner.config.settings.tree import RunConfig
+from supertuner.config.settings.run_config import RunConfig
 from supertuner.core.types import MediaKind
 from supertuner.data.ordering.buckets import Bucket
-from supertuner.data.ordering.order import BucketGroup, SampleOrder
-from supertuner.data.ordering.windows import MicroBatch
+from supertuner.data.ordering.micro_batches import MicroBatch
+from supertuner.data.ordering.sample_order import BucketGroup, SampleOrder
 from supertuner.distributed.process_group import SingleProcess
 from supertuner.models.objective.diffusion import TimestepDistribution
 from supertuner.models.spec import Expert, Tensors

@@ -13,7 +13,7 @@ from supertuner.core.events import NullSink
 from supertuner.core.host import HostFacts
 from supertuner.data.batching.framing import framing_for_sample
 from supertuner.data.batching.render import render_sample
-from supertuner.data.ordering.windows import micro_batches
+from supertuner.data.ordering.micro_batches import micro_batches
 from supertuner.step.batch import StepBatch
 from supertuner.train.run import TrainingRun
 from supertuner.train.setup import RunContext, open_run

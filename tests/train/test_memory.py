@@ -15,9 +15,9 @@ from supertuner.core.errors import MemoryEngineError
 from supertuner.core.events import DecisionEvent, Event, MeasurementEvent, WarningEvent
 from supertuner.core.host import HostFacts
 from supertuner.memory.hints.api import gh200_uvm_enabled, set_uvm_hint_override
-from supertuner.memory.hints.outcomes import Outcome, Status
+from supertuner.memory.hints.outcomes import HintOutcome, HintStatus
 from supertuner.memory.overflow.plugin import OverflowStats
-from supertuner.memory.overflow.pools import Pools
+from supertuner.memory.overflow.pools import OverflowPools
 from supertuner.step.batch import StepBatch
 from supertuner.train.memory import MemoryEngine, open_memory, overflow_summary
 from tests.train.runs import TrainingForkServer, config
@@ -99,8 +99,8 @@ def test_each_refusal_is_told_once_to_whoever_plans(tmp_path: Path) -> None:
     _, engine = opened(tmp_path)
     with engine as memory:
         assert memory.new_refusal() is None
-        memory.tally.add(Outcome(Status.REFUSED, "CUDA_ERROR_INVALID_VALUE"))
-        memory.tally.add(Outcome(Status.APPLIED, "read back as asked"))
+        memory.tally.add(HintOutcome(HintStatus.REFUSED, "CUDA_ERROR_INVALID_VALUE"))
+        memory.tally.add(HintOutcome(HintStatus.APPLIED, "read back as asked"))
         assert memory.new_refusal() == "memory was refused (0 allocations, 1 hints so far)"
         assert memory.new_refusal() is None
         memory.account, memory.pools = account(refused_ratio=1), PoolsStub(account(refused_ratio=3))
@@ -147,7 +147,7 @@ def test_where_memory_is_full_in_spite_of_overflow_the_reason_is_told(
 ) -> None:
     _, engine = opened(tmp_path)
     with engine as memory:
-        memory.pools = cast(Pools, PoolsStub(account(**counts)))
+        memory.pools = cast(OverflowPools, PoolsStub(account(**counts)))
         assert memory.remedy("less") == said
 
 

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from supertuner.config.settings.tree import RunConfig
+from supertuner.config.settings.run_config import RunConfig
 from supertuner.config.sources.load import load_config
 from supertuner.core.errors import ModelError, TrainError
 from supertuner.core.events import Event, NullSink, WarningEvent
 from supertuner.core.host import HostFacts
-from supertuner.data.opened import open_corpus
+from supertuner.data.corpus_loader import open_corpus
 from supertuner.models.families.wan22 import tiny as wan22_tiny
+from supertuner.models.family_registry import load_family
 from supertuner.models.fingerprint import fingerprint
 from supertuner.models.spec import ModelDescription, ModelSource
-from supertuner.models.table import load_family
 from supertuner.step.precision import ComputePrecision
 from supertuner.train.model_source import open_model
 from supertuner.train.setup import build_encoding_spec, require_expert_settings

@@ -14,7 +14,7 @@ from supertuner.config.dialects.conversions import (
     rename_to,
     sibling_value,
 )
-from supertuner.config.dialects.table import (
+from supertuner.config.dialects.key_tables import (
     AI_TOOLKIT,
     SIMPLETUNER,
     DialectKey,

@@ -10,7 +10,7 @@ from types import UnionType
 from typing import Any, TypeAlias, Union, get_args, get_origin
 
 from supertuner.config.settings.block import SettingsBlock
-from supertuner.config.settings.tree import RunConfig
+from supertuner.config.settings.run_config import RunConfig
 
 KeyPath: TypeAlias = tuple[str | int, ...]
 """Keys and list positions from the root down."""

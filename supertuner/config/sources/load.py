@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from supertuner.config import problems, resolve
 from supertuner.config.dialects.translate import SourceTranslator, iter_settings
-from supertuner.config.settings.tree import RunConfig
+from supertuner.config.settings.run_config import RunConfig
 from supertuner.config.sources import environment
 from supertuner.config.sources import key_path as place
 from supertuner.config.sources import overrides as sets

@@ -14,9 +14,9 @@ from types import TracebackType
 from supertuner.config.settings.data import LoaderSettings
 from supertuner.core.events import DecisionEvent, Sink
 from supertuner.core.host import HostFacts
-from supertuner.data.batching.batches import DecodedBatch, DecoderPool, PendingBatch
+from supertuner.data.batching.decoder_pool import DecodedBatch, DecoderPool, PendingBatch
 from supertuner.data.corpus import Corpus
-from supertuner.data.ordering.windows import MicroBatch
+from supertuner.data.ordering.micro_batches import MicroBatch
 
 
 class BatchPrefetcher:

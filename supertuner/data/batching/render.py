@@ -17,7 +17,7 @@ from supertuner.data.batching.sample_rng import SampleRng
 from supertuner.data.corpus import CorpusDataset
 from supertuner.data.decode import raising_broken_media
 from supertuner.data.decode.image import RGBImage
-from supertuner.data.ordering.assign import slice_metadata
+from supertuner.data.ordering.bucket_assignment import slice_metadata
 from supertuner.data.ordering.buckets import Bucket, frames_available
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def render_sample(
 ) -> None:
     """Write the sample into `row`, which has the bucket's shape. Bytes that do not decode are a BrokenMedia.
 
-    Whoever changes what comes out of the same bytes and settings raises `RENDER_VERSION` (data/content.py).
+    Whoever changes what comes out of the same bytes and settings raises `RENDER_VERSION` (data/content_key.py).
     """
     augmentation = augmentation_for_sample(seed, dataset, sample, cycle)
     if bucket.kind is MediaKind.AUDIO:

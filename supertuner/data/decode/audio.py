@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from supertuner.core.errors import BrokenMediaError
 from supertuner.data.probe.audio import MAX_SECONDS
+from supertuner.data.probe.memoryview_file import MemoryviewFile
 from supertuner.data.probe.sniff import HEAD_BYTES, sniff
-from supertuner.data.probe.window import MemoryviewFile
 
 AudioArray = NDArray[np.float32]
 

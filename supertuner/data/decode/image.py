@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from supertuner.core.errors import BrokenMediaError
 from supertuner.core.types import MediaKind
 from supertuner.data.probe import probe
-from supertuner.data.probe.window import MemoryviewFile
+from supertuner.data.probe.memoryview_file import MemoryviewFile
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from supertuner.core.errors import BrokenMediaError
 from supertuner.data.decode.image import RGBImage
-from supertuner.data.probe.facts import MAX_PIXELS
-from supertuner.data.probe.window import MemoryviewFile
+from supertuner.data.probe.media_info import MAX_PIXELS
+from supertuner.data.probe.memoryview_file import MemoryviewFile
 
 if TYPE_CHECKING:
     from av.container import InputContainer

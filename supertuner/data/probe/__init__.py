@@ -5,7 +5,7 @@ from __future__ import annotations
 from supertuner.core.errors import BrokenMediaError
 from supertuner.core.types import MediaKind
 from supertuner.data.probe import jpeg, png, webp
-from supertuner.data.probe.facts import MediaInfo
+from supertuner.data.probe.media_info import MediaInfo
 from supertuner.data.probe.sniff import HEAD_BYTES, format_allows_kind, sniff
 
 _IMAGE_PROBES = {"png": png.probe_png, "webp": webp.probe_webp}

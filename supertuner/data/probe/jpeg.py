@@ -6,7 +6,7 @@ import struct
 
 from supertuner.core.errors import BrokenMediaError
 from supertuner.data.probe.exif import exif_orientation
-from supertuner.data.probe.facts import MediaInfo, image_info
+from supertuner.data.probe.media_info import MediaInfo, image_info
 
 _MARKER = struct.Struct(">HH")
 """A marker and the length of its segment."""

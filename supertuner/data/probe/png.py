@@ -6,7 +6,7 @@ import struct
 
 from supertuner.core.errors import BrokenMediaError
 from supertuner.data.probe.exif import exif_orientation
-from supertuner.data.probe.facts import MediaInfo, image_info
+from supertuner.data.probe.media_info import MediaInfo, image_info
 
 _CHUNK = struct.Struct(">I4s")
 _IHDR_SIZE = struct.Struct(">II")

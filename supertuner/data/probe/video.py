@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from supertuner.core.errors import BrokenMediaError
 from supertuner.data.probe.container import require_complete
-from supertuner.data.probe.facts import MediaInfo, image_info
-from supertuner.data.probe.window import MemoryviewFile
+from supertuner.data.probe.media_info import MediaInfo, image_info
+from supertuner.data.probe.memoryview_file import MemoryviewFile
 
 if TYPE_CHECKING:
     from av.container import InputContainer

@@ -11,7 +11,7 @@ from pathlib import Path
 from supertuner.config.settings.data import CaptionSettings
 from supertuner.core.errors import BrokenMediaError, SourceError
 from supertuner.core.types import MediaKind
-from supertuner.data.sources import captions as caption_rules
+from supertuner.data.sources import caption_parsing as caption_rules
 from supertuner.data.sources import metadata
 from supertuner.data.sources.listing import (
     FileSpan,

@@ -12,7 +12,7 @@ from supertuner.config.settings.data import CaptionSettings
 from supertuner.core.durable import resolve_inside
 from supertuner.core.errors import BrokenMediaError, SourceError
 from supertuner.core.types import MediaKind
-from supertuner.data.sources.captions import parse_caption_cell
+from supertuner.data.sources.caption_parsing import parse_caption_cell
 from supertuner.data.sources.listing import FileSpan, SkippedFile, SourceItem, SourceListing
 
 if TYPE_CHECKING:

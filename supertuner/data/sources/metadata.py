@@ -12,7 +12,7 @@ from pathlib import Path
 
 from supertuner.config.settings.data import CaptionSettings
 from supertuner.core.errors import SourceError
-from supertuner.data.sources.captions import parse_caption_cell
+from supertuner.data.sources.caption_parsing import parse_caption_cell
 
 _DEFAULT_NAMES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 _EXTRA_CELLS = "(more cells than columns)"

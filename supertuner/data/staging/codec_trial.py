@@ -17,7 +17,7 @@ from supertuner.data.staging.compress import (
     codecs_to_try,
     compress,
 )
-from supertuner.data.staging.reading import read_span
+from supertuner.data.staging.span_reader import read_span
 
 _FILES_PER_EXTENSION = 12
 """Files looked at per file name ending: enough to tell 5 % from nothing, few enough to take no time."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from supertuner.data.probe.facts import MediaInfo
+from supertuner.data.probe.media_info import MediaInfo
 
 COLUMNS: Mapping[str, str] = {
     "width": "i",

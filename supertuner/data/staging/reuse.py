@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from supertuner.arena.home import Home
-from supertuner.arena.states import ArenaInfo
+from supertuner.arena.arena_info import ArenaInfo
+from supertuner.arena.home import ArenaHome
 from supertuner.config.settings.data import DatasetSettings
 from supertuner.data.staging.fingerprint import STAGED_VERSION, origin_digest
 
@@ -32,7 +32,7 @@ def find_staged_arena(home: Path, dataset: DatasetSettings) -> ArenaInfo | None:
     }
     candidates = [
         one
-        for one in Home(home).ls()
+        for one in ArenaHome(home).list_arenas()
         if one.state == "sealed" and expected_meta.items() <= dict(one.meta or {}).items()
     ]
     return max(candidates, key=lambda one: one.created or 0.0, default=None)

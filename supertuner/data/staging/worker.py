@@ -9,23 +9,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from supertuner.arena.bulk import Bulk
+from supertuner.arena.bulk_writer import BulkUnitWriter
 from supertuner.config.settings.data import DatasetSettings
 from supertuner.core.bulk_io import BulkReader
 from supertuner.core.errors import BrokenMediaError
 from supertuner.core.events import ProgressPhase
 from supertuner.core.types import MIB, MediaKind
 from supertuner.data.probe import probe
-from supertuner.data.probe.facts import MediaInfo
-from supertuner.data.sources.captions import MAX_CAPTION_BYTES
+from supertuner.data.probe.media_info import MediaInfo
+from supertuner.data.sources.caption_parsing import MAX_CAPTION_BYTES
 from supertuner.data.sources.listing import DataSource, FileSpan, SkippedFile, SourceListing
-from supertuner.data.staged import MEDIA_FIELD
+from supertuner.data.staged_dataset import MEDIA_FIELD
 from supertuner.data.staging.budget import stored_bytes
+from supertuner.data.staging.budget_meter import BudgetMeter
 from supertuner.data.staging.columns import StagedColumns
 from supertuner.data.staging.compress import RAW_CODEC, CodecChoice, compress
-from supertuner.data.staging.decodes import require_decodes
-from supertuner.data.staging.meter import BudgetMeter
-from supertuner.data.staging.reading import (
+from supertuner.data.staging.decode_check import require_decodes
+from supertuner.data.staging.result import FormatFigures
+from supertuner.data.staging.span_reader import (
     SpanBuffer,
     buffer_bytes,
     open_span,
@@ -33,10 +34,9 @@ from supertuner.data.staging.reading import (
     read_span,
     require_unchanged,
 )
-from supertuner.data.staging.result import FormatFigures
 
 if TYPE_CHECKING:
-    from supertuner.arena.build import Build
+    from supertuner.arena.build import ArenaBuild
     from supertuner.data.sources.listing import SourceItem
 
 _BUFFER_BYTES = 4 * MIB
@@ -53,7 +53,7 @@ class StagingJob:
     dataset: DatasetSettings
     source: DataSource
     listing: SourceListing
-    build: Build
+    build: ArenaBuild
     meter: BudgetMeter
     codecs: Mapping[str, CodecChoice]
     """Codecs by format; empty: files are stored as they are."""
@@ -71,10 +71,10 @@ class StageWorker:
         self._kind = job.dataset.dataset_type
         self._probe = _probe_and_decode if job.dataset.check == "decode" else probe
         self._stores_raw = not job.codecs
-        self._writer = job.build.writer()
+        self._writer = job.build.open_writer()
         buffer = BulkReader(_BUFFER_BYTES, job.library)
         self._span_buffer = SpanBuffer(buffer)
-        self._bulk_writer = Bulk(self._writer, MEDIA_FIELD, buffer)
+        self._bulk_writer = BulkUnitWriter(self._writer, MEDIA_FIELD, buffer)
         self.columns = StagedColumns()
         self.skipped: list[tuple[int, SkippedFile]] = []
         self.formats: dict[str, FormatFigures] = {}

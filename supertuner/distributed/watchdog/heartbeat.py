@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from supertuner.core.events import Event, MeasurementEvent, Progress, ProgressPhase, Sink
-from supertuner.sinks.training import TRAIN_STEP
+from supertuner.sinks.training_events import TRAIN_STEP
 from supertuner.step.window import GradientReduction
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from supertuner.memory.emulator.figures import Figures, Parameters
+from supertuner.memory.emulator.configuration import EmulatedMachine, EmulatorParameters
 
 
 @dataclass(slots=True)
-class Traffic:
+class MemoryTraffic:
     """What was moved and used, in bytes and counts: the figures that a plan is judged by."""
 
     to_device_bytes: int = 0
@@ -32,37 +32,37 @@ class Traffic:
     """Blocks that followed their accesses."""
 
 
-class Clock:
-    def __init__(self, figures: Figures, parameters: Parameters) -> None:
-        self._figures, self._parameters = figures, parameters
+class EmulatorClock:
+    def __init__(self, machine: EmulatedMachine, parameters: EmulatorParameters) -> None:
+        self._machine, self._parameters = machine, parameters
         self._now = 0.0
-        self._up_until = self._down_until = 0.0
-        self.traffic = Traffic()
-        self.unknown: set[str] = set()
+        self._to_device_free_at = self._to_host_free_at = 0.0
+        self.traffic = MemoryTraffic()
+        self.unknown_figures: set[str] = set()
         """Figures that were needed and are not known for this machine."""
 
     @property
     def seconds(self) -> float | None:
         """Modelled seconds since the machine was made; None once a cost came in whose figure is not known."""
-        return None if self.unknown else self._now
+        return None if self.unknown_figures else self._now
 
     @property
     def now(self) -> float:
         """Where the clock stands; costs whose figure is not known are not in it (`unknown`)."""
         return self._now
 
-    def spend(self, seconds: float) -> None:
+    def advance(self, seconds: float) -> None:
         """Time passes for another reason, such as computation; the link works on meanwhile."""
         self._now += seconds
 
-    def wait(self, until: float) -> None:
-        self._now = max(self._now, until)
+    def wait_until(self, time_s: float) -> None:
+        self._now = max(self._now, time_s)
 
-    def drain(self) -> None:
+    def wait_for_link(self) -> None:
         """Wait until the link is idle."""
-        self.wait(max(self._up_until, self._down_until))
+        self.wait_until(max(self._to_device_free_at, self._to_host_free_at))
 
-    def fault(self, pages: int) -> None:
+    def service_faults(self, pages: int) -> None:
         """Service the faults of so many pages."""
         if pages:
             batches = -(-pages // self._parameters.fault_batch_pages)
@@ -70,36 +70,46 @@ class Clock:
             self.traffic.fault_batches += batches
             self._now += batches * self._parameters.fault_batch_s
 
-    def cross(self, up: int, down: int, after: float = 0.0) -> float:
+    def transfer(self, to_device_bytes: int, to_host_bytes: int, not_before: float = 0.0) -> float:
         """Begin to send bytes to the GPU and to the host as soon as the link is free, and not before `after`; when they
         will have arrived."""
-        self.traffic.to_device_bytes += up
-        self.traffic.to_host_bytes += down
-        up_s = self._cost(up, "to_device_bytes_s")
-        down_s = self._cost(down, "to_host_bytes_s")
-        begin = max(self._now, after)
+        self.traffic.to_device_bytes += to_device_bytes
+        self.traffic.to_host_bytes += to_host_bytes
+        to_device_s = self._seconds_for(to_device_bytes, "to_device_bytes_s")
+        to_host_s = self._seconds_for(to_host_bytes, "to_host_bytes_s")
+        start_s = max(self._now, not_before)
         if self._parameters.duplex:
-            self._up_until = max(begin, self._up_until) + up_s if up else self._up_until
-            self._down_until = max(begin, self._down_until) + down_s if down else self._down_until
-            return max(self._now, self._up_until if up else 0.0, self._down_until if down else 0.0)
-        if not up and not down:
+            self._to_device_free_at = (
+                max(start_s, self._to_device_free_at) + to_device_s if to_device_bytes else self._to_device_free_at
+            )
+            self._to_host_free_at = (
+                max(start_s, self._to_host_free_at) + to_host_s if to_host_bytes else self._to_host_free_at
+            )
+            return max(
+                self._now,
+                self._to_device_free_at if to_device_bytes else 0.0,
+                self._to_host_free_at if to_host_bytes else 0.0,
+            )
+        if not to_device_bytes and not to_host_bytes:
             return self._now
-        self._up_until = self._down_until = max(begin, self._up_until) + up_s + down_s
-        return self._up_until
+        self._to_device_free_at = self._to_host_free_at = (
+            max(start_s, self._to_device_free_at) + to_device_s + to_host_s
+        )
+        return self._to_device_free_at
 
     def use_gpu_memory(self, nbytes: int, write: bool) -> None:
         self.traffic.gpu_bytes += nbytes
-        self._now += self._cost(nbytes, "gpu_write_bytes_s" if write else "gpu_read_bytes_s")
+        self._now += self._seconds_for(nbytes, "gpu_write_bytes_s" if write else "gpu_read_bytes_s")
 
     def use_host_memory(self, nbytes: int) -> None:
         self.traffic.host_bytes += nbytes
-        self._now += self._cost(nbytes, "host_bytes_s")
+        self._now += self._seconds_for(nbytes, "host_bytes_s")
 
-    def _cost(self, nbytes: int, figure: str) -> float:
+    def _seconds_for(self, nbytes: int, figure: str) -> float:
         if not nbytes:
             return 0.0
-        bandwidth: float | None = getattr(self._figures, figure)
+        bandwidth: float | None = getattr(self._machine, figure)
         if bandwidth is None:
-            self.unknown.add(figure)
+            self.unknown_figures.add(figure)
             return 0.0
         return nbytes / bandwidth

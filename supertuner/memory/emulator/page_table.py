@@ -11,7 +11,7 @@ from typing import Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from supertuner.memory.driver import HOST, Gpu, Home, HostNode, Kind, Span
+from supertuner.memory.driver import HOST, AddressRange, GpuLocation, HostNumaLocation, MemoryKind, MemoryLocation
 
 AT_HOST: Final = 1
 ON_GPU: Final = 2
@@ -19,37 +19,37 @@ ON_GPU: Final = 2
 GARBAGE: Final = 0xDB
 """What discarded pages hold: a reader of worthless contents should notice."""
 
-Mask: TypeAlias = NDArray[np.bool_]
-Numbers: TypeAlias = NDArray[np.int64]
+PageMask: TypeAlias = NDArray[np.bool_]
+PageNumbers: TypeAlias = NDArray[np.int64]
 
 
-class Contents:
+class PageContents:
     """Bytes of one allocation, kept as a value per page."""
 
     def __init__(self, pages: int, page_bytes: int) -> None:
         self._page_bytes = page_bytes
         self._values = np.zeros(pages, np.uint8)
-        self._mixed: dict[int, bytearray] = {}
+        self._exact_pages: dict[int, bytearray] = {}
 
     def fill(self, offset: int, nbytes: int, value: int) -> None:
         first, last = -(-offset // self._page_bytes), (offset + nbytes) // self._page_bytes
         if first < last:
             self._values[first:last] = value
-            if self._mixed:
-                for page in [p for p in self._mixed if first <= p < last]:
-                    del self._mixed[page]
-        for page, begin, end in self._cut(offset, nbytes):
-            self._exact(page)[begin:end] = bytes([value]) * (end - begin)
+            if self._exact_pages:
+                for page in [p for p in self._exact_pages if first <= p < last]:
+                    del self._exact_pages[page]
+        for page, begin, end in self._partial_pages(offset, nbytes):
+            self._exact_page(page)[begin:end] = bytes([value]) * (end - begin)
 
     def read(self, offset: int, nbytes: int) -> bytes:
         first, last = offset // self._page_bytes, -(-(offset + nbytes) // self._page_bytes)
-        whole = np.repeat(self._values[first:last], self._page_bytes)
-        for page in range(first, last) if len(self._mixed) > last - first else sorted(self._mixed):
-            if first <= page < last and page in self._mixed:
+        page_bytes = np.repeat(self._values[first:last], self._page_bytes)
+        for page in range(first, last) if len(self._exact_pages) > last - first else sorted(self._exact_pages):
+            if first <= page < last and page in self._exact_pages:
                 at = (page - first) * self._page_bytes
-                whole[at : at + self._page_bytes] = np.frombuffer(self._mixed[page], np.uint8)
+                page_bytes[at : at + self._page_bytes] = np.frombuffer(self._exact_pages[page], np.uint8)
         begin = offset - first * self._page_bytes
-        return whole[begin : begin + nbytes].tobytes()
+        return page_bytes[begin : begin + nbytes].tobytes()
 
     def write(self, offset: int, content: bytes) -> None:
         """Put bytes in; pages of one value are kept as that value."""
@@ -60,42 +60,44 @@ class Contents:
             if len(part) == size and part.count(part[:1]) == size:
                 self.fill(page * size, size, part[0])
             else:
-                self._exact(page)[begin - page * size : stop - page * size] = part
+                self._exact_page(page)[begin - page * size : stop - page * size] = part
 
-    def copy_from(self, source: Contents, target_offset: int, source_offset: int, nbytes: int) -> None:
+    def copy_from(self, source: PageContents, target_offset: int, source_offset: int, nbytes: int) -> None:
         """Page by page where both ranges cut pages alike, in small pieces where not."""
         size = self._page_bytes
         lead = min(-source_offset % size, nbytes)
-        whole = (nbytes - lead) // size * size if (source_offset - target_offset) % size == 0 else 0
-        edges = [(0, lead), (lead + whole, nbytes)] if whole else [(0, nbytes)]
-        if whole:
-            at, other = (target_offset + lead) // size, (source_offset + lead) // size
-            moved = {p: bytes(b) for p, b in source._mixed.items() if 0 <= p - other < whole // size}
-            self.fill(at * size, whole, 0)  # forgets what was partly written there
-            self._values[at : at + whole // size] = source._values[other : other + whole // size]
-            self._mixed.update({p - other + at: bytearray(b) for p, b in moved.items()})
+        whole_bytes = (nbytes - lead) // size * size if (source_offset - target_offset) % size == 0 else 0
+        edges = [(0, lead), (lead + whole_bytes, nbytes)] if whole_bytes else [(0, nbytes)]
+        if whole_bytes:
+            target_page, source_page = (target_offset + lead) // size, (source_offset + lead) // size
+            copied = {p: bytes(b) for p, b in source._exact_pages.items() if 0 <= p - source_page < whole_bytes // size}
+            self.fill(target_page * size, whole_bytes, 0)  # forgets what was partly written there
+            self._values[target_page : target_page + whole_bytes // size] = source._values[
+                source_page : source_page + whole_bytes // size
+            ]
+            self._exact_pages.update({p - source_page + target_page: bytearray(b) for p, b in copied.items()})
         for begin, end in edges:
-            for here in range(begin, end, 64 * size):
-                piece = source.read(source_offset + here, min(64 * size, end - here))
-                self.write(target_offset + here, piece)
+            for offset in range(begin, end, 64 * size):
+                piece = source.read(source_offset + offset, min(64 * size, end - offset))
+                self.write(target_offset + offset, piece)
 
-    def _cut(self, offset: int, nbytes: int) -> list[tuple[int, int, int]]:
+    def _partial_pages(self, offset: int, nbytes: int) -> list[tuple[int, int, int]]:
         """The pages that a range covers only in part, with the range inside each."""
         size, end = self._page_bytes, offset + nbytes
         edges = {offset // size, (end - 1) // size}
-        cut = [(p, max(offset - p * size, 0), min(end - p * size, size)) for p in sorted(edges)]
-        return [piece for piece in cut if piece[2] - piece[1] < size]
+        pieces = [(p, max(offset - p * size, 0), min(end - p * size, size)) for p in sorted(edges)]
+        return [piece for piece in pieces if piece[2] - piece[1] < size]
 
-    def _exact(self, page: int) -> bytearray:
-        if page not in self._mixed:
-            self._mixed[page] = bytearray([int(self._values[page])]) * self._page_bytes
-        return self._mixed[page]
+    def _exact_page(self, page: int) -> bytearray:
+        if page not in self._exact_pages:
+            self._exact_pages[page] = bytearray([int(self._values[page])]) * self._page_bytes
+        return self._exact_pages[page]
 
 
-class Region:
+class MemoryRegion:
     """One allocation, or one block of memory that the process has from elsewhere."""
 
-    def __init__(self, kind: Kind, span: Span, page_bytes: int, block_bytes: int) -> None:
+    def __init__(self, kind: MemoryKind, span: AddressRange, page_bytes: int, block_bytes: int) -> None:
         self.kind, self.span = kind, span
         self.page_bytes = page_bytes
         self.pages = -(-span.nbytes // page_bytes)
@@ -114,14 +116,14 @@ class Region:
         self.counters = np.zeros(blocks, np.int64)
         self.ready_s = np.zeros(blocks, np.float64)
         """When the last prefetch of a block arrives, by the modelled clock."""
-        self.contents = Contents(self.pages, page_bytes)
+        self.contents = PageContents(self.pages, page_bytes)
 
-    def covered(self, span: Span) -> slice:
+    def pages_touching(self, span: AddressRange) -> slice:
         """The pages that a range touches: rounded outward, as the driver documents for hints."""
         first = (span.address - self.span.address) // self.page_bytes
         return slice(first, -(-(span.end - self.span.address) // self.page_bytes))
 
-    def inside(self, span: Span) -> slice:
+    def pages_inside(self, span: AddressRange) -> slice:
         """The pages that lie wholly in a range. The end of the allocation ends its last page."""
         first = -(-(span.address - self.span.address) // self.page_bytes)
         last = (span.end - self.span.address) // self.page_bytes
@@ -129,35 +131,35 @@ class Region:
             last = self.pages
         return slice(first, max(first, last))
 
-    def blocks(self, pages: slice) -> slice:
+    def blocks_of(self, pages: slice) -> slice:
         return slice(pages.start // self.block_pages, -(-pages.stop // self.block_pages))
 
-    def pages_of_all(self, blocks: Numbers) -> Numbers:
-        pages: Numbers = (blocks[:, None] * self.block_pages + np.arange(self.block_pages)).ravel()
+    def pages_of_blocks(self, blocks: PageNumbers) -> PageNumbers:
+        pages: PageNumbers = (blocks[:, None] * self.block_pages + np.arange(self.block_pages)).ravel()
         return pages[pages < self.pages]
 
-    def pages_of(self, block: int) -> slice:
+    def pages_of_block(self, block: int) -> slice:
         return slice(block * self.block_pages, min((block + 1) * self.block_pages, self.pages))
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class RegionRange:
     """Part of a request that lies in one region."""
 
-    region: Region
-    span: Span
+    region: MemoryRegion
+    span: AddressRange
 
 
-def code_of(home: Home) -> int:
+def location_code(location: MemoryLocation) -> int:
     """A home as a small number; 0 is kept for none."""
-    if isinstance(home, Gpu):
-        return home.device + 1
-    return -2 - home.node if isinstance(home, HostNode) else -1
+    if isinstance(location, GpuLocation):
+        return location.device + 1
+    return -2 - location.node if isinstance(location, HostNumaLocation) else -1
 
 
-def home_of(code: int) -> Home | None:
+def location_from_code(code: int) -> MemoryLocation | None:
     if code == 0:
         return None
     if code > 0:
-        return Gpu(code - 1)
-    return HOST if code == -1 else HostNode(-2 - code)
+        return GpuLocation(code - 1)
+    return HOST if code == -1 else HostNumaLocation(-2 - code)

@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from supertuner.memory.driver import Device, Driver, Missing
+from supertuner.memory.driver import DeviceProperties, Driver, NotAvailable
 
 
 @dataclass(frozen=True, slots=True)
-class Support:
+class HintSupport:
     """Whether hints can do anything on a machine, and why."""
 
     supported: bool
@@ -26,7 +26,7 @@ class Support:
 
 
 @dataclass(frozen=True, slots=True)
-class Enabled:
+class HintDecision:
     """Whether hints are given, and why. Printed where a run starts."""
 
     on: bool
@@ -41,31 +41,33 @@ class Enabled:
         return f"residency hints {'on' if self.on else 'off'}: {self.reason}"
 
 
-def decide(override: bool | None, setting: bool | None, cache_types: Sequence[str], support: Support) -> Enabled:
+def decide_hints(
+    override: bool | None, setting: bool | None, cache_types: Sequence[str], support: HintSupport
+) -> HintDecision:
     """Asked for and supported, in the order of the table above."""
-    asked, by = _asked(override, setting, cache_types)
+    asked, requested_by = _requested(override, setting, cache_types)
     if asked is None:
-        return Enabled(False, None, by)
+        return HintDecision(False, None, requested_by)
     if not asked:
-        return Enabled(False, False, by)
+        return HintDecision(False, False, requested_by)
     if not support.supported:
-        return Enabled(False, True, f"{by}, but {support.reason}")
-    return Enabled(True, True, f"{by}; {support.reason}")
+        return HintDecision(False, True, f"{requested_by}, but {support.reason}")
+    return HintDecision(True, True, f"{requested_by}; {support.reason}")
 
 
-def supported(driver: Driver | Missing, device: int = 0) -> Support:
+def hint_support(driver: Driver | NotAvailable, device: int = 0) -> HintSupport:
     """What a machine's driver says of hints. An answer that it would not give counts as no."""
-    if isinstance(driver, Missing):
-        return Support(False, driver.reason)
-    found = next((one for one in driver.devices() if one.number == device), None)
-    if found is None:
-        return Support(False, f"the driver knows no GPU {device}")
-    return device_support(found)
+    if isinstance(driver, NotAvailable):
+        return HintSupport(False, driver.reason)
+    properties = next((candidate for candidate in driver.devices() if candidate.number == device), None)
+    if properties is None:
+        return HintSupport(False, f"the driver knows no GPU {device}")
+    return device_hint_support(properties)
 
 
-def device_support(device: Device) -> Support:
+def device_hint_support(device: DeviceProperties) -> HintSupport:
     if device.integrated:
-        return Support(False, f"CPU and {device.name} share one pool of memory: there is nowhere to move anything")
+        return HintSupport(False, f"CPU and {device.name} share one pool of memory: there is nowhere to move anything")
     memories = []
     if device.managed and device.concurrent_managed:
         memories.append("managed memory")
@@ -73,13 +75,13 @@ def device_support(device: Device) -> Support:
         through = " through the host's page tables" if device.host_page_tables else ""
         memories.append(f"ordinary memory{through}")
     if not memories:
-        return Support(
+        return HintSupport(
             False, f"{device.name} has no managed memory that can be hinted, and cannot read ordinary memory"
         )
-    return Support(True, f"{device.name} takes hints for {' and '.join(memories)}")
+    return HintSupport(True, f"{device.name} takes hints for {' and '.join(memories)}")
 
 
-def _asked(override: bool | None, setting: bool | None, cache_types: Sequence[str]) -> tuple[bool | None, str]:
+def _requested(override: bool | None, setting: bool | None, cache_types: Sequence[str]) -> tuple[bool | None, str]:
     if override is not None:
         return override, f"set_uvm_hint_override({override})"
     if setting is not None:

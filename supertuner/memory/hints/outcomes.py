@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias
 
-from supertuner.memory.driver import Span
+from supertuner.memory.driver import AddressRange
 
 
-class Status(StrEnum):
+class HintStatus(StrEnum):
     APPLIED = "applied"
     """Done, and read back as asked, or seen in place."""
     UNVERIFIED = "applied-unverified"
@@ -33,66 +33,66 @@ class Status(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class HintOutcome:
     """What became of one request."""
 
-    status: Status
+    status: HintStatus
     reason: str
-    asked: Span | None = None
+    requested: AddressRange | None = None
     """From the first byte of the tensor to its last; None: it has no address, or several."""
-    touched: tuple[Span, ...] = ()
+    applied_to: tuple[AddressRange, ...] = ()
     """What the driver was really told: whole pages, and only those that belong to the tensor alone."""
 
     @property
-    def told(self) -> bool:
+    def accepted(self) -> bool:
         """Whether the driver took the hint."""
-        return self.status in (Status.APPLIED, Status.UNVERIFIED)
+        return self.status in (HintStatus.APPLIED, HintStatus.UNVERIFIED)
 
 
-Counts: TypeAlias = Counter[tuple[Status, str]]
+OutcomeCounts: TypeAlias = Counter[tuple[HintStatus, str]]
 """Status and reason → how many hints."""
 
 # A tensor of several parts is what became of its worst part.
 WORST_FIRST = (
-    Status.ERROR,
-    Status.REFUSED,
-    Status.UNSUPPORTED,
-    Status.UNVERIFIED,
-    Status.APPLIED,
-    Status.NO_EFFECT,
+    HintStatus.ERROR,
+    HintStatus.REFUSED,
+    HintStatus.UNSUPPORTED,
+    HintStatus.UNVERIFIED,
+    HintStatus.APPLIED,
+    HintStatus.NO_EFFECT,
 )
 
 
-def combined(outcomes: Sequence[Outcome]) -> Outcome:
+def combine_outcomes(outcomes: Sequence[HintOutcome]) -> HintOutcome:
     """What became of a tensor that is made of others."""
     assert outcomes, "a tensor has at least one part"
     if len(outcomes) == 1:
         return outcomes[0]
-    worst = min(outcomes, key=lambda one: WORST_FIRST.index(one.status))
+    worst = min(outcomes, key=lambda outcome: WORST_FIRST.index(outcome.status))
     same = all((one.status, one.reason) == (worst.status, worst.reason) for one in outcomes)
     reason = worst.reason if same else f"a part of it: {worst.reason}"
-    return Outcome(worst.status, reason, None, tuple(span for one in outcomes for span in one.touched))
+    return HintOutcome(worst.status, reason, None, tuple(span for one in outcomes for span in one.applied_to))
 
 
 @dataclass(frozen=True, slots=True)
-class Counted:
+class BatchHintSummary:
     """What became of the hints for one batch, the most frequent first."""
 
-    rows: tuple[tuple[Status, str, int], ...]
+    rows: tuple[tuple[HintStatus, str, int], ...]
 
     @classmethod
-    def of(cls, counts: Mapping[tuple[Status, str], int]) -> Counted:
+    def from_counts(cls, counts: Mapping[tuple[HintStatus, str], int]) -> BatchHintSummary:
         ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
         return cls(tuple((status, reason, count) for (status, reason), count in ordered))
 
     @property
-    def counts(self) -> Counts:
+    def counts(self) -> OutcomeCounts:
         return Counter({(status, reason): count for status, reason, count in self.rows})
 
     @property
-    def status(self) -> Status:
+    def status(self) -> HintStatus:
         """The most frequent."""
-        return self.rows[0][0] if self.rows else Status.NO_EFFECT
+        return self.rows[0][0] if self.rows else HintStatus.NO_EFFECT
 
     @property
     def reason(self) -> str:
@@ -100,21 +100,21 @@ class Counted:
         return self.rows[0][1] if self.rows else "no tensor in it"
 
 
-class Tally:
+class HintTally:
     """Counts over a run. May be added to from several threads."""
 
     def __init__(self) -> None:
-        self._counts: Counts = Counter()
+        self._counts: OutcomeCounts = Counter()
         self._lock = threading.Lock()
 
-    def add(self, what: Outcome | Counted | Counts) -> None:
+    def add(self, result: HintOutcome | BatchHintSummary | OutcomeCounts) -> None:
         with self._lock:
-            if isinstance(what, Outcome):
-                self._counts[what.status, what.reason] += 1
+            if isinstance(result, HintOutcome):
+                self._counts[result.status, result.reason] += 1
             else:
-                self._counts.update(what.counts if isinstance(what, Counted) else what)
+                self._counts.update(result.counts if isinstance(result, BatchHintSummary) else result)
 
-    def counts(self) -> Counts:
+    def counts(self) -> OutcomeCounts:
         with self._lock:
             return Counter(self._counts)
 
@@ -127,4 +127,7 @@ class Tally:
 
     def lines(self) -> list[str]:
         """For the summary, the most frequent first: `applied: read back as asked (96)`."""
-        return [f"{status}: {reason} ({count:,})" for status, reason, count in Counted.of(self.counts()).rows]
+        return [
+            f"{status}: {reason} ({count:,})"
+            for status, reason, count in BatchHintSummary.from_counts(self.counts()).rows
+        ]

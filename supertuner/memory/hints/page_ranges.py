@@ -14,14 +14,14 @@ from typing import Final
 
 import torch
 
-from supertuner.memory.driver import Span
+from supertuner.memory.driver import AddressRange
 
-MOST_PIECES: Final = 1024
+MAX_PIECES: Final = 1024
 """Contiguous pieces of one view beyond which it is not hinted: each would be a call to the driver."""
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class StridedLayout:
     """Where the elements of a strided tensor lie. Strides count elements, and are not negative."""
 
     address: int
@@ -30,16 +30,16 @@ class Layout:
     strides: tuple[int, ...]
 
     @property
-    def span(self) -> Span:
+    def span(self) -> AddressRange:
         """From the first byte to the last. There may be bytes of others in between."""
         if 0 in self.shape:
-            return Span(self.address, 0)
+            return AddressRange(self.address, 0)
         reach = sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True))
-        return Span(self.address, (reach + 1) * self.itemsize)
+        return AddressRange(self.address, (reach + 1) * self.itemsize)
 
 
 @dataclass(frozen=True, slots=True)
-class TooMany:
+class TooManyPieces:
     """A view in more pieces than are worth hinting."""
 
     pieces: int
@@ -52,74 +52,76 @@ class NoAddress:
     reason: str
 
 
-def whole_pages(layout: Layout, page_bytes: int, most: int = MOST_PIECES) -> tuple[Span, ...] | TooMany:
+def whole_pages(
+    layout: StridedLayout, page_bytes: int, max_pieces: int = MAX_PIECES
+) -> tuple[AddressRange, ...] | TooManyPieces:
     """The pages that hold nothing but bytes of this view, as ranges in order of address."""
-    found = pieces(layout, most)
-    if not isinstance(found, TooMany):
-        return inward(found, page_bytes)
+    ranges = contiguous_pieces(layout, max_pieces)
+    if not isinstance(ranges, TooManyPieces):
+        return whole_pages_inside(ranges, page_bytes)
     # Pieces that cannot fill a page even where two of them meet: whole pages or not, the answer is none.
-    return () if 2 * _block(layout)[0] < page_bytes else found
+    return () if 2 * _contiguous_run(layout)[0] < page_bytes else ranges
 
 
-def pieces(layout: Layout, most: int = MOST_PIECES) -> tuple[Span, ...] | TooMany:
+def contiguous_pieces(layout: StridedLayout, max_pieces: int = MAX_PIECES) -> tuple[AddressRange, ...] | TooManyPieces:
     """The bytes of a view as contiguous ranges in order of address, as few as there can be."""
     if 0 in layout.shape:
         return ()
-    block, outer = _block(layout)
+    run_bytes, outer = _contiguous_run(layout)
     count = 1
     for n, _ in outer:
         count *= n
-    if count > most:
-        return TooMany(count)
+    if count > max_pieces:
+        return TooManyPieces(count)
     steps = itertools.product(*(range(0, n * stride, stride) for n, stride in outer))
     starts = sorted(layout.address + sum(step) for step in steps)
-    return _joined(Span(start, block) for start in starts)
+    return _merge_adjacent(AddressRange(start, run_bytes) for start in starts)
 
 
-def inward(spans: Iterable[Span], page_bytes: int) -> tuple[Span, ...]:
+def whole_pages_inside(spans: Iterable[AddressRange], page_bytes: int) -> tuple[AddressRange, ...]:
     """The whole pages inside each range."""
-    found = []
+    pages = []
     for span in spans:
         first, end = -(-span.address // page_bytes) * page_bytes, span.end // page_bytes * page_bytes
         if end > first:
-            found.append(Span(first, end - first))
-    return tuple(found)
+            pages.append(AddressRange(first, end - first))
+    return tuple(pages)
 
 
-def overlap(one: Span, other: Span) -> bool:
-    return one.address < other.end and other.address < one.end
+def overlaps(first: AddressRange, second: AddressRange) -> bool:
+    return first.address < second.end and second.address < first.end
 
 
-def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...] | NoAddress:
+def plain_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...] | NoAddress:
     """The plain tensors that hold a tensor's bytes: itself, or what a quantised or nested tensor is made of."""
     if type(tensor) in (torch.Tensor, torch.nn.Parameter):
-        return _plain(tensor)
+        return _check_plain(tensor)
     from torch._subclasses.fake_tensor import FakeTensor
 
     if isinstance(tensor, FakeTensor):
         return NoAddress("a fake tensor has no memory")
-    given: object = tensor
-    if not isinstance(given, torch.Tensor):  # whoever passes a batch, or a tensor's name, reads it in the outcome
-        return NoAddress(f"{type(given).__name__} is no tensor; batches have functions of their own")
+    value: object = tensor
+    if not isinstance(value, torch.Tensor):  # whoever passes a batch, or a tensor's name, reads it in the outcome
+        return NoAddress(f"{type(value).__name__} is no tensor; batches have functions of their own")
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
-        return _plain(tensor)
+        return _check_plain(tensor)
     names, _ = flatten()
-    found: list[torch.Tensor] = []
+    parts: list[torch.Tensor] = []
     for name in names:
-        inner = parts_of(getattr(tensor, name))
+        inner = plain_parts(getattr(tensor, name))
         if isinstance(inner, NoAddress):
             return inner
-        found += inner
-    return tuple(found) if found else NoAddress("a tensor without parts")
+        parts += inner
+    return tuple(parts) if parts else NoAddress("a tensor without parts")
 
 
-def layout_of(tensor: torch.Tensor) -> Layout:
+def strided_layout(tensor: torch.Tensor) -> StridedLayout:
     """Of a plain tensor, as `parts_of` gives them."""
-    return Layout(tensor.data_ptr(), tensor.element_size(), tuple(tensor.shape), tuple(tensor.stride()))
+    return StridedLayout(tensor.data_ptr(), tensor.element_size(), tuple(tensor.shape), tuple(tensor.stride()))
 
 
-def _plain(tensor: torch.Tensor) -> tuple[torch.Tensor, ...] | NoAddress:
+def _check_plain(tensor: torch.Tensor) -> tuple[torch.Tensor, ...] | NoAddress:
     if tensor.layout != torch.strided:
         return NoAddress(f"a tensor of layout {str(tensor.layout).removeprefix('torch.')} is not one piece of memory")
     if tensor.device.type == "meta":
@@ -134,27 +136,27 @@ def _plain(tensor: torch.Tensor) -> tuple[torch.Tensor, ...] | NoAddress:
     return (tensor,)
 
 
-def _block(layout: Layout) -> tuple[int, list[tuple[int, int]]]:
+def _contiguous_run(layout: StridedLayout) -> tuple[int, list[tuple[int, int]]]:
     """The longest contiguous run from the innermost dimensions on, and (size, stride in bytes) of those around it."""
     dimensions: Sequence[tuple[int, int]] = sorted(
         ((stride * layout.itemsize, n) for n, stride in zip(layout.shape, layout.strides, strict=True) if n > 1),
     )
-    block = layout.itemsize
+    run_bytes = layout.itemsize
     outer: list[tuple[int, int]] = []
     for stride, n in dimensions:
-        if not outer and stride <= block:  # the next run begins where this one ends, or inside it
-            block += stride * (n - 1)
+        if not outer and stride <= run_bytes:  # the next run begins where this one ends, or inside it
+            run_bytes += stride * (n - 1)
         else:
             outer.append((n, stride))
-    return block, outer
+    return run_bytes, outer
 
 
-def _joined(spans: Iterable[Span]) -> tuple[Span, ...]:
+def _merge_adjacent(spans: Iterable[AddressRange]) -> tuple[AddressRange, ...]:
     """Ranges in order of address, with those that touch made one."""
-    found: list[Span] = []
+    merged: list[AddressRange] = []
     for span in spans:
-        if found and span.address <= found[-1].end:
-            found[-1] = Span(found[-1].address, max(found[-1].end, span.end) - found[-1].address)
+        if merged and span.address <= merged[-1].end:
+            merged[-1] = AddressRange(merged[-1].address, max(merged[-1].end, span.end) - merged[-1].address)
         else:
-            found.append(span)
-    return tuple(found)
+            merged.append(span)
+    return tuple(merged)

@@ -14,10 +14,10 @@ from typing import Final, Literal, TypeAlias
 
 import torch
 
-Name: TypeAlias = Literal["default", "seeds"]
+PolicyName: TypeAlias = Literal["default", "seeds"]
 
 
-class Kind(StrEnum):
+class BatchTensorKind(StrEnum):
     """What a tensor of a batch is."""
 
     LATENTS = "latents"
@@ -30,12 +30,12 @@ class Kind(StrEnum):
     SAMPLES = "samples"
     WAVEFORMS = "waveforms"
     NOISE = "noise"
-    LEVELS = "levels"
+    SIGMAS = "levels"
     OTHER = "other"
     """A name that no rule knows."""
 
 
-class Hint(StrEnum):
+class BatchHint(StrEnum):
     """What can be asked for a tensor."""
 
     PREFER_CPU = "prefer CPU"
@@ -43,59 +43,59 @@ class Hint(StrEnum):
     PREFETCH = "prefetch"
 
 
-TO_HOST: Final = (Hint.PREFER_CPU,)
-TO_HOST_AND_FETCH: Final = (Hint.PREFER_CPU, Hint.PREFETCH)
-TO_GPU: Final = (Hint.PREFER_GPU, Hint.PREFETCH)
-FETCH: Final = (Hint.PREFETCH,)
+TO_HOST: Final = (BatchHint.PREFER_CPU,)
+TO_HOST_AND_FETCH: Final = (BatchHint.PREFER_CPU, BatchHint.PREFETCH)
+TO_GPU: Final = (BatchHint.PREFER_GPU, BatchHint.PREFETCH)
+FETCH: Final = (BatchHint.PREFETCH,)
 
-POLICIES: Final[Mapping[Name, Mapping[Kind, tuple[Hint, ...]]]] = {
+POLICIES: Final[Mapping[PolicyName, Mapping[BatchTensorKind, tuple[BatchHint, ...]]]] = {
     "default": {
-        Kind.LATENTS: FETCH,
-        Kind.CONDITIONING: FETCH,
-        Kind.UNCONDITIONAL: FETCH,
-        Kind.TEXT: FETCH,
-        Kind.POOLED: FETCH,
-        Kind.MASKS: FETCH,
-        Kind.AUDIO_LATENTS: FETCH,
-        Kind.SAMPLES: FETCH,
-        Kind.WAVEFORMS: FETCH,
-        Kind.NOISE: FETCH,
-        Kind.LEVELS: FETCH,
-        Kind.OTHER: FETCH,
+        BatchTensorKind.LATENTS: FETCH,
+        BatchTensorKind.CONDITIONING: FETCH,
+        BatchTensorKind.UNCONDITIONAL: FETCH,
+        BatchTensorKind.TEXT: FETCH,
+        BatchTensorKind.POOLED: FETCH,
+        BatchTensorKind.MASKS: FETCH,
+        BatchTensorKind.AUDIO_LATENTS: FETCH,
+        BatchTensorKind.SAMPLES: FETCH,
+        BatchTensorKind.WAVEFORMS: FETCH,
+        BatchTensorKind.NOISE: FETCH,
+        BatchTensorKind.SIGMAS: FETCH,
+        BatchTensorKind.OTHER: FETCH,
     },
     "seeds": {
-        Kind.LATENTS: TO_HOST,
-        Kind.CONDITIONING: TO_GPU,
-        Kind.UNCONDITIONAL: TO_GPU,
-        Kind.TEXT: TO_GPU,
-        Kind.POOLED: TO_GPU,
-        Kind.MASKS: TO_GPU,
-        Kind.AUDIO_LATENTS: TO_HOST_AND_FETCH,
-        Kind.SAMPLES: TO_HOST_AND_FETCH,
-        Kind.WAVEFORMS: TO_HOST_AND_FETCH,
-        Kind.NOISE: (),
-        Kind.LEVELS: (),
-        Kind.OTHER: FETCH,
+        BatchTensorKind.LATENTS: TO_HOST,
+        BatchTensorKind.CONDITIONING: TO_GPU,
+        BatchTensorKind.UNCONDITIONAL: TO_GPU,
+        BatchTensorKind.TEXT: TO_GPU,
+        BatchTensorKind.POOLED: TO_GPU,
+        BatchTensorKind.MASKS: TO_GPU,
+        BatchTensorKind.AUDIO_LATENTS: TO_HOST_AND_FETCH,
+        BatchTensorKind.SAMPLES: TO_HOST_AND_FETCH,
+        BatchTensorKind.WAVEFORMS: TO_HOST_AND_FETCH,
+        BatchTensorKind.NOISE: (),
+        BatchTensorKind.SIGMAS: (),
+        BatchTensorKind.OTHER: FETCH,
     },
 }
 """Kind of tensor → what is asked for it, in this order."""
 
-WORDS: Final[tuple[tuple[Kind, tuple[str, ...]], ...]] = (
-    (Kind.MASKS, ("mask",)),
-    (Kind.UNCONDITIONAL, ("uncond", "negative")),
-    (Kind.POOLED, ("pool", "add_text_embeds")),
-    (Kind.CONDITIONING, ("condition", "control", "time_ids", "adapter_image", "clip_image")),
-    (Kind.AUDIO_LATENTS, ("audio_latent", "audio.latent")),
-    (Kind.WAVEFORMS, ("waveform", "audio", "wav")),
-    (Kind.LATENTS, ("latent",)),
-    (Kind.TEXT, ("embed", "encoder_hidden_states", "prompt", "text", "token")),
-    (Kind.NOISE, ("noise",)),
-    (Kind.LEVELS, ("timestep", "sigma", "level")),
-    (Kind.SAMPLES, ("pixel", "image", "video", "sample", "frames")),
+KIND_WORDS: Final[tuple[tuple[BatchTensorKind, tuple[str, ...]], ...]] = (
+    (BatchTensorKind.MASKS, ("mask",)),
+    (BatchTensorKind.UNCONDITIONAL, ("uncond", "negative")),
+    (BatchTensorKind.POOLED, ("pool", "add_text_embeds")),
+    (BatchTensorKind.CONDITIONING, ("condition", "control", "time_ids", "adapter_image", "clip_image")),
+    (BatchTensorKind.AUDIO_LATENTS, ("audio_latent", "audio.latent")),
+    (BatchTensorKind.WAVEFORMS, ("waveform", "audio", "wav")),
+    (BatchTensorKind.LATENTS, ("latent",)),
+    (BatchTensorKind.TEXT, ("embed", "encoder_hidden_states", "prompt", "text", "token")),
+    (BatchTensorKind.NOISE, ("noise",)),
+    (BatchTensorKind.SIGMAS, ("timestep", "sigma", "level")),
+    (BatchTensorKind.SAMPLES, ("pixel", "image", "video", "sample", "frames")),
 )
 """The first row with a word that is in the name (with those around it, as in `audio.latents`) tells the kind."""
 
-ATTRIBUTES: Final = (
+TENSOR_ATTRIBUTES: Final = (
     "latents",
     "unconditional_latents",
     "audio_latents",
@@ -110,39 +110,39 @@ ATTRIBUTES: Final = (
 """Where tensors are in objects of other trainers that are neither mappings nor dataclasses."""
 
 
-def kind_named(name: str) -> Kind:
+def tensor_kind(name: str) -> BatchTensorKind:
     """What a tensor is by its name; names of what it lies in stand before it, with a dot between."""
     lowered = name.lower()
-    for kind in Kind:
+    for kind in BatchTensorKind:
         if lowered == kind.value:
             return kind
-    for kind, words in WORDS:
+    for kind, words in KIND_WORDS:
         if any(word in lowered for word in words):
             return kind
-    return Kind.OTHER
+    return BatchTensorKind.OTHER
 
 
-def tensors_in(batch: object, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+def named_tensors(batch: object, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor of a batch with its name: mappings, dataclasses, named tuples, lists, pairs of name and value."""
     if isinstance(batch, torch.Tensor):
         yield name, batch
         return
-    for inner, value in _inside(batch):
-        called = f"{name}.{inner}" if name and inner else inner or name
+    for child_name, value in _children(batch):
+        full_name = f"{name}.{child_name}" if name and child_name else child_name or name
         if type(value) is torch.Tensor:  # most are: a generator for each would cost more than its hint
-            yield called, value
+            yield full_name, value
         else:
-            yield from tensors_in(value, called)
+            yield from named_tensors(value, full_name)
 
 
-def _inside(batch: object) -> Iterable[tuple[str, object]]:
+def _children(batch: object) -> Iterable[tuple[str, object]]:
     """What lies in a container, with the name of each; empty where it has none. What is no container has nothing."""
     if isinstance(batch, Mapping):
         return [(key if isinstance(key, str) else str(key), value) for key, value in batch.items()]
     if isinstance(batch, (str, bytes, bytearray, int, float)) or batch is None:
         return ()
     if is_dataclass(batch) and not isinstance(batch, type):
-        return [(one.name, getattr(batch, one.name)) for one in fields(batch)]
+        return [(attribute.name, getattr(batch, attribute.name)) for attribute in fields(batch)]
     if isinstance(batch, tuple):
         if hasattr(batch, "_fields"):
             return list(zip(batch._fields, batch, strict=True))
@@ -150,5 +150,5 @@ def _inside(batch: object) -> Iterable[tuple[str, object]]:
             return [(batch[0], batch[1])]
     if isinstance(batch, (list, tuple, set, frozenset, Iterator)):
         return (("", value) for value in batch)
-    found = getattr(batch, "__dict__", {})
-    return [(name, found[name]) for name in ATTRIBUTES if name in found]
+    attributes = getattr(batch, "__dict__", {})
+    return [(name, attributes[name]) for name in TENSOR_ATTRIBUTES if name in attributes]

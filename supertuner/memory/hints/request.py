@@ -20,16 +20,26 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
-from supertuner.memory.driver import Advice, Device, Driver, Gpu, Home, HostNode, Kind, Refused, Span
-from supertuner.memory.hints.outcomes import Outcome, Status
+from supertuner.memory.driver import (
+    AddressRange,
+    DeviceProperties,
+    Driver,
+    DriverError,
+    GpuLocation,
+    HostNumaLocation,
+    MemoryAdvice,
+    MemoryKind,
+    MemoryLocation,
+)
+from supertuner.memory.hints.outcomes import HintOutcome, HintStatus
 
-MOST_LOCATED: Final = 1024
+MAX_LOCATED_PAGES: Final = 1024
 """Pages of one range whose place is asked of the kernel; more are sampled evenly."""
-REFUSALS: Final = ("CUDA_ERROR_INVALID_VALUE", "CUDA_ERROR_OUT_OF_MEMORY", "CUDA_ERROR_NOT_PERMITTED")
+REQUEST_ERRORS: Final = ("CUDA_ERROR_INVALID_VALUE", "CUDA_ERROR_OUT_OF_MEMORY", "CUDA_ERROR_NOT_PERMITTED")
 """Answers that are about this request. Any other says that something is wrong with the driver, or with us."""
 
 
-class Verb(StrEnum):
+class HintVerb(StrEnum):
     PREFER = "prefer"
     """Keep it there when there is a choice. Moves nothing."""
     PREFETCH = "prefetch"
@@ -40,162 +50,190 @@ class Verb(StrEnum):
     """Let each reader have a copy."""
 
 
-ADVICE: Final = {
-    Verb.PREFER: Advice.PREFERRED_LOCATION,
-    Verb.ACCESSED_BY: Advice.ACCESSED_BY,
-    Verb.READ_MOSTLY: Advice.READ_MOSTLY,
+ADVICE_BY_VERB: Final = {
+    HintVerb.PREFER: MemoryAdvice.PREFERRED_LOCATION,
+    HintVerb.ACCESSED_BY: MemoryAdvice.ACCESSED_BY,
+    HintVerb.READ_MOSTLY: MemoryAdvice.READ_MOSTLY,
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    verb: Verb
-    home: Home
-    name: str = field(init=False, compare=False)
+class HintRequest:
+    verb: HintVerb
+    location: MemoryLocation
+    cache_key: str = field(init=False, compare=False)
     """The same for equal requests, and quick to look up: hashing a request itself takes longer than a hint may."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "name", f"{self.verb} {self.home}")
+        object.__setattr__(self, "name", f"{self.verb} {self.location}")
 
 
 @dataclass(frozen=True, slots=True)
-class Desk:
+class HintIssuer:
     """Where hints are asked: a driver, one of its GPUs, and how much of that GPU stays free."""
 
     driver: Driver
-    device: Device
+    device: DeviceProperties
     headroom_bytes: int
     free_bytes: Callable[[], int | None]
     """Free memory of the GPU; None: unknown."""
 
-    def ask(self, spans: Sequence[Span], wanted: Ask, *, on: int | None = None, wait: bool = True) -> Outcome:
+    def issue(
+        self,
+        spans: Sequence[AddressRange],
+        request: HintRequest,
+        *,
+        tensor_device: int | None = None,
+        wait: bool = True,
+    ) -> HintOutcome:
         """Give one hint for whole pages of one piece of memory. `on`: the GPU that torch says it is on.
 
         `wait`: stay until pages have moved, where only that tells whether they did.
         """
         assert spans, "no pages, no hint"
         try:
-            kind = self.driver.kind_of(spans[0].address)
-            foreseen = self.foreseen(kind, wanted, on)
-            if foreseen is not None:
-                return foreseen
-            if wanted.verb is Verb.PREFETCH and isinstance(wanted.home, Gpu) and not self._has_room(spans):
-                return Outcome(Status.REFUSED, "too little GPU memory would stay free")
-        except Refused as refused:
-            return _refusal(refused)
-        return self._told(spans, wanted, kind, wait)
+            kind = self.driver.memory_kind_at(spans[0].address)
+            predicted = self.predict_outcome(kind, request, tensor_device)
+            if predicted is not None:
+                return predicted
+            if (
+                request.verb is HintVerb.PREFETCH
+                and isinstance(request.location, GpuLocation)
+                and not self._has_room(spans)
+            ):
+                return HintOutcome(HintStatus.REFUSED, "too little GPU memory would stay free")
+        except DriverError as error:
+            return _error_outcome(error)
+        return self._send_to_driver(spans, request, kind, wait)
 
-    def foreseen(self, kind: Kind, wanted: Ask, on: int | None = None) -> Outcome | None:
+    def predict_outcome(
+        self, kind: MemoryKind, request: HintRequest, tensor_device: int | None = None
+    ) -> HintOutcome | None:
         """What becomes of a hint by the rules of the memory alone; None: it must be tried."""
-        to_gpu, optional = isinstance(wanted.home, Gpu), wanted.verb in (Verb.ACCESSED_BY, Verb.READ_MOSTLY)
+        to_gpu, is_access_hint = (
+            isinstance(request.location, GpuLocation),
+            request.verb in (HintVerb.ACCESSED_BY, HintVerb.READ_MOSTLY),
+        )
         if self.device.integrated:
-            return Outcome(Status.NO_EFFECT, "CPU and GPU share one pool of memory")
-        if kind is Kind.PINNED:
-            return Outcome(Status.NO_EFFECT, "pinned memory is locked in host memory")
-        if kind is Kind.DEVICE:
-            stays = optional or (isinstance(wanted.home, Gpu) and on in (None, wanted.home.device))
+            return HintOutcome(HintStatus.NO_EFFECT, "CPU and GPU share one pool of memory")
+        if kind is MemoryKind.PINNED:
+            return HintOutcome(HintStatus.NO_EFFECT, "pinned memory is locked in host memory")
+        if kind is MemoryKind.DEVICE:
+            stays = is_access_hint or (
+                isinstance(request.location, GpuLocation) and tensor_device in (None, request.location.device)
+            )
             if stays:
-                return Outcome(Status.NO_EFFECT, "device memory is on the GPU for good")
+                return HintOutcome(HintStatus.NO_EFFECT, "device memory is on the GPU for good")
             where = "another GPU" if to_gpu else "the host"
-            return Outcome(Status.UNSUPPORTED, f"device memory is on its GPU for good, and never goes to {where}")
-        if kind is Kind.MANAGED and self.device.concurrent_managed is False:
-            return Outcome(Status.UNSUPPORTED, "this GPU takes no hints for managed memory")
-        if kind is Kind.SYSTEM and self.device.pageable is False:
-            return Outcome(Status.UNSUPPORTED, "ordinary memory, which this GPU cannot read")
-        if kind is Kind.SYSTEM and optional and self.device.host_page_tables:
-            return Outcome(Status.NO_EFFECT, f'"{wanted.verb}" is documented to do nothing for ordinary memory on ATS')
+            return HintOutcome(
+                HintStatus.UNSUPPORTED, f"device memory is on its GPU for good, and never goes to {where}"
+            )
+        if kind is MemoryKind.MANAGED and self.device.concurrent_managed is False:
+            return HintOutcome(HintStatus.UNSUPPORTED, "this GPU takes no hints for managed memory")
+        if kind is MemoryKind.SYSTEM and self.device.pageable is False:
+            return HintOutcome(HintStatus.UNSUPPORTED, "ordinary memory, which this GPU cannot read")
+        if kind is MemoryKind.SYSTEM and is_access_hint and self.device.host_page_tables:
+            return HintOutcome(
+                HintStatus.NO_EFFECT, f'"{request.verb}" is documented to do nothing for ordinary memory on ATS'
+            )
         return None
 
-    def _has_room(self, spans: Sequence[Span]) -> bool:
+    def _has_room(self, spans: Sequence[AddressRange]) -> bool:
         free = self.free_bytes()
         return free is None or free >= sum(span.nbytes for span in spans) + self.headroom_bytes
 
-    def _told(self, spans: Sequence[Span], wanted: Ask, kind: Kind, wait: bool) -> Outcome:
-        touched: list[Span] = []
+    def _send_to_driver(
+        self, spans: Sequence[AddressRange], request: HintRequest, kind: MemoryKind, wait: bool
+    ) -> HintOutcome:
+        applied_to: list[AddressRange] = []
         try:
-            if wanted.verb is Verb.PREFETCH:
-                self.driver.prefetch(spans, wanted.home)
-                touched += spans
+            if request.verb is HintVerb.PREFETCH:
+                self.driver.prefetch(spans, request.location)
+                applied_to += spans
             else:
                 for span in spans:
-                    self.driver.advise(span, ADVICE[wanted.verb], wanted.home)
-                    touched.append(span)
-        except Refused as refused:
-            return _refusal(refused, touched)
-        if kind is Kind.SYSTEM and wanted.verb is Verb.PREFETCH:
+                    self.driver.advise(span, ADVICE_BY_VERB[request.verb], request.location)
+                    applied_to.append(span)
+        except DriverError as error:
+            return _error_outcome(error, applied_to)
+        if kind is MemoryKind.SYSTEM and request.verb is HintVerb.PREFETCH:
             if not wait:
-                return Outcome(Status.UNVERIFIED, "begun, and not waited for", None, tuple(touched))
-            return self._located(touched, wanted.home)
-        return self._read_back(touched, wanted)
+                return HintOutcome(HintStatus.UNVERIFIED, "begun, and not waited for", None, tuple(applied_to))
+            return self._verify_location(applied_to, request.location)
+        return self._read_back(applied_to, request)
 
-    def _read_back(self, spans: Sequence[Span], wanted: Ask) -> Outcome:
+    def _read_back(self, spans: Sequence[AddressRange], request: HintRequest) -> HintOutcome:
         """What the driver says afterwards. Of a prefetch it tells what was asked, not where the pages are."""
-        touched = tuple(spans)
+        applied_to = tuple(spans)
         try:
-            answers = [self._same(span, wanted) for span in spans]
-        except Refused:
+            matches = [self._matches(span, request) for span in spans]
+        except DriverError:
             # It took the hint and has no answer for this memory: that is "unverified", not a failure of the hint.
-            return Outcome(Status.UNVERIFIED, "the driver took it, and does not read it back", None, touched)
-        if all(answers):
-            return Outcome(Status.APPLIED, "read back as asked", None, touched)
-        if False in answers:
-            return Outcome(Status.ERROR, "the driver took it, and reads back something else", None, touched)
-        return Outcome(Status.UNVERIFIED, "the driver took it, and does not read it back", None, touched)
+            return HintOutcome(HintStatus.UNVERIFIED, "the driver took it, and does not read it back", None, applied_to)
+        if all(matches):
+            return HintOutcome(HintStatus.APPLIED, "read back as asked", None, applied_to)
+        if False in matches:
+            return HintOutcome(HintStatus.ERROR, "the driver took it, and reads back something else", None, applied_to)
+        return HintOutcome(HintStatus.UNVERIFIED, "the driver took it, and does not read it back", None, applied_to)
 
-    def _same(self, span: Span, wanted: Ask) -> bool | None:
+    def _matches(self, span: AddressRange, request: HintRequest) -> bool | None:
         """Whether the driver reads back what was asked; None: it does not say."""
-        if wanted.verb is Verb.READ_MOSTLY:
+        if request.verb is HintVerb.READ_MOSTLY:
             return self.driver.read_mostly(span)
-        if wanted.verb is Verb.ACCESSED_BY:
-            return any(same_home(wanted.home, home) for home in self.driver.accessed_by(span))
-        told = self.driver.preferred(span) if wanted.verb is Verb.PREFER else self.driver.last_prefetch(span)
-        return None if told is None else same_home(wanted.home, told)
+        if request.verb is HintVerb.ACCESSED_BY:
+            return any(same_location(request.location, location) for location in self.driver.accessed_by(span))
+        reported = (
+            self.driver.preferred_location(span)
+            if request.verb is HintVerb.PREFER
+            else self.driver.last_prefetch_location(span)
+        )
+        return None if reported is None else same_location(request.location, reported)
 
-    def _located(self, spans: Sequence[Span], home: Home) -> Outcome:
+    def _verify_location(self, spans: Sequence[AddressRange], location: MemoryLocation) -> HintOutcome:
         """Where the kernel says that the pages are, once they have moved."""
-        touched = tuple(spans)
+        applied_to = tuple(spans)
         try:
             self.driver.synchronize(self.device.number)
             nodes = self.driver.locate(page_addresses(spans, self.driver.page_bytes))
-        except Refused as refused:
-            return _refusal(refused, touched)
-        there = [self._is_home(node, home) for node in nodes]
-        if None in there:
-            some = "pages were begun to move, and the kernel does not tell where they are"
-            return Outcome(Status.UNVERIFIED, some, None, touched)
-        if all(there):
-            return Outcome(Status.APPLIED, "the kernel finds its pages there", None, touched)
-        if any(there):
-            return Outcome(Status.UNVERIFIED, "the kernel finds a part of its pages there", None, touched)
-        return Outcome(Status.NO_EFFECT, "accepted, and the kernel finds its pages elsewhere", None, touched)
+        except DriverError as error:
+            return _error_outcome(error, applied_to)
+        arrived = [self._is_at_location(node, location) for node in nodes]
+        if None in arrived:
+            reason = "pages were begun to move, and the kernel does not tell where they are"
+            return HintOutcome(HintStatus.UNVERIFIED, reason, None, applied_to)
+        if all(arrived):
+            return HintOutcome(HintStatus.APPLIED, "the kernel finds its pages there", None, applied_to)
+        if any(arrived):
+            return HintOutcome(HintStatus.UNVERIFIED, "the kernel finds a part of its pages there", None, applied_to)
+        return HintOutcome(HintStatus.NO_EFFECT, "accepted, and the kernel finds its pages elsewhere", None, applied_to)
 
-    def _is_home(self, node: int | None, home: Home) -> bool | None:
+    def _is_at_location(self, node: int | None, location: MemoryLocation) -> bool | None:
         """Whether a page on that NUMA node is where it was asked to be; None: it cannot be told."""
         if node is None or self.device.numa_node is None:
             return None
-        if isinstance(home, HostNode):
-            return node == home.node
+        if isinstance(location, HostNumaLocation):
+            return node == location.node
         on_gpu = node == self.device.numa_node
-        return on_gpu if isinstance(home, Gpu) else not on_gpu
+        return on_gpu if isinstance(location, GpuLocation) else not on_gpu
 
 
-def same_home(asked: Home, told: Home) -> bool:
+def same_location(requested: MemoryLocation, reported: MemoryLocation) -> bool:
     """Whether a home that was read back is the one asked for. "The host" is any of its nodes."""
-    if isinstance(asked, Gpu) or isinstance(told, Gpu):
-        return asked == told
-    return asked == told or not isinstance(asked, HostNode)
+    if isinstance(requested, GpuLocation) or isinstance(reported, GpuLocation):
+        return requested == reported
+    return requested == reported or not isinstance(requested, HostNumaLocation)
 
 
-def page_addresses(spans: Sequence[Span], page_bytes: int, most: int = MOST_LOCATED) -> list[int]:
+def page_addresses(spans: Sequence[AddressRange], page_bytes: int, limit: int = MAX_LOCATED_PAGES) -> list[int]:
     """One address per page, evenly thinned out to at most `most`."""
     total = sum(span.nbytes // page_bytes for span in spans)
-    step = max(1, -(-total // most))
+    step = max(1, -(-total // limit))
     pages = [address for span in spans for address in range(span.address, span.end, page_bytes)[::step]]
-    return pages[:most]
+    return pages[:limit]
 
 
-def _refusal(refused: Refused, touched: Sequence[Span] = ()) -> Outcome:
+def _error_outcome(error: DriverError, applied_to: Sequence[AddressRange] = ()) -> HintOutcome:
     """The driver's no, by its own name for it."""
-    about_this = Status.REFUSED if refused.name in REFUSALS else Status.ERROR
-    status = Status.UNSUPPORTED if refused.unsupported else about_this
-    return Outcome(status, str(refused), None, tuple(touched))
+    request_status = HintStatus.REFUSED if error.name in REQUEST_ERRORS else HintStatus.ERROR
+    status = HintStatus.UNSUPPORTED if error.unsupported else request_status
+    return HintOutcome(status, str(error), None, tuple(applied_to))

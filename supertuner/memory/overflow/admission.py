@@ -9,22 +9,22 @@ import torch
 
 from supertuner.core.host import HostFacts
 from supertuner.core.types import GIB, MIB, bytes_text
-from supertuner.memory.driver import Device
-from supertuner.memory.overflow.plugin import Limits
-from supertuner.memory.overflow.routing import OLDEST, version_of
+from supertuner.memory.driver import DeviceProperties
+from supertuner.memory.overflow.plugin import OverflowLimits
+from supertuner.memory.overflow.routing import OLDEST_TORCH, parse_version
 
 if TYPE_CHECKING:
     from supertuner.config.settings.memory import OverflowSettings as Settings
-    from supertuner.memory.probe import Facts
+    from supertuner.memory.probe import MachineFacts
 
-NAME: Final = "memory.overflow"
+SETTINGS_KEY: Final = "memory.overflow"
 HOST_FLOOR_SHARE: Final = 0.10
 """Of host memory, where `host_floor_gb` is not set."""
-_TURN_OFF: Final = f"set {NAME}.enabled to false"
+_TURN_OFF_HINT: Final = f"set {SETTINGS_KEY}.enabled to false"
 
 
 @dataclass(frozen=True, slots=True)
-class TorchFacts:
+class TorchAllocatorFacts:
     """What speaks for or against overflow below this torch."""
 
     version: str
@@ -33,24 +33,24 @@ class TorchFacts:
     """Which allocator it runs on: only its own has pools."""
     memory_fraction: float = 1.0
     """The share of GPU memory that it was told to keep to."""
-    own_statistics: bool = False
+    has_uvm_statistics: bool = False
     """It has `uvm.*` statistics itself: a patched torch."""
 
 
-def torch_facts(device: torch.device) -> TorchFacts:
+def torch_allocator_facts(device: torch.device) -> TorchAllocatorFacts:
     """This torch, asked about one of its devices."""
     if device.type != "cuda" or not torch.cuda.is_available():
-        return TorchFacts(torch.__version__, sees_gpu=False)
-    return TorchFacts(
+        return TorchAllocatorFacts(torch.__version__, sees_gpu=False)
+    return TorchAllocatorFacts(
         torch.__version__,
         sees_gpu=True,
         backend=torch.cuda.get_allocator_backend(),
         memory_fraction=torch.cuda.get_per_process_memory_fraction(device.index or 0),
-        own_statistics=any(key.startswith("uvm.") for key in torch.cuda.memory_stats(device)),
+        has_uvm_statistics=any(key.startswith("uvm.") for key in torch.cuda.memory_stats(device)),
     )
 
 
-def numbered(device: torch.device) -> torch.device:
+def with_device_index(device: torch.device) -> torch.device:
     """A GPU by its number: "cuda" is the one that is current, which need not be the first."""
     number: int | None = device.index
     if device.type != "cuda" or number is not None:
@@ -58,29 +58,31 @@ def numbered(device: torch.device) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
 
 
-def refusal(settings: Settings, facts: Facts, device: torch.device, below: TorchFacts, host: HostFacts) -> str | None:
+def unavailable_reason(
+    settings: Settings, facts: MachineFacts, device: torch.device, torch_state: TorchAllocatorFacts, host: HostFacts
+) -> str | None:
     """Why overflow cannot be had here, and what to do; None: nothing speaks against it."""
     if not settings.enabled:
-        return f"{NAME}.enabled is false"
+        return f"{SETTINGS_KEY}.enabled is false"
     if device.type != "cuda":
-        return f"the device is {device.type}, which has no second memory to spill from; {_TURN_OFF}"
+        return f"the device is {device.type}, which has no second memory to spill from; {_TURN_OFF_HINT}"
     number = device.index or 0
     gpu = next((gpu.device for gpu in facts.gpus if gpu.device.number == number), None)
     if gpu is None:
-        return f"there is no GPU {number} here ({facts.no_gpu_reason or 'the driver has fewer'}); {_TURN_OFF}"
+        return f"there is no GPU {number} here ({facts.no_gpu_reason or 'the driver has fewer'}); {_TURN_OFF_HINT}"
     if host.memory_available() is None:
         return "the host's available memory cannot be read in /proc/meminfo, so no floor of it can be kept"
-    return _no_use_on(gpu, facts) or _no_use_below(below) or _no_room(settings, host)
+    return _gpu_problem(gpu, facts) or _torch_problem(torch_state) or _host_floor_problem(settings, host)
 
 
-def _no_room(settings: Settings, host: HostFacts) -> str | None:
+def _host_floor_problem(settings: Settings, host: HostFacts) -> str | None:
     floor, total = settings.host_floor_gb, host.memory_total()
     if floor is None or total is None or floor * GIB < total:
         return None
     return f"host_floor_gb is {floor:g}, and the host has {bytes_text(total)}: nothing could ever spill; lower it"
 
 
-def doubt(settings: Settings, gpu_bytes: int) -> str | None:
+def settings_warning(settings: Settings, gpu_bytes: int) -> str | None:
     """What can be had, and will surprise; None: nothing."""
     reserve = settings.gpu_reserve_gb
     if reserve is None or reserve * GIB < gpu_bytes:
@@ -88,31 +90,31 @@ def doubt(settings: Settings, gpu_bytes: int) -> str | None:
     return f"gpu_reserve_gb is {reserve:g}, and the GPU has {bytes_text(gpu_bytes)}: every allocation will be managed"
 
 
-def _no_use_on(gpu: Device, facts: Facts) -> str | None:
+def _gpu_problem(gpu: DeviceProperties, facts: MachineFacts) -> str | None:
     if facts.one_pool:
-        return f"CPU and GPU share one memory on {gpu.name}, so there is nowhere to spill to; {_TURN_OFF}"
+        return f"CPU and GPU share one memory on {gpu.name}, so there is nowhere to spill to; {_TURN_OFF_HINT}"
     if gpu.managed is False or gpu.concurrent_managed is False:
-        lacking = "managed memory" if gpu.managed is False else "managed memory that CPU and GPU use at once"
-        return f"{gpu.name} has no {lacking}, without which GPU memory cannot be exceeded; {_TURN_OFF}"
+        missing = "managed memory" if gpu.managed is False else "managed memory that CPU and GPU use at once"
+        return f"{gpu.name} has no {missing}, without which GPU memory cannot be exceeded; {_TURN_OFF_HINT}"
     return None
 
 
-def _no_use_below(below: TorchFacts) -> str | None:
-    if not below.sees_gpu:
-        return f"torch {below.version} sees no GPU; install a CUDA build of torch, or {_TURN_OFF}"
-    if version_of(below.version) < OLDEST:
-        return f"torch {below.version} is too old for it; install {'.'.join(map(str, OLDEST))} or newer, or {_TURN_OFF}"
-    if below.backend != "native":
-        return f"torch runs on {below.backend}, which has no pools; remove backend from its allocator variable"
-    if below.own_statistics:
-        return f"this torch is patched and spills by itself (it has uvm.* statistics); use one of the two: {_TURN_OFF}"
-    if below.memory_fraction < 1.0:
-        what = f"a memory fraction of {below.memory_fraction:g} is set for torch, which counts spilled memory as well"
-        return f"{what}; remove the fraction, or {_TURN_OFF}"
+def _torch_problem(torch_state: TorchAllocatorFacts) -> str | None:
+    if not torch_state.sees_gpu:
+        return f"torch {torch_state.version} sees no GPU; install a CUDA build of torch, or {_TURN_OFF_HINT}"
+    if parse_version(torch_state.version) < OLDEST_TORCH:
+        return f"torch {torch_state.version} is too old for it; install {'.'.join(map(str, OLDEST_TORCH))} or newer, or {_TURN_OFF_HINT}"
+    if torch_state.backend != "native":
+        return f"torch runs on {torch_state.backend}, which has no pools; remove backend from its allocator variable"
+    if torch_state.has_uvm_statistics:
+        return f"this torch is patched and spills by itself (it has uvm.* statistics); use one of the two: {_TURN_OFF_HINT}"
+    if torch_state.memory_fraction < 1.0:
+        problem = f"a memory fraction of {torch_state.memory_fraction:g} is set for torch, which counts spilled memory as well"
+        return f"{problem}; remove the fraction, or {_TURN_OFF_HINT}"
     return None
 
 
-class HostRoom:
+class HostCapacity:
     """What the host could hold of managed memory if all of it were sent home, from what is available now and then.
 
     It is no more than what is available and what was handed out, together: that sees what others take. And no more
@@ -121,17 +123,17 @@ class HostRoom:
     """
 
     def __init__(self) -> None:
-        self._most: int | None = None
+        self._upper_bound: int | None = None
 
-    def seen(self, available: int, managed_bytes: int) -> int:
+    def update(self, available: int, managed_bytes: int) -> int:
         """The room, when `managed_bytes` live and the host has so much `available` beside them."""
-        if self._most is None:
-            self._most = available + managed_bytes  # where the first of them are, nobody knows
-        self._most = max(self._most, available) if managed_bytes else available
-        return min(self._most, available + managed_bytes)
+        if self._upper_bound is None:
+            self._upper_bound = available + managed_bytes  # where the first of them are, nobody knows
+        self._upper_bound = max(self._upper_bound, available) if managed_bytes else available
+        return min(self._upper_bound, available + managed_bytes)
 
 
-def limits_of(settings: Settings, host: HostFacts, *, room: int | None) -> Limits:
+def overflow_limits(settings: Settings, host: HostFacts, *, host_capacity: int | None) -> OverflowLimits:
     """The plugin's limits.
 
     `room`: what the host, or this process's container, could hold of managed memory. That is without free GPU memory,
@@ -139,11 +141,11 @@ def limits_of(settings: Settings, host: HostFacts, *, room: int | None) -> Limit
     """
     total = host.memory_total() or 0
     floor = settings.host_floor_gb * GIB if settings.host_floor_gb is not None else HOST_FLOOR_SHARE * total
-    return Limits(
+    return OverflowLimits(
         ratio=settings.oversubscription_ratio,
         gpu_reserve_bytes=None if settings.gpu_reserve_gb is None else int(settings.gpu_reserve_gb * GIB),
         host_floor_bytes=int(floor),
         host_reserve_bytes=min(4 * GIB, max(256 * MIB, total // 64)),
-        host_cap_bytes=room,
+        host_cap_bytes=host_capacity,
         meminfo=host.root / "proc/meminfo",
     )

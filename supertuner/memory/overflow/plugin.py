@@ -12,20 +12,20 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import ClassVar, Final, Literal, TypeAlias
 
-from supertuner.memory.driver import Kind, Missing
+from supertuner.memory.driver import MemoryKind, NotAvailable
 
-Pattern: TypeAlias = Literal["gpu_first", "balanced", "cpu_first"]
+AccessPattern: TypeAlias = Literal["gpu_first", "balanced", "cpu_first"]
 
-FREE: Final = "supertuner_free"
+FREE_SYMBOL: Final = "supertuner_free"
 UNLIMITED: Final = (1 << 64) - 1
 """What the plugin takes for "not set"."""
-_MOST: Final = 1 << 63
+_MAX_BYTES: Final = 1 << 63
 """More than any memory, and still a number to C."""
-_VERSION: Final = 1
+_STATISTICS_VERSION: Final = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class OverflowLimits:
     """What the plugin keeps to, for one GPU."""
 
     ratio: float = 5.0
@@ -90,7 +90,7 @@ class OverflowStats:
         return self.refused_ratio + self.refused_host + self.refused_driver
 
 
-class _Statistics(ctypes.Structure):
+class _CStatistics(ctypes.Structure):
     """`struct statistics` of _overflow.c."""
 
     _fields_: ClassVar = [
@@ -108,49 +108,57 @@ class _Statistics(ctypes.Structure):
     ]  # fmt: skip
 
 
-class Overflow:
+class OverflowPlugin:
     """The plugin in this process. It is never unloaded: torch frees through it to the end."""
 
     def __init__(self, library: Path) -> None:
         self.library = library
-        self._c = ctypes.CDLL(str(library))
-        self._c.supertuner_overflow_kind.argtypes = (ctypes.c_void_p,)
+        self._library = ctypes.CDLL(str(library))
+        self._library.supertuner_overflow_kind.argtypes = (ctypes.c_void_p,)
 
-    def configure(self, limits: Limits, device: int = 0) -> None:
+    def configure(self, limits: OverflowLimits, device: int = 0) -> None:
         """Limits hold from the next segment on; what lives already stays."""
-        reserve = UNLIMITED if limits.gpu_reserve_bytes is None else min(limits.gpu_reserve_bytes, _MOST)
-        refused = self._c.supertuner_overflow_configure(device, ctypes.c_double(limits.ratio), ctypes.c_uint64(reserve))
-        assert refused == 0, f"device {device}, ratio {limits.ratio}"
+        reserve = UNLIMITED if limits.gpu_reserve_bytes is None else min(limits.gpu_reserve_bytes, _MAX_BYTES)
+        status = self._library.supertuner_overflow_configure(
+            device, ctypes.c_double(limits.ratio), ctypes.c_uint64(reserve)
+        )
+        assert status == 0, f"device {device}, ratio {limits.ratio}"
         assert len(str(limits.meminfo)) < 256, limits.meminfo
         cap = UNLIMITED if limits.host_cap_bytes is None else limits.host_cap_bytes
-        floor = min(limits.host_floor_bytes, _MOST)
+        floor = min(limits.host_floor_bytes, _MAX_BYTES)
         sizes = (ctypes.c_uint64(size) for size in (floor, limits.host_reserve_bytes, cap))
-        self._c.supertuner_overflow_host(*sizes, str(limits.meminfo).encode())
+        self._library.supertuner_overflow_host(*sizes, str(limits.meminfo).encode())
 
     def stats(self, device: int = 0) -> OverflowStats:
-        raw = _Statistics()
-        refused = self._c.supertuner_overflow_statistics(device, ctypes.byref(raw), ctypes.c_size_t(ctypes.sizeof(raw)))
-        assert refused == 0 and raw.version == _VERSION, "the plugin was built from other sources than this file"
+        raw = _CStatistics()
+        status = self._library.supertuner_overflow_statistics(
+            device, ctypes.byref(raw), ctypes.c_size_t(ctypes.sizeof(raw))
+        )
+        assert status == 0 and raw.version == _STATISTICS_VERSION, (
+            "the plugin was built from other sources than this file"
+        )
         values = {name: getattr(raw, name) for name in OverflowStats.__slots__}
         return OverflowStats(**{**values, "last_call": raw.last_call.decode("ascii", "replace")})
 
-    def kind_of(self, segment: int) -> Kind | None:
+    def segment_kind(self, segment: int) -> MemoryKind | None:
         """What the segment that begins at this address is; None: none of the plugin's begins there."""
-        return {0: Kind.DEVICE, 1: Kind.MANAGED}.get(self._c.supertuner_overflow_kind(segment))
+        return {0: MemoryKind.DEVICE, 1: MemoryKind.MANAGED}.get(self._library.supertuner_overflow_kind(segment))
 
-    def reclaimed(self, light: int = 0, hard: int = 0, device: int = 0) -> None:
+    def count_reclamations(self, light: int = 0, hard: int = 0, device: int = 0) -> None:
         """Count what was given back, beside what was handed out."""
-        self._c.supertuner_overflow_reclaimed(device, ctypes.c_uint64(light), ctypes.c_uint64(hard))
+        self._library.supertuner_overflow_reclaimed(device, ctypes.c_uint64(light), ctypes.c_uint64(hard))
 
 
-def alloc_name(pattern: Pattern) -> str:
+def alloc_symbol(pattern: AccessPattern) -> str:
     """The function of the plugin that gives memory of this access pattern."""
     return f"supertuner_alloc_{pattern}"
 
 
-def built() -> Path | Missing:
+def find_plugin() -> Path | NotAvailable:
     """The plugin, if it was built when the package was installed."""
-    here = Path(__file__)
-    found = (path for end in EXTENSION_SUFFIXES if (path := here.with_name(f"_overflow{end}")).is_file())
+    this_file = Path(__file__)
+    candidates = (
+        path for suffix in EXTENSION_SUFFIXES if (path := this_file.with_name(f"_overflow{suffix}")).is_file()
+    )
     reason = "the overflow allocator was not built: install a C compiler (gcc), then run `pip install -e .` again"
-    return next(found, None) or Missing(reason)
+    return next(candidates, None) or NotAvailable(reason)

@@ -21,98 +21,114 @@ from supertuner.core.errors import MemoryEngineError
 from supertuner.core.events import DecisionEvent, MeasurementEvent, NoteEvent, Sink, WarningEvent
 from supertuner.core.host import HostFacts
 from supertuner.core.types import JSON, MIB, bytes_text
-from supertuner.memory.driver import HOST, Driver, Missing, Refused
+from supertuner.memory.driver import HOST, Driver, DriverError, NotAvailable
 from supertuner.memory.overflow import reclaim as reclaiming
 from supertuner.memory.overflow import routing
-from supertuner.memory.overflow.admission import NAME, HostRoom, doubt, limits_of, numbered, refusal, torch_facts
-from supertuner.memory.overflow.plugin import FREE, Limits, Overflow, OverflowStats, Pattern, alloc_name, built
-from supertuner.memory.overflow.routing import ProcessWide, Route, ThisThread
+from supertuner.memory.overflow.admission import (
+    SETTINGS_KEY,
+    HostCapacity,
+    overflow_limits,
+    settings_warning,
+    torch_allocator_facts,
+    unavailable_reason,
+    with_device_index,
+)
+from supertuner.memory.overflow.plugin import (
+    FREE_SYMBOL,
+    AccessPattern,
+    OverflowLimits,
+    OverflowPlugin,
+    OverflowStats,
+    alloc_symbol,
+    find_plugin,
+)
+from supertuner.memory.overflow.routing import AllocationRoute, ProcessWideRoute, ThreadLocalRoute
 from supertuner.memory.probe import host_available_bytes
 
 if TYPE_CHECKING:
     from supertuner.config.settings.memory import OverflowSettings as Settings
-    from supertuner.memory.probe import Facts
+    from supertuner.memory.probe import MachineFacts
 
-Class: TypeAlias = Literal["weights", "state"]
+TensorClass: TypeAlias = Literal["weights", "state"]
 
-RECLAIMED: Final = "memory.reclaimed"
-LIMITS_AGE_S: Final = 0.25
+RECLAIMED_EVENT: Final = "memory.reclaimed"
+MAX_LIMITS_AGE_S: Final = 0.25
 """How old the host's limits may be, which only Python can see all of: reading them takes a tenth of a millisecond."""
-LOOK_SHARE: Final = 0.01
+SNAPSHOT_TIME_SHARE: Final = 0.01
 """Of a run's time, that looking through torch's segments may take: microseconds for each of them."""
-DISCARDS_SINCE: Final = 13000
+DISCARD_API_VERSION: Final = 13000
 """The driver's version from which managed memory can be discarded."""
 
 
 @dataclass(frozen=True, slots=True)
-class Reclaimed:
+class ReclaimedBytes:
     """What one step's end took back."""
 
     light_bytes: int = 0
     hard_bytes: int = 0
 
 
-def open_pools(
+def open_overflow_pools(
     settings: Settings,
-    facts: Facts,
+    facts: MachineFacts,
     host: HostFacts,
     sink: Sink,
     *,
-    driver: Driver | Missing,
+    driver: Driver | NotAvailable,
     device: torch.device | int = 0,
-) -> Pools:
+) -> OverflowPools:
     """Route torch's allocations on `device` through the plugin; MemoryEngineError says why where that cannot be.
 
     `driver` takes memory back between steps; without one only the pools' own cache can be given up.
     """
-    where = numbered(torch.device("cuda", device) if isinstance(device, int) else device)
-    reason = refusal(settings, facts, where, torch_facts(where), host)
-    library = built()
+    torch_device = with_device_index(torch.device("cuda", device) if isinstance(device, int) else device)
+    reason = unavailable_reason(settings, facts, torch_device, torch_allocator_facts(torch_device), host)
+    library = find_plugin()
     if reason is not None:
-        raise MemoryEngineError(f"{NAME}: {reason}")
-    if isinstance(library, Missing):
-        raise MemoryEngineError(f"{NAME}: {library.reason}")
-    return Pools(settings, facts, host, sink, driver, where.index or 0, Overflow(library))
+        raise MemoryEngineError(f"{SETTINGS_KEY}: {reason}")
+    if isinstance(library, NotAvailable):
+        raise MemoryEngineError(f"{SETTINGS_KEY}: {library.reason}")
+    return OverflowPools(settings, facts, host, sink, driver, torch_device.index or 0, OverflowPlugin(library))
 
 
-class Pools:
+class OverflowPools:
     """One pool for all tensors, and one more for each class of them whose access pattern is another."""
 
     def __init__(
         self,
         settings: Settings,
-        facts: Facts,
+        facts: MachineFacts,
         host: HostFacts,
         sink: Sink,
-        driver: Driver | Missing,
+        driver: Driver | NotAvailable,
         device: int,
-        overflow: Overflow,
+        overflow: OverflowPlugin,
     ) -> None:
         self._settings, self._facts, self._host, self._sink = settings, facts, host, sink
-        self._driver, self._device, self._overflow = driver, device, overflow
-        self._room = HostRoom()
-        self._limits = self._tell_limits(overflow.stats(device).managed_bytes)
+        self._driver, self._device, self._plugin = driver, device, overflow
+        self._host_capacity = HostCapacity()
+        self._limits = self._configure_limits(overflow.stats(device).managed_bytes)
         weights, state = settings.class_patterns.weights, settings.class_patterns.state
-        self._patterns: dict[Class, Pattern] = {
+        self._patterns: dict[TensorClass, AccessPattern] = {
             "weights": weights or settings.access_pattern,
             "state": state or settings.access_pattern,
         }
-        used = dict.fromkeys((settings.access_pattern, *self._patterns.values()))
-        path, free = str(overflow.library), FREE
-        self._allocators = {pattern: CUDAPluggableAllocator(path, alloc_name(pattern), free) for pattern in used}
-        self._pools = {pattern: self._new_pool(pattern) for pattern in used}
-        self._current: Pattern = settings.access_pattern
-        self._steps = self._peak = 0
+        patterns = dict.fromkeys((settings.access_pattern, *self._patterns.values()))
+        path, free = str(overflow.library), FREE_SYMBOL
+        self._allocators = {pattern: CUDAPluggableAllocator(path, alloc_symbol(pattern), free) for pattern in patterns}
+        self._pools = {pattern: self._new_pool(pattern) for pattern in patterns}
+        self._current: AccessPattern = settings.access_pattern
+        self._steps = self._peak_bytes = 0
         self._refusals = overflow.stats(device).refusals
-        self._light_at: int | None = None
-        self._light_from = 0
-        self._given_at_light = -1
-        self._next_look_s = 0.0
-        self._hard_at: int | None = None
-        self._retired = False
-        self._route = self._told(self._open_route())
+        self._last_light_step: int | None = None
+        self._next_light_step = 0
+        self._allocations_at_light = -1
+        self._next_snapshot_s = 0.0
+        self._last_hard_step: int | None = None
+        self._has_retired_segments = False
+        self._route = self._announce_route(self._open_route())
 
-    def __enter__(self) -> Pools:
+    def __enter__(self) -> OverflowPools:
         return self
 
     def __exit__(
@@ -128,9 +144,9 @@ class Pools:
             self._pools = {}
 
     @contextmanager
-    def placing(self, what: Class) -> Iterator[None]:
+    def allocating(self, tensor_class: TensorClass) -> Iterator[None]:
         """Allocations inside are of this class: the whole process's, where the whole process is routed."""
-        before, pattern = self._current, self._patterns[what]
+        before, pattern = self._current, self._patterns[tensor_class]
         self._refresh_limits(self.stats())
         self._switch(pattern)
         try:
@@ -139,28 +155,28 @@ class Pools:
             self._switch(before)
 
     def stats(self) -> OverflowStats:
-        return self._overflow.stats(self._device)
+        return self._plugin.stats(self._device)
 
-    def between_steps(self) -> Reclaimed:
+    def reclaim_between_steps(self) -> ReclaimedBytes:
         """Take back what is worth it: microseconds while nothing has spilled, a hundredth of the time from then on."""
         self._steps += 1
         account = self.stats()
         refused, self._refusals = account.refusals > self._refusals, account.refusals
         self._refresh_limits(account)
-        began, idle = time.monotonic(), not account.managed_bytes and not self._retired
-        if not refused and (idle or began < self._next_look_s):
-            return Reclaimed()
+        start_s, idle = time.monotonic(), not account.managed_bytes and not self._has_retired_segments
+        if not refused and (idle or start_s < self._next_snapshot_s):
+            return ReclaimedBytes()
         segments = self._segments()
-        if self._retired:
+        if self._has_retired_segments:
             torch.cuda.empty_cache()  # segments of earlier pools, as far as their tensors are gone by now
             account = self.stats()
-            held = account.device_bytes + account.managed_bytes
-            self._retired = held > sum(segment.span.nbytes for segment in segments)
-        now = self._situation(account, segments, refused)
-        light = self._light(now)
-        reason = reclaiming.hard_reason(self._situation(self.stats(), segments, refused) if light else now)
-        self._next_look_s = time.monotonic() + (time.monotonic() - began) / LOOK_SHARE
-        return Reclaimed(light, 0 if reason is None else self.rebuild(reason))
+            held_bytes = account.device_bytes + account.managed_bytes
+            self._has_retired_segments = held_bytes > sum(segment.span.nbytes for segment in segments)
+        state = self._pool_state(account, segments, refused)
+        light = self._reclaim_light(state)
+        reason = reclaiming.hard_reclaim_reason(self._pool_state(self.stats(), segments, refused) if light else state)
+        self._next_snapshot_s = time.monotonic() + (time.monotonic() - start_s) / SNAPSHOT_TIME_SHARE
+        return ReclaimedBytes(light, 0 if reason is None else self.rebuild(reason))
 
     def rebuild(self, reason: str) -> int:
         """Drop the pools and begin anew: cached segments go back to the driver. The bytes that went."""
@@ -172,146 +188,159 @@ class Pools:
         torch.cuda.empty_cache()  # what earlier pools still held and nobody uses any more
         after = self.stats()
         freed = before.device_bytes + before.managed_bytes - after.device_bytes - after.managed_bytes
-        self._retired, self._hard_at, self._next_look_s = True, self._steps, 0.0
-        self._overflow.reclaimed(hard=1, device=self._device)
-        self._tell("hard", freed, reason)
-        self._sink.emit(NoteEvent(NAME, f"pools rebuilt, {bytes_text(freed)} given back: {reason}"))
+        self._has_retired_segments, self._last_hard_step, self._next_snapshot_s = True, self._steps, 0.0
+        self._plugin.count_reclamations(hard=1, device=self._device)
+        self._emit_reclaimed("hard", freed, reason)
+        self._sink.emit(NoteEvent(SETTINGS_KEY, f"pools rebuilt, {bytes_text(freed)} given back: {reason}"))
         return freed
 
-    def _tell_limits(self, managed_bytes: int) -> Limits:
+    def _configure_limits(self, managed_bytes: int) -> OverflowLimits:
         """What the host has left changes while a run goes on; a container's share of it only Python can see."""
         available = host_available_bytes(self._facts, self._host)
-        room = None if available is None else self._room.seen(available, managed_bytes)
-        limits = limits_of(self._settings, self._host, room=room)
-        self._overflow.configure(limits, self._device)
-        self._limits_until_s = time.monotonic() + LIMITS_AGE_S
+        host_capacity = None if available is None else self._host_capacity.update(available, managed_bytes)
+        limits = overflow_limits(self._settings, self._host, host_capacity=host_capacity)
+        self._plugin.configure(limits, self._device)
+        self._limits_until_s = time.monotonic() + MAX_LIMITS_AGE_S
         return limits
 
     def _refresh_limits(self, account: OverflowStats) -> None:
         if time.monotonic() >= self._limits_until_s:
-            self._tell_limits(account.managed_bytes)
+            self._configure_limits(account.managed_bytes)
 
-    def _new_pool(self, pattern: Pattern) -> torch.cuda.MemPool:
+    def _new_pool(self, pattern: AccessPattern) -> torch.cuda.MemPool:
         allocator: Any = self._allocators[pattern]
         with torch.cuda.device(self._device):  # a pool has its allocator on the device that is current now, on no other
             return torch.cuda.MemPool(allocator.allocator())
 
-    def _open_route(self) -> Route:
-        why = routing.not_process_wide(torch.__version__, routing.begin_call())
-        if why is None:
-            everywhere = ProcessWide(self._device)
-            if self._begins(everywhere, routing.other_thread_arrives):
-                return everywhere
-            why = "an allocation on another thread did not arrive"
-        here = ThisThread(self._device)
-        if not self._begins(here, routing.this_thread_arrives):
-            raise MemoryEngineError(f"{NAME}: torch {torch.__version__} does not ask the plugin for memory ({why})")
-        self._sink.emit(WarningEvent(NAME, f"only {here.how} are routed: {why}"))
-        return here
+    def _open_route(self) -> AllocationRoute:
+        problem = routing.process_wide_problem(torch.__version__, routing.torch_begin_function())
+        if problem is None:
+            process_wide = ProcessWideRoute(self._device)
+            if self._try_route(process_wide, routing.other_thread_is_routed):
+                return process_wide
+            problem = "an allocation on another thread did not arrive"
+        thread_local = ThreadLocalRoute(self._device)
+        if not self._try_route(thread_local, routing.this_thread_is_routed):
+            raise MemoryEngineError(
+                f"{SETTINGS_KEY}: torch {torch.__version__} does not ask the plugin for memory ({problem})"
+            )
+        self._sink.emit(WarningEvent(SETTINGS_KEY, f"only {thread_local.description} are routed: {problem}"))
+        return thread_local
 
-    def _begins(self, route: Route, arrives: Callable[[int, Callable[[], int]], bool]) -> bool:
+    def _try_route(self, route: AllocationRoute, is_routed: Callable[[int, Callable[[], int]], bool]) -> bool:
         """Whether allocations arrive by this route, which is then begun; otherwise torch is as it was."""
         with ExitStack() as undo:
             undo.callback(route.close)
             route.begin(self._pools[self._current])
             undo.callback(route.end, self._pools[self._current])
-            if arrives(self._device, self._arrivals):
+            if is_routed(self._device, self._plugin_requests):
                 undo.pop_all()
                 return True
         return False
 
-    def _told(self, route: Route) -> Route:
+    def _announce_route(self, route: AllocationRoute) -> AllocationRoute:
         account, limits = self.stats(), self._limits
-        spilled = (
+        spill_text = (
             f"then managed memory ({self._settings.access_pattern}) up to {bytes_text(account.limit_bytes)} in all"
         )
-        if (surprise := doubt(self._settings, account.total_bytes)) is not None:
-            self._sink.emit(WarningEvent(NAME, surprise))
+        if (warning := settings_warning(self._settings, account.total_bytes)) is not None:
+            self._sink.emit(WarningEvent(SETTINGS_KEY, warning))
         reserve = min(account.reserve_bytes, account.total_bytes)
         gpu, host = bytes_text(reserve), bytes_text(limits.host_floor_bytes)
-        kept = f"{gpu} of the GPU and {host} of the host stay free"
-        patterns: dict[str, JSON] = {"all": self._current, **{name: of for name, of in self._patterns.items()}}
+        reserve_text = f"{gpu} of the GPU and {host} of the host stay free"
+        patterns: dict[str, JSON] = {
+            "all": self._current,
+            **{name: pattern for name, pattern in self._patterns.items()},
+        }
         value: dict[str, JSON] = {"oversubscription_ratio": limits.ratio, "patterns": patterns}
-        self._sink.emit(DecisionEvent(NAME, value, f"device memory first, {spilled}; {kept}; routed: {route.how}"))
+        self._sink.emit(
+            DecisionEvent(
+                SETTINGS_KEY, value, f"device memory first, {spill_text}; {reserve_text}; routed: {route.description}"
+            )
+        )
         return route
 
-    def _arrivals(self) -> int:
+    def _plugin_requests(self) -> int:
         account = self.stats()
         return account.device_allocations + account.managed_allocations + account.refusals
 
-    def _switch(self, pattern: Pattern) -> None:
+    def _switch(self, pattern: AccessPattern) -> None:
         if self._pools and pattern != self._current:
             self._route.switch(self._pools[self._current], self._pools[pattern])
             self._current = pattern
 
     @contextmanager
-    def _nothing_taken(self) -> Iterator[None]:
+    def _pools_frozen(self) -> Iterator[None]:
         """Inside, what is free in the pools stays free: what other threads allocate comes from a pool of its own."""
-        aside: Any = self._new_pool(self._current)
-        self._route.switch(self._pools[self._current], aside)
+        side_pool: Any = self._new_pool(self._current)
+        self._route.switch(self._pools[self._current], side_pool)
         try:
             yield
         finally:
-            self._route.switch(aside, self._pools[self._current])
-            self._retired = self._retired or bool(aside.snapshot(include_traces=False))
+            self._route.switch(side_pool, self._pools[self._current])
+            self._has_retired_segments = self._has_retired_segments or bool(side_pool.snapshot(include_traces=False))
 
-    def _segments(self) -> tuple[reclaiming.Segment, ...]:
+    def _segments(self) -> tuple[reclaiming.PoolSegment, ...]:
         pools: list[Any] = list(self._pools.values())
-        snapshots = [one for pool in pools for one in pool.snapshot(include_traces=False)]
-        return reclaiming.segments_of(snapshots, self._overflow.kind_of)
+        snapshots = [segment for pool in pools for segment in pool.snapshot(include_traces=False)]
+        return reclaiming.plugin_segments(snapshots, self._plugin.segment_kind)
 
-    def _given(self) -> int:
+    def _allocations_served(self) -> int:
         """How many allocations torch has served, from its cache or not."""
         return int(torch.cuda.memory_stats(self._device)["allocation.all.allocated"])
 
     def _page_bytes(self) -> int:
-        return 2 * MIB if isinstance(self._driver, Missing) else self._driver.page_bytes
+        return 2 * MIB if isinstance(self._driver, NotAvailable) else self._driver.page_bytes
 
-    def _situation(
-        self, account: OverflowStats, segments: tuple[reclaiming.Segment, ...], refused: bool
-    ) -> reclaiming.Situation:
-        cold = reclaiming.cold_spans(segments, self._page_bytes())
+    def _pool_state(
+        self, account: OverflowStats, segments: tuple[reclaiming.PoolSegment, ...], refused: bool
+    ) -> reclaiming.PoolState:
+        free_ranges = reclaiming.free_managed_ranges(segments, self._page_bytes())
         free, total = torch.cuda.mem_get_info(self._device)
-        self._peak = max(self._peak, torch.cuda.max_memory_allocated(self._device))  # others may reset torch's own
-        return reclaiming.Situation(
+        self._peak_bytes = max(
+            self._peak_bytes, torch.cuda.max_memory_allocated(self._device)
+        )  # others may reset torch's own
+        return reclaiming.PoolState(
             stage=account.stage,
             total_bytes=total,
             gpu_free_bytes=free,
             needed_free_bytes=account.reserve_bytes + account.margin_bytes,
             reserved_bytes=sum(segment.span.nbytes for segment in segments),
             cached_bytes=sum(segment.free_bytes for segment in segments),
-            cold_bytes=sum(span.nbytes for span in cold),
-            peak_bytes=self._peak,
+            cold_bytes=sum(span.nbytes for span in free_ranges),
+            peak_bytes=self._peak_bytes,
             refused=refused,
-            used_since_light=self._given() != self._given_at_light,
-            can_discard=not isinstance(self._driver, Missing) and self._driver.version() >= DISCARDS_SINCE,
-            steps_since_light=None if self._light_at is None else self._steps - self._light_at,
-            steps_since_hard=None if self._hard_at is None else self._steps - self._hard_at,
+            used_since_light=self._allocations_served() != self._allocations_at_light,
+            can_discard=not isinstance(self._driver, NotAvailable) and self._driver.version() >= DISCARD_API_VERSION,
+            steps_since_light=None if self._last_light_step is None else self._steps - self._last_light_step,
+            steps_since_hard=None if self._last_hard_step is None else self._steps - self._last_hard_step,
         )
 
-    def _light(self, now: reclaiming.Situation) -> int:
-        reason = reclaiming.light_reason(now)
-        if reason is None or isinstance(self._driver, Missing) or self._steps < self._light_from:
+    def _reclaim_light(self, state: reclaiming.PoolState) -> int:
+        reason = reclaiming.light_reclaim_reason(state)
+        if reason is None or isinstance(self._driver, NotAvailable) or self._steps < self._next_light_step:
             return 0
-        with self._nothing_taken():
-            spans = reclaiming.cold_spans(self._segments(), self._page_bytes())
+        with self._pools_frozen():
+            spans = reclaiming.free_managed_ranges(self._segments(), self._page_bytes())
             nbytes = sum(span.nbytes for span in spans)
             torch.cuda.synchronize(self._device)  # kernels that were queued before a block was freed may still use it
-            self._light_at, self._given_at_light = self._steps, self._given()
+            self._last_light_step, self._allocations_at_light = self._steps, self._allocations_served()
             try:
-                if now.can_discard:
+                if state.can_discard:
                     self._driver.discard(spans)
                 else:
                     self._driver.prefetch(spans, HOST)
                 self._driver.synchronize(self._device)
-            except Refused as refused:
-                self._light_from = self._steps + reclaiming.LIGHT_EVERY_STEPS  # it would say so again at every step
-                self._sink.emit(WarningEvent(NAME, f"{bytes_text(nbytes)} could not be taken back: {refused}"))
+            except DriverError as error:
+                self._next_light_step = (
+                    self._steps + reclaiming.LIGHT_EVERY_STEPS
+                )  # it would say so again at every step
+                self._sink.emit(WarningEvent(SETTINGS_KEY, f"{bytes_text(nbytes)} could not be taken back: {error}"))
                 return 0
-        self._overflow.reclaimed(light=1, device=self._device)
-        self._tell("light", nbytes, reason)
+        self._plugin.count_reclamations(light=1, device=self._device)
+        self._emit_reclaimed("light", nbytes, reason)
         return nbytes
 
-    def _tell(self, how: str, nbytes: int, reason: str) -> None:
-        figures: dict[str, JSON] = {"how": how, "bytes": nbytes, "step_ends": self._steps, "reason": reason}
-        self._sink.emit(MeasurementEvent(RECLAIMED, figures))
+    def _emit_reclaimed(self, depth: str, nbytes: int, reason: str) -> None:
+        figures: dict[str, JSON] = {"how": depth, "bytes": nbytes, "step_ends": self._steps, "reason": reason}
+        self._sink.emit(MeasurementEvent(RECLAIMED_EVENT, figures))

@@ -14,36 +14,36 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from supertuner.core.types import bytes_text
-from supertuner.memory.driver import Kind, Span
+from supertuner.memory.driver import AddressRange, MemoryKind
 
-LIGHT_SHARE: Final = 0.01
+LIGHT_MIN_SHARE: Final = 0.01
 """Of GPU memory: less free managed memory than this is left alone."""
 LIGHT_EVERY_STEPS: Final = 100
 """Without discarding, dead pages are carried home at most this often."""
-HARD_SHARE: Final = 0.05
+HARD_MIN_SHARE: Final = 0.05
 """Of GPU memory: a pool whose cache holds less than this is not rebuilt."""
 HARD_EVERY_STEPS: Final = 100
 """A rebuilt pool allocates every segment anew, which a step feels."""
-BLOAT: Final = 1.5
+MAX_BLOAT: Final = 1.5
 """Reserved memory as a multiple of what was ever in use at once."""
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class PoolSegment:
     """One segment of a pool, as torch's snapshot and the plugin describe it."""
 
-    span: Span
-    kind: Kind
-    free: tuple[Span, ...]
+    span: AddressRange
+    kind: MemoryKind
+    free_blocks: tuple[AddressRange, ...]
     """Blocks that hold nothing and that no stream still uses."""
 
     @property
     def free_bytes(self) -> int:
-        return sum(span.nbytes for span in self.free)
+        return sum(span.nbytes for span in self.free_blocks)
 
 
 @dataclass(frozen=True, slots=True)
-class Situation:
+class PoolState:
     """Everything the two decisions depend on."""
 
     stage: int
@@ -68,54 +68,54 @@ class Situation:
     """None: never yet."""
 
 
-def segments_of(snapshot: Sequence[Mapping[str, Any]], kind_of: Callable[[int], Kind | None]) -> tuple[Segment, ...]:
+def plugin_segments(
+    snapshot: Sequence[Mapping[str, Any]], kind_of: Callable[[int], MemoryKind | None]
+) -> tuple[PoolSegment, ...]:
     """The plugin's segments in `torch.cuda.memory_snapshot`; those of others are left out."""
-    found = []
-    for one in snapshot:
-        kind = kind_of(one["address"])
+    segments = []
+    for segment in snapshot:
+        kind = kind_of(segment["address"])
         if kind is not None:
-            free = tuple(Span(b["address"], b["size"]) for b in one["blocks"] if b["state"] == "inactive")
-            found.append(Segment(Span(one["address"], one["total_size"]), kind, free))
-    return tuple(found)
+            free = tuple(AddressRange(b["address"], b["size"]) for b in segment["blocks"] if b["state"] == "inactive")
+            segments.append(PoolSegment(AddressRange(segment["address"], segment["total_size"]), kind, free))
+    return tuple(segments)
 
 
-def cold_spans(segments: Sequence[Segment], page_bytes: int) -> tuple[Span, ...]:
+def free_managed_ranges(segments: Sequence[PoolSegment], page_bytes: int) -> tuple[AddressRange, ...]:
     """Whole pages of managed memory that hold nothing. A page that a live tensor reaches into is not among them."""
     spans = []
     for segment in segments:
-        for block in segment.free if segment.kind is Kind.MANAGED else ():
+        for block in segment.free_blocks if segment.kind is MemoryKind.MANAGED else ():
             begin, end = -(-block.address // page_bytes) * page_bytes, block.end // page_bytes * page_bytes
             if end > begin:
-                spans.append(Span(begin, end - begin))
+                spans.append(AddressRange(begin, end - begin))
     return tuple(spans)
 
 
-def light_reason(now: Situation) -> str | None:
+def light_reclaim_reason(state: PoolState) -> str | None:
     """Why cold managed memory should be taken off the GPU now; None: it should not."""
-    if now.stage != 2 or not now.cold_bytes or now.cold_bytes < LIGHT_SHARE * now.total_bytes:
+    if state.stage != 2 or not state.cold_bytes or state.cold_bytes < LIGHT_MIN_SHARE * state.total_bytes:
         return None
-    if not now.used_since_light:
+    if not state.used_since_light:
         return None
-    if now.can_discard:
+    if state.can_discard:
         return "free in the cache, so its contents are worthless"
-    if now.steps_since_light is not None and now.steps_since_light < LIGHT_EVERY_STEPS:
+    if state.steps_since_light is not None and state.steps_since_light < LIGHT_EVERY_STEPS:
         return None
     return "free in the cache; this driver cannot discard it, so it is sent home"
 
 
-def hard_reason(now: Situation) -> str | None:
+def hard_reclaim_reason(state: PoolState) -> str | None:
     """Why the pools should be rebuilt now; None: they should not."""
-    if not now.cached_bytes or now.cached_bytes < HARD_SHARE * now.total_bytes:
+    if not state.cached_bytes or state.cached_bytes < HARD_MIN_SHARE * state.total_bytes:
         return None
-    if now.refused:
-        return f"an allocation was refused while the cache held {bytes_text(now.cached_bytes)}"
-    if now.steps_since_hard is not None and now.steps_since_hard < HARD_EVERY_STEPS:
+    if state.refused:
+        return f"an allocation was refused while the cache held {bytes_text(state.cached_bytes)}"
+    if state.steps_since_hard is not None and state.steps_since_hard < HARD_EVERY_STEPS:
         return None
-    if now.reserved_bytes > BLOAT * now.peak_bytes:
-        return (
-            f"{bytes_text(now.reserved_bytes)} are held, and never more than {bytes_text(now.peak_bytes)} were in use"
-        )
-    room = now.gpu_free_bytes - now.needed_free_bytes
-    if now.cold_bytes >= HARD_SHARE * now.total_bytes and room >= now.cold_bytes:
-        return f"the GPU has room again for the {bytes_text(now.cold_bytes)} that spilled"
+    if state.reserved_bytes > MAX_BLOAT * state.peak_bytes:
+        return f"{bytes_text(state.reserved_bytes)} are held, and never more than {bytes_text(state.peak_bytes)} were in use"
+    free_bytes = state.gpu_free_bytes - state.needed_free_bytes
+    if state.cold_bytes >= HARD_MIN_SHARE * state.total_bytes and free_bytes >= state.cold_bytes:
+        return f"the GPU has room again for the {bytes_text(state.cold_bytes)} that spilled"
     return None

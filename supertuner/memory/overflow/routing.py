@@ -16,16 +16,16 @@ from typing import Any, Final, Protocol
 
 import torch
 
-OLDEST: Final = (2, 13)
+OLDEST_TORCH: Final = (2, 13)
 """Before, torch held back every block that a second stream had used for as long as allocations were routed."""
-NEWEST: Final = (2, 15)
+NEWEST_TORCH: Final = (2, 15)
 """The last version on which the private call was tried."""
 
 
-class Route(Protocol):
+class AllocationRoute(Protocol):
     """Sends allocations to one pool at a time."""
 
-    how: str
+    description: str
 
     def begin(self, pool: torch.cuda.MemPool) -> None: ...
 
@@ -38,20 +38,20 @@ class Route(Protocol):
         """Leave torch as it was found."""
 
 
-class ProcessWide:
+class ProcessWideRoute:
     """Every thread and stream of the process, autograd's threads included."""
 
-    how = "every thread's allocations"
+    description = "every thread's allocations"
 
     def __init__(self, device: int) -> None:
         self._device = device
 
     def begin(self, pool: torch.cuda.MemPool) -> None:
-        _private("_cuda_beginAllocateToPool")(self._device, pool.id)
+        _torch_c_function("_cuda_beginAllocateToPool")(self._device, pool.id)
 
     def end(self, pool: torch.cuda.MemPool) -> None:
-        _private("_cuda_endAllocateToPool")(self._device, pool.id)
-        _private("_cuda_releasePool")(self._device, pool.id)  # each begin holds the pool once
+        _torch_c_function("_cuda_endAllocateToPool")(self._device, pool.id)
+        _torch_c_function("_cuda_releasePool")(self._device, pool.id)  # each begin holds the pool once
 
     def switch(self, before: torch.cuda.MemPool, after: torch.cuda.MemPool) -> None:
         self.begin(after)  # torch asks the pool that was begun first, so nothing changes yet
@@ -61,25 +61,25 @@ class ProcessWide:
         pass
 
 
-class ThisThread:
+class ThreadLocalRoute:
     """The calling thread; autograd is kept on it, so that backward is routed as well."""
 
-    how = "this thread's allocations, with autograd kept on it"
+    description = "this thread's allocations, with autograd kept on it"
 
     def __init__(self, device: int) -> None:
         self._device = device
-        self._open: AbstractContextManager[None] | None = None
+        self._pool_context: AbstractContextManager[None] | None = None
         self._multithreading = torch.autograd.set_multithreading_enabled(False)
 
     def begin(self, pool: torch.cuda.MemPool) -> None:
-        assert self._open is None, "one pool at a time"
-        self._open = torch.cuda.use_mem_pool(pool, self._device)
-        self._open.__enter__()
+        assert self._pool_context is None, "one pool at a time"
+        self._pool_context = torch.cuda.use_mem_pool(pool, self._device)
+        self._pool_context.__enter__()
 
     def end(self, pool: torch.cuda.MemPool) -> None:
-        assert self._open is not None, "nothing is routed"
-        self._open.__exit__(None, None, None)
-        self._open = None
+        assert self._pool_context is not None, "nothing is routed"
+        self._pool_context.__exit__(None, None, None)
+        self._pool_context = None
 
     def switch(self, before: torch.cuda.MemPool, after: torch.cuda.MemPool) -> None:
         self.end(before)  # only this thread is routed, and it is here
@@ -89,39 +89,41 @@ class ThisThread:
         self._multithreading.__exit__(None, None, None)
 
 
-def version_of(text: str) -> tuple[int, int]:
+def parse_version(text: str) -> tuple[int, int]:
     """`2.13.0+cu130` → (2, 13)."""
-    found = re.match(r"(\d+)\.(\d+)", text)
-    assert found is not None, text
-    return int(found[1]), int(found[2])
+    match = re.match(r"(\d+)\.(\d+)", text)
+    assert match is not None, text
+    return int(match[1]), int(match[2])
 
 
-def not_process_wide(version: str, begin: object) -> str | None:
+def process_wide_problem(version: str, begin_function: object) -> str | None:
     """Why the private call may not be used; None: version and signature are known."""
-    if begin is None:
+    if begin_function is None:
         return f"torch {version} has no _cuda_beginAllocateToPool"
-    if not OLDEST <= version_of(version) <= NEWEST:
-        return f"torch {version} is none of those that were tried ({_words(OLDEST)} to {_words(NEWEST)})"
-    signature = re.match(r"\w+\((?:\w+: )?(?:self, )?arg0: [^,]+, arg1: [Tt]uple\[.*\]\) -> None", begin.__doc__ or "")
-    if signature is None or "arg2" in (begin.__doc__ or ""):
+    if not OLDEST_TORCH <= parse_version(version) <= NEWEST_TORCH:
+        return f"torch {version} is none of those that were tried ({_version_text(OLDEST_TORCH)} to {_version_text(NEWEST_TORCH)})"
+    signature = re.match(
+        r"\w+\((?:\w+: )?(?:self, )?arg0: [^,]+, arg1: [Tt]uple\[.*\]\) -> None", begin_function.__doc__ or ""
+    )
+    if signature is None or "arg2" in (begin_function.__doc__ or ""):
         return f"torch {version} changed the signature of _cuda_beginAllocateToPool"
     return None
 
 
-def other_thread_arrives(device: int, arrivals: Callable[[], int]) -> bool:
+def other_thread_is_routed(device: int, request_count: Callable[[], int]) -> bool:
     """Whether an allocation on another thread reaches the plugin, which counts `arrivals`."""
-    before = arrivals()
+    before = request_count()
     thread = threading.Thread(target=_allocate, args=(device,), name="overflow-proof")
     thread.start()
     thread.join()
-    return arrivals() > before
+    return request_count() > before
 
 
-def this_thread_arrives(device: int, arrivals: Callable[[], int]) -> bool:
+def this_thread_is_routed(device: int, request_count: Callable[[], int]) -> bool:
     """Whether one on this thread does."""
-    before = arrivals()
+    before = request_count()
     _allocate(device)
-    return arrivals() > before
+    return request_count() > before
 
 
 def _allocate(device: int) -> None:
@@ -130,15 +132,15 @@ def _allocate(device: int) -> None:
         torch.empty(1, device=f"cuda:{device}")
 
 
-def _private(name: str) -> Any:
+def _torch_c_function(name: str) -> Any:
     return getattr(torch._C, name)
 
 
-def begin_call() -> object | None:
+def torch_begin_function() -> object | None:
     """Torch's private function, if it is there, and those that undo it."""
-    undone = hasattr(torch._C, "_cuda_endAllocateToPool") and hasattr(torch._C, "_cuda_releasePool")
-    return getattr(torch._C, "_cuda_beginAllocateToPool", None) if undone else None
+    can_undo = hasattr(torch._C, "_cuda_endAllocateToPool") and hasattr(torch._C, "_cuda_releasePool")
+    return getattr(torch._C, "_cuda_beginAllocateToPool", None) if can_undo else None
 
 
-def _words(version: tuple[int, int]) -> str:
+def _version_text(version: tuple[int, int]) -> str:
     return ".".join(map(str, version))

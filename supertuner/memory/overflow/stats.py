@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from supertuner.memory.driver import Missing
-from supertuner.memory.overflow.plugin import Overflow, OverflowStats, built
+from supertuner.memory.driver import NotAvailable
+from supertuner.memory.overflow.plugin import OverflowPlugin, OverflowStats, find_plugin
 
 if TYPE_CHECKING:
     import torch
 
-NAMES = {
+STAT_KEYS = {
     "stage": "stage",
     "entered": "transitions_in",
     "left": "transitions_out",
@@ -46,17 +46,19 @@ def stats(device: int | str | torch.device = 0) -> dict[str, int | float | str]:
     """
     import torch
 
-    from supertuner.memory.overflow.admission import numbered
+    from supertuner.memory.overflow.admission import with_device_index
 
-    where = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    number = numbered(where).index
-    own: dict[str, int | float | str] = dict(torch.cuda.memory_stats(number)) if torch.cuda.is_available() else {}
-    library = built()
-    if isinstance(library, Missing):
-        return own
-    return {**named(Overflow(library).stats(number)), **own}
+    torch_device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    number = with_device_index(torch_device).index
+    torch_stats: dict[str, int | float | str] = (
+        dict(torch.cuda.memory_stats(number)) if torch.cuda.is_available() else {}
+    )
+    library = find_plugin()
+    if isinstance(library, NotAvailable):
+        return torch_stats
+    return {**uvm_stats(OverflowPlugin(library).stats(number)), **torch_stats}
 
 
-def named(account: OverflowStats) -> dict[str, int | float | str]:
+def uvm_stats(overflow_stats: OverflowStats) -> dict[str, int | float | str]:
     """The plugin's account under the keys that `stats()` has."""
-    return {f"uvm.{key}": getattr(account, field) for field, key in NAMES.items()}
+    return {f"uvm.{key}": getattr(overflow_stats, field) for field, key in STAT_KEYS.items()}

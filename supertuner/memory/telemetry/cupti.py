@@ -13,20 +13,20 @@ from typing import Any, Final
 
 import numpy as np
 
-from supertuner.memory.driver import Missing
+from supertuner.memory.driver import NotAvailable
 
 LIBRARIES: Final = ("libcupti.so.13", "libcupti.so.12", "libcupti.so")
 KIND_UNIFIED_MEMORY_COUNTER: Final = 25
 SCOPE_ONE_DEVICE: Final = 1
 COUNTERS: Final = {1: "to_device_bytes", 2: "to_host_bytes", 3: "cpu_faults", 4: "gpu_fault_groups"}
 """CUpti_ActivityUnifiedMemoryCounterKind, by the names that we give them."""
-OCCURRENCES: Final = ("cpu_faults",)
+EVENT_COUNTERS: Final = ("cpu_faults",)
 """Counters whose records are one event each; their value is something else (the program counter)."""
 BUFFER_BYTES: Final = 1 << 18
 FLUSH_FORCED: Final = 1
 
 
-class _Config(ctypes.Structure):
+class _CounterConfig(ctypes.Structure):
     """CUpti_ActivityUnifiedMemoryCounterConfig."""
 
     _fields_ = (
@@ -37,10 +37,12 @@ class _Config(ctypes.Structure):
     )
 
 
-Requested = ctypes.CFUNCTYPE(
+BufferRequestedCallback = ctypes.CFUNCTYPE(
     None, ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_size_t), ctypes.POINTER(ctypes.c_size_t)
 )
-Completed = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t)
+BufferCompletedCallback = ctypes.CFUNCTYPE(
+    None, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t
+)
 
 
 def record_bytes(version: int) -> int | None:
@@ -54,27 +56,27 @@ def record_bytes(version: int) -> int | None:
     return 104 if 26 <= version <= 28 or 130000 <= version < 140000 else None
 
 
-def open_cupti(device: int = 0, libraries: Sequence[str] = LIBRARIES) -> Cupti | Missing:
+def open_cupti(device: int = 0, libraries: Sequence[str] = LIBRARIES) -> CuptiCounters | NotAvailable:
     """Begin to count for this GPU; or why it cannot be done. The CUDA driver must be initialised."""
-    library = _load(libraries)
+    library = _load_library(libraries)
     if library is None:
-        return Missing(f"no CUPTI ({libraries[0]}) here")
+        return NotAvailable(f"no CUPTI ({libraries[0]}) here")
     version = ctypes.c_uint32()
     library.cuptiGetVersion(ctypes.byref(version))
     length = record_bytes(version.value)
     if length is None:
-        return Missing(f"CUPTI's interface has version {version.value}, which is not one we know")
-    cupti = Cupti(library, length)
-    refusal = cupti.start(device)
-    return cupti if refusal is None else Missing(refusal)
+        return NotAvailable(f"CUPTI's interface has version {version.value}, which is not one we know")
+    cupti = CuptiCounters(library, length)
+    problem = cupti.start(device)
+    return cupti if problem is None else NotAvailable(problem)
 
 
-class Cupti:
+class CuptiCounters:
     """Counters of managed memory. `sample` says what happened since the last one."""
 
     def __init__(self, library: ctypes.CDLL, record_length: int) -> None:
         self._library: Any = library
-        self._record = np.dtype(
+        self._record_dtype = np.dtype(
             {
                 "names": ["kind", "counter", "value"],
                 "formats": [np.uint32, np.uint32, np.uint64],
@@ -82,17 +84,22 @@ class Cupti:
                 "itemsize": record_length,
             }
         )
-        self._guard = threading.Lock()
+        self._lock = threading.Lock()
         self._buffers: dict[int, ctypes.Array[ctypes.c_uint64]] = {}
         self._totals = dict.fromkeys(COUNTERS.values(), 0)
         self._unread_bytes = 0
         self._open = False
-        self._callbacks = (Requested(self._give_buffer), Completed(self._take_buffer))
+        self._callbacks = (
+            BufferRequestedCallback(self._on_buffer_requested),
+            BufferCompletedCallback(self._on_buffer_completed),
+        )
 
     def start(self, device: int) -> str | None:
         """Register, configure, enable; the first refusal, in CUPTI's words."""
         library = self._library
-        configs = (_Config * len(COUNTERS))(*(_Config(SCOPE_ONE_DEVICE, kind, device, 1) for kind in COUNTERS))
+        configs = (_CounterConfig * len(COUNTERS))(
+            *(_CounterConfig(SCOPE_ONE_DEVICE, kind, device, 1) for kind in COUNTERS)
+        )
         steps: tuple[tuple[str, Callable[[], int]], ...] = (
             ("cuptiActivityRegisterCallbacks", lambda: library.cuptiActivityRegisterCallbacks(*self._callbacks)),
             (
@@ -108,17 +115,17 @@ class Cupti:
             code = step()
             if code != 0:
                 self._open = False
-                return f"{name}: {self._word(code)}"
+                return f"{name}: {self._error_text(code)}"
         return None
 
     def sample(self) -> dict[str, int]:
         """Counts since the last sample. A record that we could not read shows as `unread_bytes`."""
         self._library.cuptiActivityFlushAll(0)
-        with self._guard:
-            found, self._totals = self._totals, dict.fromkeys(COUNTERS.values(), 0)
+        with self._lock:
+            totals, self._totals = self._totals, dict.fromkeys(COUNTERS.values(), 0)
             if self._unread_bytes:
-                found["unread_bytes"], self._unread_bytes = self._unread_bytes, 0
-        return found
+                totals["unread_bytes"], self._unread_bytes = self._unread_bytes, 0
+        return totals
 
     def close(self) -> None:
         """Stop counting, and take back the buffers."""
@@ -126,39 +133,41 @@ class Cupti:
         self._library.cuptiActivityFlushAll(FLUSH_FORCED)
         self._open = False
 
-    def _give_buffer(self, buffer: Any, size: Any, most_records: Any) -> None:
+    def _on_buffer_requested(self, buffer: Any, size: Any, most_records: Any) -> None:
         """CUPTI wants a buffer. After `close` it gets none, and drops its records."""
         most_records[0] = 0
         if not self._open:
             buffer[0], size[0] = None, 0
             return
         memory = (ctypes.c_uint64 * (BUFFER_BYTES // 8))()
-        with self._guard:
+        with self._lock:
             self._buffers[ctypes.addressof(memory)] = memory
         buffer[0], size[0] = ctypes.addressof(memory), BUFFER_BYTES
 
-    def _take_buffer(self, context: int | None, stream: int, buffer: int, size: int, valid: int) -> None:
+    def _on_buffer_completed(self, context: int | None, stream: int, buffer: int, size: int, valid_bytes: int) -> None:
         """CUPTI is done with a buffer, of which `valid` bytes are records."""
-        with self._guard:
+        with self._lock:
             memory = self._buffers.pop(buffer, None)
             if memory is None:  # one that another client gave
                 return
-            records = np.frombuffer(memoryview(memory).cast("B"), self._record, count=valid // self._record.itemsize)
-            if valid % self._record.itemsize or (records["kind"] != KIND_UNIFIED_MEMORY_COUNTER).any():
+            records = np.frombuffer(
+                memoryview(memory).cast("B"), self._record_dtype, count=valid_bytes // self._record_dtype.itemsize
+            )
+            if valid_bytes % self._record_dtype.itemsize or (records["kind"] != KIND_UNIFIED_MEMORY_COUNTER).any():
                 # Another client switched other records on, and they have other lengths: nothing here is certain.
-                self._unread_bytes += valid
+                self._unread_bytes += valid_bytes
                 return
             for kind, name in COUNTERS.items():
-                chosen = records["value"][records["counter"] == kind]
-                self._totals[name] += len(chosen) if name in OCCURRENCES else int(chosen.sum())
+                values = records["value"][records["counter"] == kind]
+                self._totals[name] += len(values) if name in EVENT_COUNTERS else int(values.sum())
 
-    def _word(self, code: int) -> str:
+    def _error_text(self, code: int) -> str:
         text = ctypes.c_char_p()
         self._library.cuptiGetResultString(code, ctypes.byref(text))
         return f"error {code}" if text.value is None else text.value.decode()
 
 
-def _load(names: Sequence[str]) -> ctypes.CDLL | None:
+def _load_library(names: Sequence[str]) -> ctypes.CDLL | None:
     for name in names:
         try:
             return ctypes.CDLL(name)

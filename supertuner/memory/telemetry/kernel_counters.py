@@ -14,12 +14,12 @@ from typing import Final
 
 from supertuner.core.host import HostFacts
 from supertuner.core.types import KIB
-from supertuner.memory.probe import NodeFacts
+from supertuner.memory.probe import NumaNodeFacts
 
 READ_BYTES: Final = 1 << 16
 """More than any of these files is long; the kernel gives what there is."""
 
-VMSTAT: Final = {
+VMSTAT_NAMES: Final = {
     "pgmigrate_success": "system.migrated_pages",
     "pgmigrate_fail": "system.unmigrated_pages",
     "numa_pages_migrated": "system.balanced_pages",
@@ -55,124 +55,124 @@ class KernelFile:
             self._handle = None
 
 
-class HostMemory:
+class HostMemorySource:
     """What can still be taken of host memory, within the container's limit, and what this process holds of it."""
 
     def __init__(self, host: HostFacts) -> None:
         self._meminfo = KernelFile(host.root / "proc/meminfo")
         self._statm = KernelFile(host.root / "proc/self/statm")
         self._page_bytes = os.sysconf("SC_PAGE_SIZE")
-        limited = host.memory_cgroup()
-        self._limit = limited[1] if limited else None
+        cgroup = host.memory_cgroup()
+        self._cgroup_limit = cgroup[1] if cgroup else None
         names = ("memory.current", "memory.usage_in_bytes", "memory.stat")
-        self._cgroup = {name: KernelFile(limited[0] / name) for name in names} if limited else {}
+        self._cgroup_files = {name: KernelFile(cgroup[0] / name) for name in names} if cgroup else {}
 
     def __call__(self) -> dict[str, int]:
-        meminfo, found = self._meminfo.content(), {}
-        available = _least(_field(meminfo, "MemAvailable:"), self._left())
+        meminfo, figures = self._meminfo.content(), {}
+        available = _min_known(_meminfo_field(meminfo, "MemAvailable:"), self._cgroup_left())
         if available is not None:
-            found["host.available_bytes"] = available
-        swap, free = _field(meminfo, "SwapTotal:"), _field(meminfo, "SwapFree:")
+            figures["host.available_bytes"] = available
+        swap, free = _meminfo_field(meminfo, "SwapTotal:"), _meminfo_field(meminfo, "SwapFree:")
         if swap is not None and free is not None:
-            found["host.swap_used_bytes"] = swap - free
+            figures["host.swap_used_bytes"] = swap - free
         pages = self._statm.content().split()
         if len(pages) > 1:
-            found["process.resident_bytes"] = int(pages[1]) * self._page_bytes
-        return found
+            figures["process.resident_bytes"] = int(pages[1]) * self._page_bytes
+        return figures
 
     def close(self) -> None:
-        for file in (self._meminfo, self._statm, *self._cgroup.values()):
+        for file in (self._meminfo, self._statm, *self._cgroup_files.values()):
             file.close()
 
-    def _left(self) -> int | None:
+    def _cgroup_left(self) -> int | None:
         """What the cgroup has left; cache that it would give up counts as left, as `Host` counts."""
-        if self._limit is None:
+        if self._cgroup_limit is None:
             return None
-        texts = {name: file.content() for name, file in self._cgroup.items()}
+        texts = {name: file.content() for name, file in self._cgroup_files.items()}
         used = texts["memory.current"] or texts["memory.usage_in_bytes"]
         if not used:
             return None
         stat = texts["memory.stat"]
         cache = _count(stat, "inactive_file") or _count(stat, "total_inactive_file") or 0
-        return max(0, self._limit - max(0, int(used) - cache))
+        return max(0, self._cgroup_limit - max(0, int(used) - cache))
 
 
-class Faults:
+class PageFaultSource:
     """Page faults of this process, all its threads: minor ones found their page in memory, major ones waited for it."""
 
     def __init__(self) -> None:
-        self._last = self._now()
+        self._last = self._read_counts()
 
     def __call__(self) -> dict[str, int]:
-        last, self._last = self._last, self._now()
+        last, self._last = self._last, self._read_counts()
         return {name: self._last[name] - last[name] for name in last}
 
     def close(self) -> None:
         pass
 
-    def _now(self) -> dict[str, int]:
+    def _read_counts(self) -> dict[str, int]:
         usage = resource.getrusage(resource.RUSAGE_SELF)
         return {"process.minor_faults": usage.ru_minflt, "process.major_faults": usage.ru_majflt}
 
 
-class Migrations:
+class PageMigrationSource:
     """Pages that the kernel moved between nodes or swapped, on the whole machine."""
 
     def __init__(self, host: HostFacts) -> None:
         self._vmstat = KernelFile(host.root / "proc/vmstat")
-        self._last = self._now()
+        self._last = self._read_counts()
 
     def __call__(self) -> dict[str, int]:
-        last, self._last = self._last, self._now()
+        last, self._last = self._last, self._read_counts()
         return {name: count - last[name] for name, count in self._last.items() if name in last}
 
     def close(self) -> None:
         self._vmstat.close()
 
-    def _now(self) -> dict[str, int]:
-        return _counts(self._vmstat.content())
+    def _read_counts(self) -> dict[str, int]:
+        return _vmstat_counts(self._vmstat.content())
 
 
-class Nodes:
+class NumaNodeSource:
     """What lies on each NUMA node. On a Grace superchip the GPU's memory is one: cache that strayed there shows."""
 
-    def __init__(self, host: HostFacts, nodes: Iterable[NodeFacts]) -> None:
+    def __init__(self, host: HostFacts, nodes: Iterable[NumaNodeFacts]) -> None:
         folder = host.root / "sys/devices/system/node"
         self._files = {node.number: KernelFile(folder / f"node{node.number}/meminfo") for node in nodes}
 
     def __call__(self) -> dict[str, int]:
-        found = {}
+        figures = {}
         for number, file in self._files.items():
             text = file.content()
             for field, name in NODE_FIELDS.items():
-                value = _field(text, f"{field}:")
+                value = _meminfo_field(text, f"{field}:")
                 if value is not None:
-                    found[f"node{number}.{name}"] = value
-        return found
+                    figures[f"node{number}.{name}"] = value
+        return figures
 
     def close(self) -> None:
         for file in self._files.values():
             file.close()
 
 
-def _field(text: bytes, field: str) -> int | None:
+def _meminfo_field(text: bytes, field: str) -> int | None:
     """A field of a meminfo, in bytes. Searched in the raw text: splitting all of it costs more than reading it."""
-    found = text.find(b" " + field.encode()) if text.startswith(b"Node") else _line_start(text, field.encode())
-    if found < 0:
+    position = text.find(b" " + field.encode()) if text.startswith(b"Node") else _line_start(text, field.encode())
+    if position < 0:
         return None
-    words = text[found : found + 80].split(None, 2)
+    words = text[position : position + 80].split(None, 2)
     return int(words[1]) * KIB if len(words) > 1 else None
 
 
-def _counts(vmstat: bytes) -> dict[str, int]:
-    found = {name: _count(vmstat, field) for field, name in VMSTAT.items()}
-    return {name: count for name, count in found.items() if count is not None}
+def _vmstat_counts(vmstat: bytes) -> dict[str, int]:
+    counts = {name: _count(vmstat, field) for field, name in VMSTAT_NAMES.items()}
+    return {name: count for name, count in counts.items() if count is not None}
 
 
 def _count(text: bytes, field: str) -> int | None:
     """A counter of a file of `name number` lines."""
-    at = _line_start(text, field.encode() + b" ")
-    return None if at < 0 else int(text[at : at + 80].split(None, 2)[1])
+    position = _line_start(text, field.encode() + b" ")
+    return None if position < 0 else int(text[position : position + 80].split(None, 2)[1])
 
 
 def _line_start(text: bytes, word: bytes) -> int:
@@ -182,5 +182,5 @@ def _line_start(text: bytes, word: bytes) -> int:
     return at if at < 0 else at + 1
 
 
-def _least(*values: int | None) -> int | None:
+def _min_known(*values: int | None) -> int | None:
     return min((value for value in values if value is not None), default=None)

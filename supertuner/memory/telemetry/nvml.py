@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, TypeVar
 
-from supertuner.memory.driver import Missing
+from supertuner.memory.driver import NotAvailable
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class NvmlGpu:
+class NvmlGpuFacts:
     """A GPU as NVML knows it, in NVML's own order, which is not always the driver's."""
 
     index: int
@@ -30,70 +30,72 @@ class NvmlGpu:
     power_limit_w: float | None
 
 
-def open_nvml() -> Nvml | Missing:
+def open_nvml() -> NvmlLibrary | NotAvailable:
     """The library, opened; or why there is none."""
     try:
         import pynvml
     except ImportError:
-        return Missing("nvidia-ml-py is not installed")
+        return NotAvailable("nvidia-ml-py is not installed")
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError_LibraryNotFound:
-        return Missing("no NVML (libnvidia-ml.so.1) here")
+        return NotAvailable("no NVML (libnvidia-ml.so.1) here")
     except pynvml.NVMLError_DriverNotLoaded:
-        return Missing("NVML is here, but the NVIDIA kernel driver is not loaded")
+        return NotAvailable("NVML is here, but the NVIDIA kernel driver is not loaded")
     except pynvml.NVMLError as error:
-        return Missing(f"NVML does not start: {error}")
-    return Nvml(pynvml)
+        return NotAvailable(f"NVML does not start: {error}")
+    return NvmlLibrary(pynvml)
 
 
-class Nvml:
+class NvmlLibrary:
     """NVML, open until `close`. A question that a GPU does not support is asked once and then no more."""
 
     def __init__(self, library: ModuleType) -> None:
         self._library: Any = library
-        count = self._ask(library.nvmlDeviceGetCount) or 0
-        self._handles = {index: self._ask(library.nvmlDeviceGetHandleByIndex, index) for index in range(count)}
-        self._questions = {index: self._gauges(handle) for index, handle in self._handles.items() if handle is not None}
+        count = self._query(library.nvmlDeviceGetCount) or 0
+        self._handles = {index: self._query(library.nvmlDeviceGetHandleByIndex, index) for index in range(count)}
+        self._queries = {
+            index: self._gauge_queries(handle) for index, handle in self._handles.items() if handle is not None
+        }
 
     def driver_version(self) -> str | None:
         """Of the kernel driver, as in 580.95.05."""
-        return _text(self._ask(self._library.nvmlSystemGetDriverVersion))
+        return _as_text(self._query(self._library.nvmlSystemGetDriverVersion))
 
-    def gpus(self) -> tuple[NvmlGpu, ...]:
+    def gpus(self) -> tuple[NvmlGpuFacts, ...]:
         """The GPUs that can be opened; one that fell off the bus is not among them."""
         return tuple(self._describe(index, handle) for index, handle in self._handles.items() if handle is not None)
 
     def sample(self, index: int) -> dict[str, float]:
         """Gauges of the GPU with this NVML index, as of now; what it does not say is left out."""
-        found: dict[str, float] = {}
-        for name, question in tuple(self._questions.get(index, {}).items()):
+        gauges: dict[str, float] = {}
+        for name, query in tuple(self._queries.get(index, {}).items()):
             try:
-                found.update(question())
+                gauges.update(query())
             except (self._library.NVMLError_NotSupported, self._library.NVMLError_FunctionNotFound):
-                del self._questions[index][name]
+                del self._queries[index][name]
             except self._library.NVMLError:
                 # Lost, reset or forbidden for the moment: no figure this time, and training does not need one.
                 continue
-        return found
+        return gauges
 
     def close(self) -> None:
         self._library.nvmlShutdown()
 
-    def _describe(self, index: int, handle: object) -> NvmlGpu:
-        ask, library = self._ask, self._library
-        memory = ask(library.nvmlDeviceGetMemoryInfo, handle)
-        power_mw = ask(library.nvmlDeviceGetEnforcedPowerLimit, handle)
-        return NvmlGpu(
+    def _describe(self, index: int, handle: object) -> NvmlGpuFacts:
+        query, library = self._query, self._library
+        memory = query(library.nvmlDeviceGetMemoryInfo, handle)
+        power_mw = query(library.nvmlDeviceGetEnforcedPowerLimit, handle)
+        return NvmlGpuFacts(
             index=index,
-            name=_text(ask(library.nvmlDeviceGetName, handle)),
-            uuid=_text(ask(library.nvmlDeviceGetUUID, handle)),
+            name=_as_text(query(library.nvmlDeviceGetName, handle)),
+            uuid=_as_text(query(library.nvmlDeviceGetUUID, handle)),
             total_bytes=None if memory is None else int(memory.total),
-            sm_clock_limit_mhz=ask(library.nvmlDeviceGetMaxClockInfo, handle, library.NVML_CLOCK_SM),
+            sm_clock_limit_mhz=query(library.nvmlDeviceGetMaxClockInfo, handle, library.NVML_CLOCK_SM),
             power_limit_w=None if power_mw is None else power_mw / 1000,
         )
 
-    def _gauges(self, handle: object) -> dict[str, Callable[[], Mapping[str, float]]]:
+    def _gauge_queries(self, handle: object) -> dict[str, Callable[[], Mapping[str, float]]]:
         """The questions of `sample`, each with the figures that its answer makes."""
         library = self._library
 
@@ -115,14 +117,14 @@ class Nvml:
             },
         }
 
-    def _ask(self, question: Callable[..., T], *arguments: object) -> T | None:
+    def _query(self, function: Callable[..., T], *arguments: object) -> T | None:
         try:
-            return question(*arguments)
+            return function(*arguments)
         except self._library.NVMLError:
             # Not supported, lost, forbidden: whatever the reason, this fact is unknown.
             return None
 
 
-def _text(answer: str | bytes | None) -> str | None:
+def _as_text(answer: str | bytes | None) -> str | None:
     """Some versions of the bindings answer in bytes."""
     return answer.decode() if isinstance(answer, bytes) else answer

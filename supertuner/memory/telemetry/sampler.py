@@ -13,33 +13,38 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 from supertuner.core.events import MEMORY_MEASUREMENT, MeasurementEvent, Sink
 from supertuner.core.host import HostFacts
-from supertuner.memory.driver import Driver, Missing, Refused
-from supertuner.memory.probe import Facts
-from supertuner.memory.telemetry.cupti import Cupti
-from supertuner.memory.telemetry.kernel_counters import Faults, HostMemory, Migrations, Nodes
-from supertuner.memory.telemetry.nvml import Nvml
+from supertuner.memory.driver import Driver, DriverError, NotAvailable
+from supertuner.memory.probe import MachineFacts
+from supertuner.memory.telemetry.cupti import CuptiCounters
+from supertuner.memory.telemetry.kernel_counters import (
+    HostMemorySource,
+    NumaNodeSource,
+    PageFaultSource,
+    PageMigrationSource,
+)
+from supertuner.memory.telemetry.nvml import NvmlLibrary
 
 if TYPE_CHECKING:
     import torch
 
-SHARE: Final = 0.005
+MAX_TIME_SHARE: Final = 0.005
 """Of wall-clock time, at most, on average."""
 
-NO_CUPTI: Final = Missing("CUPTI was not asked for")
+NO_CUPTI: Final = NotAvailable("CUPTI was not asked for")
 
-Value: TypeAlias = int | float | str
-Figures: TypeAlias = dict[str, Value]
+FigureValue: TypeAlias = int | float | str
+TelemetryFigures: TypeAlias = dict[str, FigureValue]
 
 
-class Source(Protocol):
+class TelemetrySource(Protocol):
     """Gives figures when called; `close` lets go of what it holds."""
 
-    def __call__(self) -> Mapping[str, Value]: ...
+    def __call__(self) -> Mapping[str, FigureValue]: ...
 
     def close(self) -> None: ...
 
 
-class Sampler:
+class MemorySampler:
     """Telemetry of one process and its GPU. Not for other processes: a forked child makes its own.
 
     `overflow` gives the allocator's statistics (keys that begin with `uvm.` are taken), `hints` counts of outcomes by
@@ -48,11 +53,11 @@ class Sampler:
 
     def __init__(
         self,
-        facts: Facts,
+        facts: MachineFacts,
         host: HostFacts,
-        driver: Driver | Missing,
-        nvml: Nvml | Missing,
-        cupti: Cupti | Missing = NO_CUPTI,
+        driver: Driver | NotAvailable,
+        nvml: NvmlLibrary | NotAvailable,
+        cupti: CuptiCounters | NotAvailable = NO_CUPTI,
         *,
         device: int = 0,
         torch_device: torch.device | None = None,
@@ -60,50 +65,57 @@ class Sampler:
         hints: Callable[[], Mapping[str, int]] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        sources: list[Source] = [HostMemory(host), Faults(), Migrations(host), Nodes(host, facts.nodes)]
-        if not isinstance(driver, Missing):
-            sources.append(_Asked(lambda: _free_by_driver(driver, device)))
+        sources: list[TelemetrySource] = [
+            HostMemorySource(host),
+            PageFaultSource(),
+            PageMigrationSource(host),
+            NumaNodeSource(host, facts.nodes),
+        ]
+        if not isinstance(driver, NotAvailable):
+            sources.append(_CallableSource(lambda: _driver_figures(driver, device)))
         if torch_device is not None and torch_device.type == "cuda":
-            sources.append(_Asked(lambda: _by_torch(torch_device)))
+            sources.append(_CallableSource(lambda: _torch_figures(torch_device)))
         if overflow is not None:
-            sources.append(_Asked(lambda: _allocator(overflow())))
+            sources.append(_CallableSource(lambda: _overflow_figures(overflow())))
         if hints is not None:
-            sources.append(_Asked(lambda: _named("hints", hints())))
+            sources.append(_CallableSource(lambda: _with_prefix("hints", hints())))
         index = _nvml_index(facts, device)
-        if not isinstance(nvml, Missing) and index is not None:
-            sources.append(_Asked(lambda: _named("nvml", nvml.sample(index))))
-        if not isinstance(cupti, Missing):
-            sources.append(_Asked(lambda: _named("cupti", cupti.sample())))
+        if not isinstance(nvml, NotAvailable) and index is not None:
+            sources.append(_CallableSource(lambda: _with_prefix("nvml", nvml.sample(index))))
+        if not isinstance(cupti, NotAvailable):
+            sources.append(_CallableSource(lambda: _with_prefix("cupti", cupti.sample())))
         self._sources = sources
         self._clock = clock
-        self._due: float | None = None
-        self._first: Figures = {f"uvm_driver.{name}": value for name, value in facts.uvm_parameters.items()}
+        self._next_emit_s: float | None = None
+        self._constant_figures: TelemetryFigures = {
+            f"uvm_driver.{name}": value for name, value in facts.uvm_parameters.items()
+        }
         """Parameters of the driver do not change: they come once, with the first event."""
 
-    def sample(self) -> Figures:
+    def sample(self) -> TelemetryFigures:
         """All figures, as of now. Counters say what happened since the last sample, or since the sampler was made."""
-        found: Figures = {}
+        figures: TelemetryFigures = {}
         for source in self._sources:
-            found.update(source())
-        return found
+            figures.update(source())
+        return figures
 
     def emit(self, sink: Sink, step: int) -> bool:
         """Send one `memory` event for `step`, unless the last one cost so much that it is not yet paid for."""
-        began = self._clock()
-        if self._due is not None and began < self._due:
+        start_s = self._clock()
+        if self._next_emit_s is not None and start_s < self._next_emit_s:
             return False
-        figures, self._first = self._first | self.sample(), {}
-        figures["telemetry.sample_s"] = self._clock() - began
+        figures, self._constant_figures = self._constant_figures | self.sample(), {}
+        figures["telemetry.sample_s"] = self._clock() - start_s
         sink.emit(MeasurementEvent(MEMORY_MEASUREMENT, {"step": step, **figures}))
-        ended = self._clock()
-        self._due = ended + (ended - began) * (1 / SHARE - 1)
+        end_s = self._clock()
+        self._next_emit_s = end_s + (end_s - start_s) * (1 / MAX_TIME_SHARE - 1)
         return True
 
     def close(self) -> None:
         for source in self._sources:
             source.close()
 
-    def __enter__(self) -> Sampler:
+    def __enter__(self) -> MemorySampler:
         return self
 
     def __exit__(
@@ -112,52 +124,52 @@ class Sampler:
         self.close()
 
 
-class _Asked:
+class _CallableSource:
     """A source that holds nothing."""
 
-    def __init__(self, ask: Callable[[], Mapping[str, Value]]) -> None:
-        self._ask = ask
+    def __init__(self, read: Callable[[], Mapping[str, FigureValue]]) -> None:
+        self._read = read
 
-    def __call__(self) -> Mapping[str, Value]:
-        return self._ask()
+    def __call__(self) -> Mapping[str, FigureValue]:
+        return self._read()
 
     def close(self) -> None:
         pass
 
 
-def _free_by_driver(driver: Driver, device: int) -> Figures:
+def _driver_figures(driver: Driver, device: int) -> TelemetryFigures:
     try:
         return {"gpu.free_bytes": driver.free_bytes(device)}
-    except Refused:
+    except DriverError:
         return {}  # a driver that does not say, now or ever: training goes on without the figure
 
 
-def _by_torch(device: torch.device) -> Figures:
+def _torch_figures(device: torch.device) -> TelemetryFigures:
     """What torch's allocator holds. From the nested form: the flat one sorts some two hundred names at each call."""
     import torch
 
     stats = torch.cuda.memory_stats_as_nested_dict(device)
-    found: Figures = {}
+    figures: TelemetryFigures = {}
     for name, field in (("allocated", "allocated_bytes"), ("reserved", "reserved_bytes")):
-        whole = stats.get(field, {}).get("all")
-        if whole is not None:
-            found[f"torch.{name}_bytes"] = whole["current"]
-            found[f"torch.{name}_peak_bytes"] = whole["peak"]
+        totals = stats.get(field, {}).get("all")
+        if totals is not None:
+            figures[f"torch.{name}_bytes"] = totals["current"]
+            figures[f"torch.{name}_peak_bytes"] = totals["peak"]
     if "num_alloc_retries" in stats:
-        found["torch.alloc_retries"] = stats["num_alloc_retries"]
-    return found
+        figures["torch.alloc_retries"] = stats["num_alloc_retries"]
+    return figures
 
 
-def _allocator(stats: Mapping[str, Any]) -> Figures:
+def _overflow_figures(stats: Mapping[str, Any]) -> TelemetryFigures:
     """The overflow allocator's own figures out of all statistics; what it does not know is None there."""
-    chosen = ((name, value) for name, value in stats.items() if name.startswith("uvm."))
-    return {name: value for name, value in chosen if isinstance(value, int | float | str)}
+    uvm_items = ((name, value) for name, value in stats.items() if name.startswith("uvm."))
+    return {name: value for name, value in uvm_items if isinstance(value, int | float | str)}
 
 
-def _named(prefix: str, figures: Mapping[str, float]) -> Figures:
+def _with_prefix(prefix: str, figures: Mapping[str, float]) -> TelemetryFigures:
     return {f"{prefix}.{name}": value for name, value in figures.items()}
 
 
-def _nvml_index(facts: Facts, device: int) -> int | None:
+def _nvml_index(facts: MachineFacts, device: int) -> int | None:
     known = (gpu.nvml.index for gpu in facts.gpus if gpu.device.number == device and gpu.nvml is not None)
     return next(known, None)

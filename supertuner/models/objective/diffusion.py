@@ -71,7 +71,9 @@ class TrainingObjective:
 @overload
 def sigma_at(uniform: float, distribution: TimestepDistribution, low: float = 0.0, high: float = 1.0) -> float: ...
 @overload
-def sigma_at(uniform: torch.Tensor, distribution: TimestepDistribution, low: float = 0.0, high: float = 1.0) -> torch.Tensor: ...
+def sigma_at(
+    uniform: torch.Tensor, distribution: TimestepDistribution, low: float = 0.0, high: float = 1.0
+) -> torch.Tensor: ...
 def sigma_at(
     uniform: float | torch.Tensor, distribution: TimestepDistribution, low: float = 0.0, high: float = 1.0
 ) -> float | torch.Tensor:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from supertuner.optim.automagic.batched import ParameterBatch
+from supertuner.optim.automagic.parameter_batches import ParameterBatch
 from supertuner.optim.automagic.workspace import padded_count
 
 POINTERS = ("gradient", "weights", "row", "column", "low", "high", "signs")

@@ -22,7 +22,6 @@ from typing import Literal
 import torch
 from torch import nn
 
-from supertuner.optim.automagic.batched import ParameterBatch, build_batches, matrix_shape
 from supertuner.optim.automagic.native import NativeAutomagic, NativeStepConstants, find_native_library
 from supertuner.optim.automagic.packed_rates import (
     MAX_CODE,
@@ -34,6 +33,7 @@ from supertuner.optim.automagic.packed_rates import (
     RateStepInputs,
     sign_agreement,
 )
+from supertuner.optim.automagic.parameter_batches import ParameterBatch, build_batches, matrix_shape
 from supertuner.optim.automagic.workspace import DeviceWorkspace, ScratchViews, padded_count
 from supertuner.optim.stochastic_bits import StochasticBits, stochastic_round_to_bf16
 

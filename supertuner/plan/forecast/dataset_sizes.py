@@ -11,9 +11,9 @@ from fractions import Fraction
 
 import numpy as np
 
-from supertuner.config.settings.tree import RunConfig
+from supertuner.config.settings.run_config import RunConfig
 from supertuner.data.ordering.buckets import Bucket
-from supertuner.data.ordering.order import BucketGroup, SampleOrder
+from supertuner.data.ordering.sample_order import BucketGroup, SampleOrder
 from supertuner.optim.schedule import TrainingSchedule, build_training_schedule
 
 ONE_DRAW = Fraction(1)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from supertuner.config.settings.tree import RunConfig
+from supertuner.config.settings.run_config import RunConfig
 from supertuner.config.settings.validation import ValidationSettings
 from supertuner.optim.schedule import TrainingSchedule, accumulation_steps
 

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from supertuner.config.settings.tree import RunConfig
+from supertuner.config.settings.run_config import RunConfig
 from supertuner.data.ordering.buckets import Bucket
 from supertuner.plan.forecast import duration
-from supertuner.plan.forecast.context import SuggestionBaseline
 from supertuner.plan.forecast.dataset_sizes import DatasetSize
-from supertuner.plan.forecast.model import MachineCapacity, PhaseForecast, RunForecast, RunTiming, SuggestedChange
-from supertuner.plan.forecast.phases import forecast_phases, validation_bucket
+from supertuner.plan.forecast.phase_memory import forecast_phases, validation_bucket
+from supertuner.plan.forecast.results import MachineCapacity, PhaseForecast, RunForecast, RunTiming, SuggestedChange
 from supertuner.plan.forecast.run_model import ExpertForecast, RunModel, TraceProvider
 from supertuner.plan.forecast.storage import total_storage
+from supertuner.plan.forecast.suggestion_baseline import SuggestionBaseline
 from supertuner.plan.forecast.suggestions import suggest_changes
 from supertuner.plan.forecast.timing import RepeatedWork, RunWork, forecast_timing
 from supertuner.plan.placement.planner import RunPlanner

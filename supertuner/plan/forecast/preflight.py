@@ -9,14 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from supertuner.config.settings.tree import RunConfig
+from supertuner.config.settings.run_config import RunConfig
 from supertuner.core.errors import ModelError, TrainError
 from supertuner.core.events import NoteEvent, Progress, Sink, WarningEvent
 from supertuner.core.host import HostFacts
 from supertuner.core.types import bytes_text
 from supertuner.memory.machines import MACHINES
-from supertuner.plan.forecast.model import FitStatus, MachineCapacity, RunForecast
 from supertuner.plan.forecast.report import change_text, verdict_text
+from supertuner.plan.forecast.results import FitStatus, MachineCapacity, RunForecast
 from supertuner.plan.forecast.survey import survey_datasets
 from supertuner.plan.forecast.target_machine import THIS_MACHINE, find_machine_capacity
 
@@ -55,7 +55,7 @@ def preflight_check(
         sink.emit(NoteEvent(EVENT_TOPIC, reason))
         return None
     from supertuner.plan.forecast.forecast import forecast_run
-    from supertuner.plan.forecast.traces import CachedTraceProvider
+    from supertuner.plan.forecast.trace_provider import CachedTraceProvider
 
     try:
         traces = CachedTraceProvider(config, capacity, sink, progress)

@@ -11,9 +11,16 @@ from dataclasses import asdict
 from typing import Any
 
 from supertuner.core.types import GIB, JSON, MIB, bytes_text
-from supertuner.plan.forecast.model import FitStatus, FitVerdict, RunForecast, RunTiming, SuggestedChange, capacity_text
+from supertuner.plan.forecast.results import (
+    FitStatus,
+    FitVerdict,
+    RunForecast,
+    RunTiming,
+    SuggestedChange,
+    capacity_text,
+)
 from supertuner.plan.forecast.storage import total_storage
-from supertuner.sinks.figures import duration_text
+from supertuner.sinks.phase_counters import duration_text
 
 TENSOR_CLASSES = (
     "frozen weights",

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from supertuner.config.settings.tree import RunConfig
+from supertuner.config.settings.run_config import RunConfig
 from supertuner.core.errors import ModelError
 from supertuner.data.ordering.buckets import Bucket
 from supertuner.models.adapters import attach as adapters
@@ -17,10 +17,10 @@ from supertuner.models.spec import Expert, Family, ModelDescription
 from supertuner.optim.schedule import TrainingSchedule
 from supertuner.plan.forecast import dataset_sizes as holdings
 from supertuner.plan.forecast import duration
-from supertuner.plan.forecast.context import configured_choice
 from supertuner.plan.forecast.dataset_sizes import DatasetSize
-from supertuner.plan.forecast.model import HOST_SHARE, TIGHT_SHARE, MachineCapacity
+from supertuner.plan.forecast.results import HOST_SHARE, TIGHT_SHARE, MachineCapacity
 from supertuner.plan.forecast.storage import EncodedSizes, ExpertStateSizes, StorageItem, list_storage, total_storage
+from supertuner.plan.forecast.suggestion_baseline import configured_choice
 from supertuner.plan.forecast.timing import ExpertSteps
 from supertuner.plan.placement.overrides import apply_plan_settings
 from supertuner.plan.placement.plan import MemoryPlan, PlanEstimate
@@ -29,10 +29,10 @@ from supertuner.plan.placement.planner import RunPlanner
 from supertuner.plan.placement.roofline import step_time_bound
 from supertuner.plan.placement.step_table import StepTable
 from supertuner.plan.placement.throughput import MachineRates, MemoryLimits
-from supertuner.plan.trace.phases import SampleTrace
-from supertuner.plan.trace.record import ExecutionTrace, TensorKind
-from supertuner.plan.trace.summary import build_step_table
-from supertuner.step.trainee import selected_experts
+from supertuner.plan.trace.execution_trace import ExecutionTrace, TensorKind
+from supertuner.plan.trace.inference_phases import SampleTrace
+from supertuner.plan.trace.step_table_builder import build_step_table
+from supertuner.step.expert_setup import selected_experts
 from supertuner.train.offload.optimizer_step import PER_PARAMETER_OPTIMIZERS
 
 SHAPES_TRACED = 3

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from supertuner.config.settings.tree import RunConfig
+from supertuner.config.settings.run_config import RunConfig
 from supertuner.core.types import bytes_text
 from supertuner.data.ordering.buckets import Bucket
 from supertuner.plan.forecast.dataset_sizes import DatasetSize

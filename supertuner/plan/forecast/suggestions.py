@@ -10,15 +10,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from supertuner.core.types import MediaKind, bytes_text
-from supertuner.memory.machines import MACHINES, Machine
-from supertuner.plan.forecast.context import (
+from supertuner.memory.machines import MACHINES, MachineSpec
+from supertuner.plan.forecast.results import HOST_SHARE, TIGHT_SHARE, SuggestedChange
+from supertuner.plan.forecast.suggestion_baseline import (
     SuggestionBaseline,
     configured_choice,
     gpu_bytes_needed,
     scale_tokens,
     window_seconds_without_plan,
 )
-from supertuner.plan.forecast.model import HOST_SHARE, TIGHT_SHARE, SuggestedChange
 from supertuner.plan.placement.choice import PlacementChoice
 from supertuner.plan.placement.plan_step import plan_step
 from supertuner.plan.placement.step_table import BlockCosts, StepTable
@@ -258,7 +258,7 @@ def _machine_change_with_plan(baseline: SuggestionBaseline) -> Iterator[Suggeste
             return
 
 
-def _relative_time_on(baseline: SuggestionBaseline, machine: Machine) -> float | None:
+def _relative_time_on(baseline: SuggestionBaseline, machine: MachineSpec) -> float | None:
     rates = MachineRates.from_machine(machine, baseline.config.train.mixed_precision)
     if baseline.rates is None or rates.unknown_rates:
         return None
@@ -267,7 +267,7 @@ def _relative_time_on(baseline: SuggestionBaseline, machine: Machine) -> float |
     )
 
 
-def _machine_holds(machine: Machine, gpu_bytes: int, host_bytes: int) -> bool:
+def _machine_holds(machine: MachineSpec, gpu_bytes: int, host_bytes: int) -> bool:
     has = machine.gpu_bytes.value
     if has is None or machine.key in FORECAST_ONLY_MACHINES:
         return False

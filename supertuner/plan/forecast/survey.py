@@ -13,19 +13,19 @@ from math import prod
 import numpy as np
 
 from supertuner.config.settings.data import DatasetSettings
-from supertuner.config.settings.tree import RunConfig
+from supertuner.config.settings.run_config import RunConfig
 from supertuner.core.errors import BrokenMediaError
 from supertuner.core.types import MIB
 from supertuner.data.cache_policy import CacheMode, dataset_cache_policy
-from supertuner.data.ordering.assign import MediaMetadataSlice, bucket_indices, bucket_table
+from supertuner.data.ordering.bucket_assignment import MediaMetadataSlice, bucket_indices, bucket_table
 from supertuner.data.ordering.buckets import NO_BUCKET, Bucket
-from supertuner.data.ordering.order import draws_per_epoch
+from supertuner.data.ordering.sample_order import draws_per_epoch
 from supertuner.data.probe import probe
-from supertuner.data.probe.facts import MediaInfo
+from supertuner.data.probe.media_info import MediaInfo
 from supertuner.data.sources import open_source
 from supertuner.data.sources.listing import DataSource, FileSpan, SourceItem, SourceListing
 from supertuner.data.staging import budget as fit
-from supertuner.data.staging.reading import read_span
+from supertuner.data.staging.span_reader import read_span
 from supertuner.plan.forecast.dataset_sizes import BucketCount, CaptionTotals, DatasetSize
 
 MAX_FILES_READ = 400

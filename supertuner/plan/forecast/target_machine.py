@@ -8,10 +8,10 @@ from supertuner.core.errors import OptionError
 from supertuner.core.host import HostFacts
 from supertuner.core.types import bytes_text
 from supertuner.memory.cuda import open_cuda
-from supertuner.memory.machines import MACHINES, Figure, Machine
-from supertuner.memory.probe import Facts, GpuFacts, free_gpu_bytes, host_available_bytes, probe
+from supertuner.memory.machines import MACHINES, MachineFigure, MachineSpec
+from supertuner.memory.probe import GpuFacts, MachineFacts, free_gpu_bytes, host_available_bytes, probe_machine
 from supertuner.memory.telemetry.nvml import open_nvml
-from supertuner.plan.forecast.model import MachineCapacity
+from supertuner.plan.forecast.results import MachineCapacity
 
 THIS_MACHINE = "this"
 DEFAULT_MACHINE = "gh200-96"
@@ -23,7 +23,7 @@ def find_machine_capacity(name: str | None, host: HostFacts, device_index: int =
     if name is not None and name != THIS_MACHINE:
         return known_machine_capacity(name)
     driver = open_cuda()
-    facts = probe(host, driver, open_nvml())
+    facts = probe_machine(host, driver, open_nvml())
     if facts.gpus:
         gpu = next((one for one in facts.gpus if one.device.number == device_index), facts.gpus[0])
         free = free_gpu_bytes(facts, driver, host, gpu.device.number)
@@ -55,7 +55,7 @@ def known_machine_capacity(name: str) -> MachineCapacity:
     )
 
 
-def _this_gpu_capacity(facts: Facts, gpu: GpuFacts, free: int | None, host_free: int | None) -> MachineCapacity:
+def _this_gpu_capacity(facts: MachineFacts, gpu: GpuFacts, free: int | None, host_free: int | None) -> MachineCapacity:
     total = gpu.device.total_bytes
     machine = facts.machine or _unlisted_machine(gpu.device.name, total, bool(facts.one_pool))
     usable = total if free is None else free
@@ -63,11 +63,11 @@ def _this_gpu_capacity(facts: Facts, gpu: GpuFacts, free: int | None, host_free:
     return MachineCapacity(machine, f"this machine ({gpu.device.name})", usable, host_free, source)
 
 
-def _unlisted_machine(name: str, total: int, one_pool: bool) -> Machine:
+def _unlisted_machine(name: str, total: int, one_pool: bool) -> MachineSpec:
     """A GPU that the table does not have: its memory is known, its speed is not."""
-    memory = Figure(float(total), "what its driver says")
+    memory = MachineFigure(float(total), "what its driver says")
     return replace(MACHINES["cpu"], key=THIS_MACHINE, title=name, gpu_bytes=memory, one_pool=one_pool)
 
 
-def _figure_bytes(figure: Figure) -> int | None:
+def _figure_bytes(figure: MachineFigure) -> int | None:
     return None if figure.value is None else int(figure.value)

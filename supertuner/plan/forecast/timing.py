@@ -9,9 +9,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from supertuner.memory.machines import Machine
+from supertuner.memory.machines import MachineSpec
 from supertuner.optim.schedule import TrainingSchedule
-from supertuner.plan.forecast.context import window_seconds_without_plan
 from supertuner.plan.forecast.duration import (
     StepTime,
     WindowGroup,
@@ -20,14 +19,15 @@ from supertuner.plan.forecast.duration import (
     mean_step_time,
     training_seconds,
 )
-from supertuner.plan.forecast.model import RunTiming, TimingScenario
+from supertuner.plan.forecast.results import RunTiming, TimingScenario
+from supertuner.plan.forecast.suggestion_baseline import window_seconds_without_plan
 from supertuner.plan.placement.choice import PlacementChoice
 from supertuner.plan.placement.plan import MemoryPlan
 from supertuner.plan.placement.plan_step import evaluate_plan
 from supertuner.plan.placement.roofline import step_time_bound
 from supertuner.plan.placement.step_table import OperatorWork, StepTable
 from supertuner.plan.placement.throughput import MachineRates, MemoryLimits
-from supertuner.plan.trace.record import ExecutionTrace
+from supertuner.plan.trace.execution_trace import ExecutionTrace
 
 UNLIMITED_BYTES = 1 << 60
 """Of a machine whose memory nobody knows, the bound of a step in which everything fits."""
@@ -48,7 +48,7 @@ class ExpertSteps:
     """Tokens → tables of other shapes."""
 
     def window_seconds(
-        self, table: StepTable, machine: Machine, limits: MemoryLimits | None, rates: MachineRates
+        self, table: StepTable, machine: MachineSpec, limits: MemoryLimits | None, rates: MachineRates
     ) -> float:
         """Of a window. What does not fit is timed as if it did."""
         if self.plan is not None and self.plan.fits and limits is not None:
@@ -58,7 +58,7 @@ class ExpertSteps:
         return window_seconds_without_plan(table, self.choice, rates)
 
     def step_time(
-        self, table: StepTable, machine: Machine, limits: MemoryLimits | None, rates: MachineRates
+        self, table: StepTable, machine: MachineSpec, limits: MemoryLimits | None, rates: MachineRates
     ) -> StepTime:
         one_micro_batch_s = self.window_seconds(replace(table, micro_batches=1), machine, limits, rates)
         two_micro_batches_s = self.window_seconds(replace(table, micro_batches=2), machine, limits, rates)
@@ -100,7 +100,7 @@ class RunWork:
 
 def forecast_timing(
     run_work: RunWork,
-    machine: Machine,
+    machine: MachineSpec,
     limits: MemoryLimits | None,
     rates: MachineRates,
     compute_shares: Sequence[float],
@@ -127,7 +127,7 @@ def forecast_timing(
 def _timing_scenario(
     run_work: RunWork,
     window_groups: Sequence[WindowGroup],
-    machine: Machine,
+    machine: MachineSpec,
     limits: MemoryLimits | None,
     rates: MachineRates,
 ) -> TimingScenario:
@@ -149,7 +149,11 @@ def _timing_scenario(
 
 
 def _mean_step_time(
-    steps: ExpertSteps, shares: Mapping[int, float], machine: Machine, limits: MemoryLimits | None, rates: MachineRates
+    steps: ExpertSteps,
+    shares: Mapping[int, float],
+    machine: MachineSpec,
+    limits: MemoryLimits | None,
+    rates: MachineRates,
 ) -> StepTime:
     """Over the shapes that are drawn: some were traced, the others lie between them."""
     tables = {steps.tokens: steps.table, **steps.tables_by_tokens}

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from supertuner.memory.emulator.clock import Clock
-from supertuner.memory.emulator.figures import Parameters
+from supertuner.memory.emulator.clock import EmulatorClock
+from supertuner.memory.emulator.configuration import EmulatorParameters
 from supertuner.plan.placement.choice import PlacementChoice, TimedStep
 from supertuner.plan.placement.memory_needs import MemoryNeeds, compute_memory_needs
 from supertuner.plan.placement.simulate import SimulatedWindow, simulate_window
@@ -34,7 +34,7 @@ class ChoiceEvaluation:
 class FastSimulatedMachine:
     def __init__(self, step: TimedStep, limits: MemoryLimits) -> None:
         figures = emulator_figures("quick", step.rates, limits)
-        self._clock = Clock(figures, Parameters(duplex=step.rates.duplex))
+        self._clock = EmulatorClock(figures, EmulatorParameters(duplex=step.rates.duplex))
         self._gpu_bytes = limits.gpu_bytes
 
     @property
@@ -42,13 +42,13 @@ class FastSimulatedMachine:
         return self._clock.now
 
     def compute(self, seconds: float) -> None:
-        self._clock.spend(seconds)
+        self._clock.advance(seconds)
 
     def start_copy(self, nbytes: int, to_gpu: bool, after: float = 0.0) -> float:
-        return self._clock.cross(nbytes if to_gpu else 0, 0 if to_gpu else nbytes, after)
+        return self._clock.transfer(nbytes if to_gpu else 0, 0 if to_gpu else nbytes, after)
 
     def wait_until(self, time_s: float) -> None:
-        self._clock.wait(time_s)
+        self._clock.wait_until(time_s)
 
     def set_gpu_bytes_in_use(self, nbytes: int) -> None:
         assert nbytes <= self._gpu_bytes, "more is held than there is"

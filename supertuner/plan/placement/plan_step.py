@@ -11,7 +11,7 @@ import math
 from dataclasses import replace
 
 from supertuner.core.types import bytes_text
-from supertuner.memory.machines import Machine
+from supertuner.memory.machines import MachineSpec
 from supertuner.plan.placement.choice import PlacementChoice, TimedStep
 from supertuner.plan.placement.fast_simulate import ChoiceEvaluation, evaluate_choice
 from supertuner.plan.placement.memory_needs import MemoryNeeds, compute_memory_needs
@@ -23,10 +23,10 @@ from supertuner.plan.placement.plan import (
     PlanEstimate,
     WeightPlacement,
 )
+from supertuner.plan.placement.reasons import block_reason, plan_reasons
 from supertuner.plan.placement.roofline import StepTimeBound, step_time_bound
 from supertuner.plan.placement.search import search_placement
 from supertuner.plan.placement.step_table import StepTable
-from supertuner.plan.placement.text import block_reason, plan_reasons
 from supertuner.plan.placement.throughput import MachineRates, MemoryLimits
 
 ASSUMED_FLOPS, ASSUMED_BYTES_S = 1e14, 1e12
@@ -34,7 +34,7 @@ ASSUMED_FLOPS, ASSUMED_BYTES_S = 1e14, 1e12
 
 
 def plan_step(
-    table: StepTable, machine: Machine, limits: MemoryLimits | None = None, *, rates: MachineRates | None = None
+    table: StepTable, machine: MachineSpec, limits: MemoryLimits | None = None, *, rates: MachineRates | None = None
 ) -> MemoryPlan:
     """The plan of one step. `rates`: as counters of a run say, instead of the machine's figures."""
     machine_rates = MachineRates.from_machine(machine) if rates is None else rates
@@ -50,7 +50,7 @@ def plan_step(
 
 
 def evaluate_plan(
-    table: StepTable, plan: MemoryPlan, machine: Machine, limits: MemoryLimits, rates: MachineRates | None = None
+    table: StepTable, plan: MemoryPlan, machine: MachineSpec, limits: MemoryLimits, rates: MachineRates | None = None
 ) -> ChoiceEvaluation:
     """What the model says of a plan that somebody else made."""
     step = TimedStep.from_table(table, MachineRates.from_machine(machine) if rates is None else rates)
@@ -77,7 +77,7 @@ def _fill_unknown_rates(rates: MachineRates) -> tuple[MachineRates, tuple[str, .
 
 def _build_plan(
     step: TimedStep,
-    machine: Machine,
+    machine: MachineSpec,
     evaluation: ChoiceEvaluation,
     time_bound: StepTimeBound | None,
     reasons: tuple[str, ...],
@@ -119,7 +119,7 @@ def _build_block_plans(step: TimedStep, evaluation: ChoiceEvaluation) -> tuple[B
 
 
 def _build_infeasible_plan(
-    step: TimedStep, machine: Machine, limits: MemoryLimits, time_bound: StepTimeBound
+    step: TimedStep, machine: MachineSpec, limits: MemoryLimits, time_bound: StepTimeBound
 ) -> MemoryPlan:
     """The choice that needs least of the GPU's memory, and by how much it is too large."""
     choice = least_gpu_memory_choice(step)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from supertuner.memory.machines import Machine
+from supertuner.memory.machines import MachineSpec
 from supertuner.plan.placement.choice import TimedStep
 from supertuner.plan.placement.plan import ActivationPolicy, MemoryPlan, WeightPlacement
 from supertuner.plan.placement.plan_step import plan_step
@@ -26,7 +26,7 @@ class ExpertPlan:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class RunPlanner:
-    machine: Machine
+    machine: MachineSpec
     limits: MemoryLimits
     rates: MachineRates
     batch_size: int

@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from supertuner.core.types import MIB
-from supertuner.memory.driver import Kind
-from supertuner.memory.emulator.clock import Traffic
-from supertuner.memory.emulator.figures import Parameters
-from supertuner.memory.emulator.superchip import Superchip
-from supertuner.memory.machines import Machine
+from supertuner.memory.driver import MemoryKind
+from supertuner.memory.emulator.clock import MemoryTraffic
+from supertuner.memory.emulator.configuration import EmulatorParameters
+from supertuner.memory.emulator.superchip import EmulatedSuperchip
+from supertuner.memory.machines import MachineSpec
 from supertuner.plan.placement.choice import PlacementChoice, TimedStep
 from supertuner.plan.placement.memory_needs import compute_memory_needs
 from supertuner.plan.placement.plan import MemoryPlan
@@ -31,7 +31,7 @@ class SuperchipReplay:
 
     simulated: SimulatedWindow
     gpu_peak_bytes: int
-    traffic: Traffic
+    traffic: MemoryTraffic
 
     @property
     def seconds(self) -> float:
@@ -42,7 +42,7 @@ class SuperchipMachine:
     """The verbs of a step over the software superchip. What is held is one allocation of device memory, made anew when
     it grows or shrinks: more than there is is refused by the chip itself."""
 
-    def __init__(self, chip: Superchip) -> None:
+    def __init__(self, chip: EmulatedSuperchip) -> None:
         self._chip = chip
         self._address: int | None = None
         self._held_bytes = 0
@@ -56,10 +56,10 @@ class SuperchipMachine:
         self._chip.compute(seconds)
 
     def start_copy(self, nbytes: int, to_gpu: bool, after: float = 0.0) -> float:
-        return self._chip.stream(nbytes, to_gpu, after)
+        return self._chip.copy_async(nbytes, to_gpu, after)
 
     def wait_until(self, time_s: float) -> None:
-        self._chip.wait(time_s)
+        self._chip.wait_until(time_s)
 
     def set_gpu_bytes_in_use(self, nbytes: int) -> None:
         whole_pages_bytes = (
@@ -73,22 +73,22 @@ class SuperchipMachine:
             self._address = None
         self._held_bytes = whole_pages_bytes
         if whole_pages_bytes:
-            self._address = self._chip.allocate(Kind.DEVICE, whole_pages_bytes)
+            self._address = self._chip.allocate(MemoryKind.DEVICE, whole_pages_bytes)
 
 
 def build_superchip(
-    machine: Machine, rates: MachineRates, limits: MemoryLimits, page_bytes: int = PAGE_BYTES
-) -> Superchip:
+    machine: MachineSpec, rates: MachineRates, limits: MemoryLimits, page_bytes: int = PAGE_BYTES
+) -> EmulatedSuperchip:
     """The machine as the plan sees it. Faults come in batches of as many bytes whatever the page."""
-    standard = Parameters()
+    standard = EmulatorParameters()
     batch = standard.fault_batch_pages * 65536 // page_bytes
-    parameters = Parameters(fault_batch_pages=max(1, batch), duplex=rates.duplex)
+    parameters = EmulatorParameters(fault_batch_pages=max(1, batch), duplex=rates.duplex)
     figures = emulator_figures(machine.title, rates, limits, ats=machine.ats)
-    return Superchip(figures, page_bytes=page_bytes, parameters=parameters)
+    return EmulatedSuperchip(figures, page_bytes=page_bytes, parameters=parameters)
 
 
 def replay_plan(
-    table: StepTable, plan: MemoryPlan, machine: Machine, limits: MemoryLimits, *, rates: MachineRates | None = None
+    table: StepTable, plan: MemoryPlan, machine: MachineSpec, limits: MemoryLimits, *, rates: MachineRates | None = None
 ) -> SuperchipReplay:
     """Play one window of a plan. Refused (`memory.driver.Refused`) if it does not fit."""
     known_rates = MachineRates.from_machine(machine) if rates is None else rates

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from supertuner.memory.emulator.figures import Figures
-from supertuner.memory.machines import Machine
+from supertuner.memory.emulator.configuration import EmulatedMachine
+from supertuner.memory.machines import MachineSpec
 from supertuner.plan.placement.step_table import OperatorWork
 
 ComputePrecision: TypeAlias = Literal["bf16", "fp16", "fp32"]
@@ -35,7 +35,7 @@ class MachineRates:
 
     @classmethod
     def from_machine(
-        cls, machine: Machine, precision: ComputePrecision = "bf16", *, compute_share: float = 1.0
+        cls, machine: MachineSpec, precision: ComputePrecision = "bf16", *, compute_share: float = 1.0
     ) -> MachineRates:
         """The rates of a known machine. Without TF32, which torch does not use unless told to."""
         matmul = machine.fp32_flops if precision == "fp32" else machine.bf16_flops
@@ -90,16 +90,16 @@ class MemoryLimits:
     """None: not known, and then a plan puts nothing there."""
 
     @classmethod
-    def from_machine(cls, machine: Machine, *, host_bytes: int | None = None) -> MemoryLimits:
+    def from_machine(cls, machine: MachineSpec, *, host_bytes: int | None = None) -> MemoryLimits:
         """All that the machine has; `host_bytes` for a card, whose host the table does not know."""
         assert machine.gpu_bytes.value is not None, f"{machine.title} has no GPU memory"
         host = machine.host_bytes.value if host_bytes is None else host_bytes
         return cls(int(machine.gpu_bytes.value), None if host is None else int(host))
 
 
-def emulator_figures(name: str, rates: MachineRates, limits: MemoryLimits, *, ats: bool = False) -> Figures:
+def emulator_figures(name: str, rates: MachineRates, limits: MemoryLimits, *, ats: bool = False) -> EmulatedMachine:
     """The same machine for the software superchip."""
-    return Figures(
+    return EmulatedMachine(
         name=name,
         gpu_bytes=limits.gpu_bytes,
         host_bytes=limits.host_bytes,

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from supertuner.plan.placement.step_table import OperatorWork
-from supertuner.plan.trace.record import ExecutionTrace, StepPass, TensorKind
+from supertuner.plan.trace.execution_trace import ExecutionTrace, StepPass, TensorKind
 
 Floats = NDArray[np.float64]
 WorkSeconds = Callable[[OperatorWork], float]

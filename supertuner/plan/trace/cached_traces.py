@@ -9,16 +9,21 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from supertuner.config.settings.tree import RunConfig
+from supertuner.config.settings.run_config import RunConfig
 from supertuner.core.types import JSON
 from supertuner.models.adapters import attach as adapters
 from supertuner.models.spec import Expert, Family, ModelDescription
-from supertuner.plan.trace.phases import SampleTrace, trace_media_encoding, trace_sampling, trace_text_encoding
-from supertuner.plan.trace.record import ExecutionTrace
+from supertuner.plan.trace.encoder_shapes import BatchShape
+from supertuner.plan.trace.execution_trace import ExecutionTrace
+from supertuner.plan.trace.inference_phases import (
+    SampleTrace,
+    trace_media_encoding,
+    trace_sampling,
+    trace_text_encoding,
+)
 from supertuner.plan.trace.recorder import TracedDevice
-from supertuner.plan.trace.shapes import BatchShape
 from supertuner.plan.trace.trace_store import TraceCache
-from supertuner.plan.trace.training import trace_training_step
+from supertuner.plan.trace.training_step import trace_training_step
 
 IGNORED_ADAPTER_SETTINGS = {"start_from", "frozen", "high_noise", "low_noise"}
 """Of an adapter's settings: files, and what `for_expert` has chosen from already."""

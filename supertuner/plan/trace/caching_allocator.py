@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from supertuner.core.types import MIB
-from supertuner.plan.trace.record import ExecutionTrace, StepPass, TensorKind
+from supertuner.plan.trace.execution_trace import ExecutionTrace, StepPass, TensorKind
 
 MIN_BLOCK_BYTES = 512
 SMALL_REQUEST_BYTES = MIB

@@ -20,7 +20,7 @@ import torch
 from torch.library import Library, fallthrough_kernel
 from torch.utils._pytree import tree_iter, tree_map
 
-from supertuner.plan.trace.attention import AttentionKernel, AttentionShape, select_attention_kernel
+from supertuner.plan.trace.cuda_attention import AttentionKernel, AttentionShape, select_attention_kernel
 
 aten = torch.ops.aten
 OperatorFunction: TypeAlias = Callable[..., Any]

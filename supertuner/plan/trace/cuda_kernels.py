@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from supertuner.core.types import KIB, MIB
-from supertuner.plan.trace.attention import AttentionKernel, AttentionShape, attention_backward_workspaces
+from supertuner.plan.trace.cuda_attention import AttentionKernel, AttentionShape, attention_backward_workspaces
 from supertuner.plan.trace.cuda_dispatch import dispatch_as_cuda
-from supertuner.plan.trace.reductions import GH200_CHIP, GpuChip, reduction_workspaces
+from supertuner.plan.trace.cuda_reductions import GH200_CHIP, GpuChip, reduction_workspaces
 
 aten = torch.ops.aten
 

@@ -22,7 +22,14 @@ from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
 from supertuner.plan.placement.step_table import OperatorWork
-from supertuner.plan.trace.record import AFTER_BLOCKS, BEFORE_BLOCKS, ExecutionTrace, StepPass, TensorKind, TraceSpan
+from supertuner.plan.trace.execution_trace import (
+    AFTER_BLOCKS,
+    BEFORE_BLOCKS,
+    ExecutionTrace,
+    StepPass,
+    TensorKind,
+    TraceSpan,
+)
 
 aten = torch.ops.aten
 Operator: TypeAlias = Any

@@ -26,7 +26,7 @@ from supertuner.core.durable import write_bytes
 from supertuner.core.events import Progress, Sink, WarningEvent
 from supertuner.core.types import JSON
 from supertuner.plan.placement.step_table import OperatorWork
-from supertuner.plan.trace.record import ExecutionTrace, StepPass, TraceSpan
+from supertuner.plan.trace.execution_trace import ExecutionTrace, StepPass, TraceSpan
 
 FORMAT: Final = "supertuner trace 1"
 MAX_FILES: Final = 256

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from supertuner.core.errors import BaselineError
 from supertuner.sinks.jsonlines import readable_time
-from supertuner.tools.baseline import ratios
-from supertuner.tools.baseline.report import code_text
+from supertuner.tools.baseline import peer_ratios as ratios
+from supertuner.tools.baseline.baseline_report import code_text
 from supertuner.tools.baseline.store import BASELINE_FILE, RATIOS_FILE, Baseline, load_baseline, require_config_file
 from supertuner.tools.baseline.tables import format_amount, markdown_table
 

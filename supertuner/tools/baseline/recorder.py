@@ -14,7 +14,7 @@ from typing import Final
 
 from supertuner.core.events import MEMORY_MEASUREMENT, Event, MeasurementEvent
 from supertuner.core.types import JSON
-from supertuner.sinks import training
+from supertuner.sinks import training_events as training
 from supertuner.tools.baseline.record import MeasuredStep, PeakMemory, StartupTimes, finite_or_none
 
 MEMORY_KIND_BY_METRIC: Final[Mapping[str, str]] = {

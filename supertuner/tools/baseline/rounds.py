@@ -14,9 +14,9 @@ from typing import Final
 
 from supertuner.core.events import Progress
 from supertuner.core.host import HostFacts
-from supertuner.tools.baseline.capturing import BaselineScenario
+from supertuner.tools.baseline.baseline_capture import BaselineScenario
+from supertuner.tools.baseline.measured_process import JobCommand, run_job, run_jobs_in_turns
 from supertuner.tools.baseline.record import MeasuredJob, MeasurementRequest
-from supertuner.tools.baseline.turns import JobCommand, run_job, run_jobs_in_turns
 
 TURN_S: Final = 0.3
 """A turn takes about this long: short beside the weather of a shared machine, long beside a change of turns."""

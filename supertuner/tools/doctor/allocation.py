@@ -13,8 +13,17 @@ from typing import Final
 
 from supertuner.core.events import Progress
 from supertuner.core.types import KIB, bytes_text
-from supertuner.memory.driver import HOST, Advice, Device, Driver, Gpu, Kind, Refused, Span
-from supertuner.memory.machines import Figure, Machine
+from supertuner.memory.driver import (
+    HOST,
+    AddressRange,
+    DeviceProperties,
+    Driver,
+    DriverError,
+    GpuLocation,
+    MemoryAdvice,
+    MemoryKind,
+)
+from supertuner.memory.machines import MachineFigure, MachineSpec
 from supertuner.tools.doctor.allocation_plan import AllocationTestPlan
 
 SAMPLE_BYTES: Final = 64
@@ -35,7 +44,7 @@ class BandwidthMeasurement:
     name: str
     nbytes: int
     seconds: float | None
-    expected: Figure | None = None
+    expected: MachineFigure | None = None
 
     @property
     def bytes_s(self) -> float | None:
@@ -87,10 +96,10 @@ class HeldAllocations:
         self._driver, self._device, self._notes = driver, device, notes
         self._addresses: list[int] = []
 
-    def allocate(self, kind: Kind, nbytes: int) -> Span:
+    def allocate(self, kind: MemoryKind, nbytes: int) -> AddressRange:
         address = self._driver.allocate(kind, nbytes, self._device)
         self._addresses.append(address)
-        return Span(address, nbytes)
+        return AddressRange(address, nbytes)
 
     def __enter__(self) -> HeldAllocations:
         return self
@@ -101,7 +110,7 @@ class HeldAllocations:
         while self._addresses:
             try:
                 self._driver.free(self._addresses.pop())
-            except Refused as refusal:
+            except DriverError as refusal:
                 self._notes.append(f"memory was not given back before the end of the process: {refusal}")
 
 
@@ -111,8 +120,8 @@ class AllocationTest:
     def __init__(
         self,
         driver: Driver,
-        device: Device,
-        machine: Machine | None,
+        device: DeviceProperties,
+        machine: MachineSpec | None,
         plan: AllocationTestPlan,
         clock: ClockFunction,
         progress: Progress,
@@ -125,23 +134,23 @@ class AllocationTest:
         """Every step in turn. A refusal of the driver ends the test and is its finding."""
         try:
             with self._hold_allocations() as allocations:
-                managed = allocations.allocate(Kind.MANAGED, self._plan.nbytes)
+                managed = allocations.allocate(MemoryKind.MANAGED, self._plan.nbytes)
                 self._fill_blocks(managed)
-                self._verify_blocks(managed, allocations.allocate(Kind.SYSTEM, COPIED_BYTES))
-                self._time_resident_memory(Span(managed.address, self._plan.resident_bytes))
+                self._verify_blocks(managed, allocations.allocate(MemoryKind.SYSTEM, COPIED_BYTES))
+                self._time_resident_memory(AddressRange(managed.address, self._plan.resident_bytes))
             if self._plan.link_bytes:
                 with self._hold_allocations() as allocations:
                     self._time_link(allocations)
             else:
                 self._result.notes.append(f"the link was not tried: {self._plan.no_link_reason}")
-        except Refused as refusal:
+        except DriverError as refusal:
             self._result.refusal = str(refusal)
         return self._result
 
     def _hold_allocations(self) -> HeldAllocations:
         return HeldAllocations(self._driver, self._device.number, self._result.notes)
 
-    def _fill_blocks(self, managed: Span) -> None:
+    def _fill_blocks(self, managed: AddressRange) -> None:
         """Every block its own value, by the GPU, which touches it for the first time."""
         inside, beyond = BandwidthMeasurement("first touch", 0, 0.0), BandwidthMeasurement("first touch, full", 0, 0.0)
         with self._progress.phase("filling managed memory", nbytes=managed.nbytes) as phase:
@@ -156,7 +165,7 @@ class AllocationTest:
                 phase.advance(nbytes=block.nbytes)
         self._result.rates += [rate for rate in (inside, beyond) if rate.nbytes]
 
-    def _verify_blocks(self, managed: Span, bounce: Span) -> None:
+    def _verify_blocks(self, managed: AddressRange, bounce: AddressRange) -> None:
         """Samples of every block, read by the host where they lie, and copied out by the GPU.
 
         The copies go to one place in turn: one that did not happen leaves the value of the block before, which differs.
@@ -169,10 +178,10 @@ class AllocationTest:
                     self._result.wrong_values.append(f"block {number} of {self._plan.blocks}: {wrong}")
                 phase.advance(items=1)
 
-    def _find_difference(self, block: Span, value: int, bounce: Span) -> str:
+    def _find_difference(self, block: AddressRange, value: int, bounce: AddressRange) -> str:
         """What is wrong with a block; empty: nothing."""
         for offset in sample_offsets(block.nbytes):
-            content = self._driver.read(Span(block.address + offset, SAMPLE_BYTES))
+            content = self._driver.read(AddressRange(block.address + offset, SAMPLE_BYTES))
             if content != bytes([value]) * SAMPLE_BYTES:
                 return f"the host reads {content[:4].hex(' ')} … at byte {offset}, not {value:02x}"
         middle = block.nbytes // 2 - block.nbytes // 2 % COPIED_BYTES
@@ -182,13 +191,13 @@ class AllocationTest:
             return f"a copy by the GPU holds {content[:4].hex(' ')} …, not {value:02x}"
         return ""
 
-    def _time_resident_memory(self, span: Span) -> None:
+    def _time_resident_memory(self, span: AddressRange) -> None:
         """Writing and copying managed memory that is on the GPU already."""
         if span.nbytes < 2 * COPIED_BYTES:
             return
         try:
-            self._driver.prefetch([span], Gpu(self._device.number))
-        except Refused as refusal:
+            self._driver.prefetch([span], GpuLocation(self._device.number))
+        except DriverError as refusal:
             self._result.notes.append(f"resident memory was not timed: {refusal}")
             return
         self._driver.synchronize(self._device.number)
@@ -211,12 +220,12 @@ class AllocationTest:
     def _time_link(self, allocations: HeldAllocations) -> None:
         """Both directions between host memory and the GPU's, by plain copies; the values are verified too."""
         nbytes, number, machine = self._plan.link_bytes, self._device.number, self._machine
-        near, far = allocations.allocate(Kind.DEVICE, nbytes), allocations.allocate(Kind.SYSTEM, nbytes)
-        bounce = allocations.allocate(Kind.SYSTEM, COPIED_BYTES)
+        near, far = allocations.allocate(MemoryKind.DEVICE, nbytes), allocations.allocate(MemoryKind.SYSTEM, nbytes)
+        bounce = allocations.allocate(MemoryKind.SYSTEM, COPIED_BYTES)
         self._keep_on_host(far)
         with self._progress.phase("copying over the link", nbytes=2 * (TIMED_ROUNDS + 1) * nbytes) as phase:
 
-            def copy(target: Span, source: Span) -> None:
+            def copy(target: AddressRange, source: AddressRange) -> None:
                 self._driver.copy(target.address, source.address, nbytes, number)
                 phase.advance(nbytes=nbytes)
 
@@ -241,18 +250,18 @@ class AllocationTest:
             BandwidthMeasurement("GPU to host", nbytes, to_host, None if machine is None else machine.to_host_bytes_s)
         )
 
-    def _keep_on_host(self, span: Span) -> None:
+    def _keep_on_host(self, span: AddressRange) -> None:
         """Where the GPU shares the host's page tables, its first touch would put the pages into its own memory."""
         if not self._device.pageable:
             return
         try:
-            self._driver.advise(span, Advice.PREFERRED_LOCATION, HOST)
+            self._driver.advise(span, MemoryAdvice.PREFERRED_LOCATION, HOST)
             self._driver.prefetch([span], HOST)
             self._driver.synchronize(self._device.number)
-        except Refused as refusal:
+        except DriverError as refusal:
             self._result.notes.append(f"the host's end of the link may have moved: {refusal}")
 
-    def _is_in_gpu_memory(self, span: Span) -> bool:
+    def _is_in_gpu_memory(self, span: AddressRange) -> bool:
         """Whether the kernel says that the span lies in GPU memory; where it does not say, it is believed to stay."""
         gpu_node = self._device.numa_node
         if gpu_node is None:
@@ -260,26 +269,26 @@ class AllocationTest:
         places = self._driver.locate([span.address + at for at in sample_offsets(span.nbytes)])
         return gpu_node in places
 
-    def _expect_on_host(self, span: Span, value: int, description: str) -> None:
+    def _expect_on_host(self, span: AddressRange, value: int, description: str) -> None:
         for offset in sample_offsets(span.nbytes):
-            content = self._driver.read(Span(span.address + offset, SAMPLE_BYTES))
+            content = self._driver.read(AddressRange(span.address + offset, SAMPLE_BYTES))
             if content != bytes([value]) * SAMPLE_BYTES:
                 self._result.wrong_values.append(
                     f"{description} holds {content[:4].hex(' ')} … at byte {offset}, not {value:02x}"
                 )
                 return
 
-    def _expect_on_gpu(self, span: Span, value: int, bounce: Span) -> None:
+    def _expect_on_gpu(self, span: AddressRange, value: int, bounce: AddressRange) -> None:
         for offset in sample_offsets(span.nbytes):
             self._driver.copy(bounce.address, span.address + offset, SAMPLE_BYTES, self._device.number)
-            content = self._driver.read(Span(bounce.address, SAMPLE_BYTES))
+            content = self._driver.read(AddressRange(bounce.address, SAMPLE_BYTES))
             if content != bytes([value]) * SAMPLE_BYTES:
                 self._result.wrong_values.append(
                     f"GPU memory holds {content[:4].hex(' ')} … at byte {offset}, not {value:02x}"
                 )
                 return
 
-    def _write(self, span: Span, value: int) -> None:
+    def _write(self, span: AddressRange, value: int) -> None:
         self._driver.fill(span, value, self._device.number)
 
     def _best_time(self, action: Callable[[], None]) -> float | None:
@@ -291,9 +300,9 @@ class AllocationTest:
             times.append(elapsed(begin, self._clock()))
         return min((seconds for seconds in times if seconds is not None), default=None)
 
-    def _blocks(self, span: Span) -> list[Span]:
+    def _blocks(self, span: AddressRange) -> list[AddressRange]:
         size = self._plan.block_bytes
-        return [Span(at, size) for at in range(span.address, span.end, size)]
+        return [AddressRange(at, size) for at in range(span.address, span.end, size)]
 
 
 def elapsed(begin: float | None, end: float | None) -> float | None:
@@ -311,12 +320,14 @@ def sample_offsets(nbytes: int) -> list[int]:
     return [last * step // (SAMPLES_PER_BLOCK - 1) for step in range(SAMPLES_PER_BLOCK)]
 
 
-def copy_bandwidth(machine: Machine) -> Figure | None:
+def copy_bandwidth(machine: MachineSpec) -> MachineFigure | None:
     """What a copy inside GPU memory can reach: each byte is read once and written once."""
     read, write = machine.gpu_read_bytes_s, machine.gpu_write_bytes_s
     if not read.value or not write.value:
         return None
-    return Figure(2 / (1 / read.value + 1 / write.value), f"reads and writes in turn: {read.source}", read.how)
+    return MachineFigure(
+        2 / (1 / read.value + 1 / write.value), f"reads and writes in turn: {read.source}", read.origin
+    )
 
 
 def format_bandwidth(measurement: BandwidthMeasurement) -> str:
@@ -325,5 +336,5 @@ def format_bandwidth(measurement: BandwidthMeasurement) -> str:
         return f"not known: {bytes_text(measurement.nbytes)} in a time that the clock does not tell"
     text = f"{measurement.bytes_s / 1e9:,.1f} GB/s"
     if measurement.ratio is not None and measurement.expected is not None and measurement.expected.value:
-        text += f", {measurement.ratio:.0%} of the table's {measurement.expected.value / 1e9:,.0f} ({measurement.expected.how})"
+        text += f", {measurement.ratio:.0%} of the table's {measurement.expected.value / 1e9:,.0f} ({measurement.expected.origin})"
     return text

@@ -11,8 +11,8 @@ from typing import Final
 from supertuner.core.types import bytes_text
 from supertuner.tools.doctor.allocation import AllocationTestResult, BandwidthMeasurement, format_bandwidth
 from supertuner.tools.doctor.allocation_plan import AllocationTestSkipped
-from supertuner.tools.doctor.check import CheckResult, absent, bad, good, warning
-from supertuner.tools.doctor.situation import FigureOrigin
+from supertuner.tools.doctor.check_result import CheckResult, absent, bad, good, warning
+from supertuner.tools.doctor.system_snapshot import FigureOrigin
 
 GROUP: Final = "allocation"
 SLOW_SHARE: Final = 0.6

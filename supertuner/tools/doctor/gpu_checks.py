@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Final
 
 from supertuner.core.types import bytes_text
-from supertuner.memory.driver import Device
-from supertuner.tools.doctor.check import CheckResult, absent, bad, good, warning
-from supertuner.tools.doctor.situation import SystemSnapshot
+from supertuner.memory.driver import DeviceProperties
+from supertuner.tools.doctor.check_result import CheckResult, absent, bad, good, warning
+from supertuner.tools.doctor.system_snapshot import SystemSnapshot
 
 GROUP: Final = "GPU"
 BATCH_CALLS_VERSION: Final = 13000
@@ -84,7 +84,7 @@ def check_driver(snapshot: SystemSnapshot) -> CheckResult:
     return good(GROUP, "driver", f"{text}; batch calls{standing_in}")
 
 
-def check_managed_memory(device: Device, snapshot: SystemSnapshot) -> CheckResult:
+def check_managed_memory(device: DeviceProperties, snapshot: SystemSnapshot) -> CheckResult:
     if device.managed:
         return good(GROUP, "", "yes")
     if device.managed is None:
@@ -93,7 +93,7 @@ def check_managed_memory(device: Device, snapshot: SystemSnapshot) -> CheckResul
     return bad(GROUP, "", "none: no hints for it, and no overflow", remedy)
 
 
-def check_concurrent_access(device: Device, snapshot: SystemSnapshot) -> CheckResult:
+def check_concurrent_access(device: DeviceProperties, snapshot: SystemSnapshot) -> CheckResult:
     if device.concurrent_managed:
         return good(GROUP, "", "CPU and GPU may use managed memory at once: prefetch and going beyond GPU memory work")
     if device.concurrent_managed is None:
@@ -104,7 +104,7 @@ def check_concurrent_access(device: Device, snapshot: SystemSnapshot) -> CheckRe
     return warning(GROUP, "", "no: no prefetch, and managed memory cannot go beyond GPU memory", remedy)
 
 
-def check_ats(device: Device, snapshot: SystemSnapshot) -> CheckResult:
+def check_ats(device: DeviceProperties, snapshot: SystemSnapshot) -> CheckResult:
     row = snapshot.facts.machine
     if device.host_page_tables:
         return good(GROUP, "", "the GPU uses the host's page tables: ordinary memory is its memory too")
@@ -119,7 +119,7 @@ def check_ats(device: Device, snapshot: SystemSnapshot) -> CheckResult:
     return absent(GROUP, "", f"no; the GPU reads ordinary memory {how}")
 
 
-def check_direct_access(device: Device, snapshot: SystemSnapshot) -> CheckResult:
+def check_direct_access(device: DeviceProperties, snapshot: SystemSnapshot) -> CheckResult:
     if device.direct_host_access:
         return good(GROUP, "", "the CPU reads managed memory on the GPU without moving it")
     if device.direct_host_access is None:
@@ -127,7 +127,7 @@ def check_direct_access(device: Device, snapshot: SystemSnapshot) -> CheckResult
     return absent(GROUP, "", "no: what the CPU touches of managed memory moves to the host")
 
 
-def check_memory_pool(device: Device, snapshot: SystemSnapshot) -> CheckResult:
+def check_memory_pool(device: DeviceProperties, snapshot: SystemSnapshot) -> CheckResult:
     if snapshot.facts.one_pool is None:
         return absent(GROUP, "", "the driver does not say whether CPU and GPU share one pool")
     if snapshot.facts.one_pool:
@@ -135,7 +135,7 @@ def check_memory_pool(device: Device, snapshot: SystemSnapshot) -> CheckResult:
     return good(GROUP, "", "two: the GPU's own, and the host's")
 
 
-ABILITY_CHECKS: Final[tuple[tuple[str, Callable[[Device, SystemSnapshot], CheckResult]], ...]] = (
+ABILITY_CHECKS: Final[tuple[tuple[str, Callable[[DeviceProperties, SystemSnapshot], CheckResult]], ...]] = (
     ("managed memory", check_managed_memory),
     ("concurrent access", check_concurrent_access),
     ("ATS", check_ats),

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from typing import Final
 
 from supertuner.core.types import GIB, KIB, bytes_text
-from supertuner.tools.doctor.check import CheckResult, absent, bad, good, warning
-from supertuner.tools.doctor.situation import SystemSnapshot
+from supertuner.tools.doctor.check_result import CheckResult, absent, bad, good, warning
+from supertuner.tools.doctor.system_snapshot import SystemSnapshot
 
 GROUP: Final = "host"
 LITTLE_SHARE, TOO_LITTLE_SHARE = 0.25, 0.05

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
 from supertuner.core.types import escape_for_terminal
-from supertuner.tools.doctor.check import CheckResult, CheckStatus
+from supertuner.tools.doctor.check_result import CheckResult, CheckStatus
 
 SIGNS: Final[Mapping[CheckStatus, str]] = {
     CheckStatus.GOOD: "✓",

@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Final
 
 from supertuner.config.sources import alloc_conf
-from supertuner.memory.driver import Missing
-from supertuner.tools.doctor.check import CheckResult, CheckStatus, absent, bad, good, warning
-from supertuner.tools.doctor.situation import SettingVariable, SystemSnapshot
+from supertuner.memory.driver import NotAvailable
+from supertuner.tools.doctor.check_result import CheckResult, CheckStatus, absent, bad, good, warning
+from supertuner.tools.doctor.system_snapshot import SettingVariable, SystemSnapshot
 
 TORCH, ENVIRONMENT, PARTS = "torch", "environment", "SuperTuner"
 CUDA_TORCH_REMEDY: Final = "`pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu130`"
@@ -155,7 +155,7 @@ def check_hints(snapshot: SystemSnapshot) -> CheckResult:
 
 
 def check_overflow_allocator(snapshot: SystemSnapshot) -> CheckResult:
-    if not isinstance(snapshot.overflow_library, Missing):
+    if not isinstance(snapshot.overflow_library, NotAvailable):
         return good(PARTS, "overflow allocator", f"built: {snapshot.overflow_library.name}")
     check = warning(PARTS, "overflow allocator", "not built; everything else works", BUILD_REMEDY)
     return check if snapshot.facts.gpus else replace(check, status=CheckStatus.ABSENT)

@@ -14,7 +14,7 @@ from supertuner.core.events import WarningEvent
 from supertuner.core.types import JSON
 from supertuner.models.adapters import attach as adapters
 from supertuner.models.spec import Tensors
-from supertuner.optim import state as optimizer_state
+from supertuner.optim import optimizer_state
 from supertuner.step.window import ExpertState
 from supertuner.train.checkpoint import save as checkpoint
 from supertuner.train.checkpoint.load import LoadedCheckpoint

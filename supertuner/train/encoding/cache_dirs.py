@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from supertuner.arena.format import Life
-from supertuner.arena.home import Home, default_home
+from supertuner.arena.format import ArenaLifetime
+from supertuner.arena.home import ArenaHome, default_home
 from supertuner.cache.capacity import CacheLocation
-from supertuner.config.settings.tree import RunConfig
+from supertuner.config.settings.run_config import RunConfig
 from supertuner.core.errors import ArenaError, CacheError
 
 CacheStorage = Literal["unified_memory", "disk"]
@@ -34,7 +34,7 @@ def cache_placement(
     storage: CacheStorage,
     config: RunConfig,
     run_folder: Path,
-    life: Life,
+    life: ArenaLifetime,
     on_attach: Callable[[int, int], None] | None = None,
 ) -> CachePlacement:
     """`life` is how long entries stay that are not persistent; `attached` is told what unified memory is in use."""
@@ -54,7 +54,7 @@ def cache_placement(
     )
 
 
-def _disk_location(folder: Path, life: Life, *, check: bool) -> CacheLocation:
+def _disk_location(folder: Path, life: ArenaLifetime, *, check: bool) -> CacheLocation:
     """Entries that are loaded into memory are checked on the way; mapped ones before every use."""
     return CacheLocation(
         home=_open_home(folder),
@@ -66,17 +66,19 @@ def _disk_location(folder: Path, life: Life, *, check: bool) -> CacheLocation:
     )
 
 
-def _open_home(folder: Path) -> Home:
+def _open_home(folder: Path) -> ArenaHome:
     try:
-        return Home(folder)
+        return ArenaHome(folder)
     except ArenaError as error:
         remedy = "the folder of caches is cache_config.cache_dir, or `cache` below run.output_dir if that is not set"
         raise CacheError(f"{error}; {remedy}") from error
 
 
-def _memory_location(config: RunConfig, life: Life, on_attach: Callable[[int, int], None] | None) -> CacheLocation:
+def _memory_location(
+    config: RunConfig, life: ArenaLifetime, on_attach: Callable[[int, int], None] | None
+) -> CacheLocation:
     return CacheLocation(
-        home=Home(config.arena.home or default_home()),
+        home=ArenaHome(config.arena.home or default_home()),
         life=life,
         in_memory=True,
         verify="on_demand",

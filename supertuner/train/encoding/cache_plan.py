@@ -9,9 +9,9 @@ import numpy as np
 
 from supertuner.cache.fill import EntryRequest
 from supertuner.cache.keys import CacheNamespace, EntryKeys
-from supertuner.config.settings.tree import RunConfig
+from supertuner.config.settings.run_config import RunConfig
 from supertuner.core.errors import ModelError
-from supertuner.data.cache_policy import DatasetCachePolicy, CacheMode, dataset_cache_policy
+from supertuner.data.cache_policy import CacheMode, DatasetCachePolicy, dataset_cache_policy
 from supertuner.data.corpus import Corpus
 from supertuner.models.spec import Family, ModelDescription
 from supertuner.step.precision import latent_storage_dtype

@@ -13,9 +13,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
-from supertuner.arena.home import Home
-from supertuner.arena.peers import POLL_S, Peers
-from supertuner.arena.reader import Reader
+from supertuner.arena.home import ArenaHome
+from supertuner.arena.node_peers import POLL_S, NodePeers
+from supertuner.arena.reader import ArenaReader
 from supertuner.cache.entries import CacheEntries
 from supertuner.cache.fill import EntryRequest
 from supertuner.cache.repair import copying_request
@@ -24,39 +24,40 @@ from supertuner.core.errors import ArenaMissingError
 from supertuner.core.events import Progress, Sink
 from supertuner.core.host import HostFacts
 from supertuner.data.corpus import Corpus
-from supertuner.train.encoding import plan_arena, tables
+from supertuner.train.encoding import entry_tables as tables
+from supertuner.train.encoding import plan_arena
 from supertuner.train.encoding.cache_dirs import CachePlacement
 from supertuner.train.encoding.cache_plan import CacheKind, CachePlan, CacheRequirements
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class EncodingCoordinator:
-    peers: Peers
-    home: Home
+    peers: NodePeers
+    home: ArenaHome
     """Where plans and tables lie."""
     title: str
     """What is made; no two makings of a run have the same."""
     progress: Progress
 
-    def share_plan(self, corpus: Corpus, build_plan: Callable[[], CachePlan]) -> Reader:
+    def share_plan(self, corpus: Corpus, build_plan: Callable[[], CachePlan]) -> ArenaReader:
         """An arena with the plan, worked out by the first process. Held until all have `arrived`."""
         return self._build_once("plan", lambda name: plan_arena.write_plan_arena(self.home, name, corpus, build_plan()))
 
-    def share_tables(self, plan: CachePlan, media: CacheStore | None, text: CacheStore | None) -> Reader:
+    def share_tables(self, plan: CachePlan, media: CacheStore | None, text: CacheStore | None) -> ArenaReader:
         """An arena with where entries are, which the first process finds; the others' stores show the same arenas."""
         entries = [CacheEntries() if store is None else store.entries for store in (media, text)]
         return self._build_once("tables", lambda name: tables.write_tables_arena(self.home, name, plan, *entries))
 
     def announce_store(self, kind: CacheKind, store: CacheStore) -> None:
         """The first process has all entries of a kind."""
-        self.peers.tell(f"{self.title}: {kind}", json.dumps(store.arenas).encode())
+        self.peers.publish(f"{self.title}: {kind}", json.dumps(store.arenas).encode())
 
     def help_until_ready(self, kind: CacheKind, help_once: Callable[[], bool]) -> list[str]:
         """Encode with the first process until it has all entries of a kind; the arenas that they are in."""
         with self.progress.phase(f"following the process of this node that prepares {kind}") as phase:
-            while (content := self.peers.told(f"{self.title}: {kind}")) is None:
+            while (content := self.peers.read_published(f"{self.title}: {kind}")) is None:
                 if not help_once():
-                    self.peers.look()
+                    self.peers.check_peers()
                     phase.advance()
                     time.sleep(POLL_S)
         names: list[str] = json.loads(content)
@@ -64,12 +65,14 @@ class EncodingCoordinator:
 
     def wait_until_opened(self, truncated_captions: int) -> int:
         """Every process has the plan and all entries. How many captions were cut: by all, for the first process."""
-        if not self.peers.first:
-            self.peers.tell(f"{self.title}: {self.peers.number} is there", str(truncated_captions).encode())
+        if not self.peers.is_first:
+            self.peers.publish(f"{self.title}: {self.peers.local_rank} is there", str(truncated_captions).encode())
             return 0
-        for number in range(1, self.peers.count):
+        for number in range(1, self.peers.local_world_size):
             waiting_for = f"process {number} of this node to open the caches"
-            truncated_captions += int(self.peers.heard(f"{self.title}: {number} is there", waiting_for, self.progress))
+            truncated_captions += int(
+                self.peers.wait_with_progress(f"{self.title}: {number} is there", waiting_for, self.progress)
+            )
         return truncated_captions
 
     def attach_store(self, attach: Callable[[], CacheStore]) -> CacheStore:
@@ -77,24 +80,24 @@ class EncodingCoordinator:
         try:
             return attach()
         except ArenaMissingError:
-            self.peers.look()
+            self.peers.check_peers()
             raise
 
-    def _build_once(self, artifact: str, build: Callable[[str], Reader]) -> Reader:
+    def _build_once(self, artifact: str, build: Callable[[str], ArenaReader]) -> ArenaReader:
         message_name = f"{self.title}: {artifact}"
-        if self.peers.first:
+        if self.peers.is_first:
             reader = build(f"{artifact}-{uuid.uuid4().hex}")
             try:
-                self.peers.tell(message_name, reader.name.encode())
+                self.peers.publish(message_name, reader.name.encode())
             except BaseException:
                 reader.close()
                 raise
             return reader
-        name = self.peers.heard(message_name, f"the {artifact} of caches", self.progress).decode()
+        name = self.peers.wait_with_progress(message_name, f"the {artifact} of caches", self.progress).decode()
         try:
             return self.home.attach(name)
         except ArenaMissingError:
-            self.peers.look()
+            self.peers.check_peers()
             raise
 
 

@@ -19,11 +19,11 @@ import torch
 from supertuner.cache.entries import NamedTensors
 from supertuner.cache.fill import EntryIndices, EntryMaker
 from supertuner.core.errors import BrokenMediaError, CacheError
-from supertuner.data.batching.batches import DecodedBatch, DecoderPool
+from supertuner.data.batching.decoder_pool import DecodedBatch, DecoderPool
 from supertuner.data.batching.prefetch import BatchPrefetcher
 from supertuner.data.corpus import Corpus
-from supertuner.data.ordering.order import SampleDraws
-from supertuner.data.ordering.windows import MicroBatch
+from supertuner.data.ordering.micro_batches import MicroBatch
+from supertuner.data.ordering.sample_order import SampleDraws
 from supertuner.models.spec import Family, ImageTextEncoder, MediaEncoder, ModelDescription, TextEncoder
 from supertuner.step.precision import latent_storage_dtype
 from supertuner.train.encoding.text_inputs import TextInput

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from supertuner.arena.peers import ALONE, Peers
+from supertuner.arena.node_peers import NO_PEERS, NodePeers
 from supertuner.cache.capacity import CacheLocation
 from supertuner.cache.entries import MISSING_REF, CacheEntries, EntryRefs
 from supertuner.cache.fill import EntryRequest, FillStopped
@@ -22,7 +22,7 @@ from supertuner.core.events import MeasurementEvent, NullSink, Progress, Sink
 from supertuner.core.host import HostFacts
 from supertuner.data.cache_policy import CacheMode
 from supertuner.data.corpus import Corpus
-from supertuner.data.ordering.order import SampleDraws
+from supertuner.data.ordering.sample_order import SampleDraws
 from supertuner.train.encoding.cache_plan import CacheRequirements
 from supertuner.train.encoding.encoders import LazyDecoderPool, LazyEncoders, media_entry_maker, text_entry_maker
 from supertuner.train.encoding.media import media_keys, relative_job_sizes
@@ -74,7 +74,7 @@ class EpochCacheBuilder:
     sink: Sink
     progress: Progress
     """For the epoch that the run waits for before it begins."""
-    peers: Peers = ALONE
+    peers: NodePeers = NO_PEERS
     """Those of this node that come to the same epoch at the same time make a part of it each."""
 
     def build(self, epoch: int, stop: Callable[[], bool]) -> EpochCaches:

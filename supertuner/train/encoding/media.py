@@ -13,11 +13,11 @@ from supertuner.cache.entries import EntryRefs
 from supertuner.cache.keys import CacheNamespace, EntryKeys, empty_keys
 from supertuner.data.batching.augment import AugmentationParams
 from supertuner.data.batching.render import augmentation_for_sample
-from supertuner.data.cache_policy import DatasetCachePolicy, CacheMode
-from supertuner.data.content import transform_key_bytes, varying_media_settings
+from supertuner.data.cache_policy import CacheMode, DatasetCachePolicy
+from supertuner.data.content_key import transform_key_bytes, varying_media_settings
 from supertuner.data.corpus import Corpus, CorpusDataset
 from supertuner.data.ordering.buckets import Bucket
-from supertuner.data.ordering.order import SampleDraws
+from supertuner.data.ordering.sample_order import SampleDraws
 
 NO_KEY = b""
 

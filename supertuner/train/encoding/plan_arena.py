@@ -11,15 +11,15 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from supertuner.arena.home import Home
-from supertuner.arena.reader import Reader
+from supertuner.arena.home import ArenaHome
+from supertuner.arena.reader import ArenaReader
 from supertuner.cache.keys import EntryKeys, empty_keys
 from supertuner.core.types import JSON
 from supertuner.data.corpus import Corpus
-from supertuner.data.ordering.order import SampleDraws
+from supertuner.data.ordering.sample_order import SampleDraws
 from supertuner.train.encoding.cache_plan import CachePlan
+from supertuner.train.encoding.entry_tables import caption_columns, caption_variations, map_caption_tables
 from supertuner.train.encoding.media import MediaPlan
-from supertuner.train.encoding.tables import caption_columns, caption_variations, map_caption_tables
 from supertuner.train.encoding.text import TextPlan
 from supertuner.train.encoding.text_inputs import TextInput
 
@@ -29,7 +29,7 @@ NO_REFERENCE = -1
 class MappedTextInputs(Sequence[TextInput]):
     """Texts that lie in an arena, each made an object when it is asked for."""
 
-    def __init__(self, corpus: Corpus, reader: Reader) -> None:
+    def __init__(self, corpus: Corpus, reader: ArenaReader) -> None:
         self._corpus = corpus
         self._offsets: NDArray[np.int64] = reader.table("text_offsets")
         self._bytes: NDArray[np.uint8] = reader.table("text_bytes")
@@ -52,7 +52,7 @@ class MappedTextInputs(Sequence[TextInput]):
         return TextInput.for_sample(caption, originals, int(self._sample[place]))
 
 
-def write_plan_arena(home: Home, name: str, corpus: Corpus, plan: CachePlan) -> Reader:
+def write_plan_arena(home: ArenaHome, name: str, corpus: Corpus, plan: CachePlan) -> ArenaReader:
     """The plan in an arena of that name, which ends with its last reader."""
     jobs = plan.media.jobs
     columns: dict[str, NDArray[Any]] = {
@@ -72,7 +72,7 @@ def write_plan_arena(home: Home, name: str, corpus: Corpus, plan: CachePlan) -> 
         return home.attach(name)
 
 
-def map_plan(corpus: Corpus, reader: Reader) -> CachePlan:
+def map_plan(corpus: Corpus, reader: ArenaReader) -> CachePlan:
     """The plan that `reader` shows. It stays good after it is closed."""
     meta: Mapping[str, Any] = reader.meta
     group = reader.table("group")

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from supertuner.data.batching.caption_variants import DROPPED_CAPTION, choose_caption_index, possible_captions
 from supertuner.data.batching.render import rng_for_sample
-from supertuner.data.cache_policy import DatasetCachePolicy, CacheMode
+from supertuner.data.cache_policy import CacheMode, DatasetCachePolicy
 from supertuner.data.corpus import Corpus, CorpusDataset
 from supertuner.train.encoding.media import samples_drawn_before
 from supertuner.train.encoding.text_inputs import TextInput

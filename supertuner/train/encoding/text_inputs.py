@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from supertuner.data.batching.render import caption_for_sample
 from supertuner.data.corpus import Corpus
-from supertuner.data.ordering.order import SampleDraws
-from supertuner.data.originals import ReferenceImages
+from supertuner.data.ordering.sample_order import SampleDraws
+from supertuner.data.reference_images import ReferenceImages
 
 if TYPE_CHECKING:
     import torch

@@ -12,10 +12,10 @@ from typing import Final
 import xxhash
 
 from supertuner.config.settings.model import AdapterSettings
-from supertuner.config.settings.tree import RunConfig
+from supertuner.config.settings.run_config import RunConfig
 from supertuner.core.errors import ModelError
 from supertuner.models.adapters.attach import resolve_targets, settings_for_expert
-from supertuner.models.adapters.initial_weights import ExistingAdapter, check_initial_values, check_merge_frozen
+from supertuner.models.adapters.existing_adapters import ExistingAdapter, check_initial_values, check_merge_frozen
 from supertuner.models.adapters.keys import split_tensor_name
 from supertuner.models.adapters.keys_modules import layer_table_family
 from supertuner.models.adapters.keys_schemes import KeyScheme, spell_tensor

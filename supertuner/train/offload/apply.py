@@ -17,9 +17,9 @@ from supertuner.plan.placement.memory_needs import UPDATE_PIECE_BYTES
 from supertuner.plan.placement.plan import ActivationPolicy, BlockPlan, MemoryPlan, OptimizerPlacement, WeightPlacement
 from supertuner.step.window import ExpertState
 from supertuner.train.offload.activations import ActivationOffloader
-from supertuner.train.offload.blocks import OffloadedBlocks
 from supertuner.train.offload.host_buffers import HostBuffers
 from supertuner.train.offload.host_memory import HostMemoryPool
+from supertuner.train.offload.offloaded_blocks import OffloadedBlocks
 from supertuner.train.offload.optimizer_state import HOST, ParameterState
 from supertuner.train.offload.optimizer_step import PlannedOptimizerOffload
 from supertuner.train.offload.param_storage import stored_tensors

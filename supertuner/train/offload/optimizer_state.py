@@ -10,7 +10,7 @@ import torch
 
 from supertuner.optim.automagic.optimizer import Automagic
 from supertuner.optim.ema import EmaWeights
-from supertuner.optim.table import ExpertOptimizer
+from supertuner.optim.optimizer_registry import ExpertOptimizer
 from supertuner.train.offload.host_buffers import BufferKey
 
 HOST = torch.device("cpu")

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from supertuner.optim.table import ExpertOptimizer
+from supertuner.optim.optimizer_registry import ExpertOptimizer
 from supertuner.plan.placement.plan import OptimizerPlacement
 from supertuner.train.offload.host_buffers import BufferKey, HostBuffers
 from supertuner.train.offload.optimizer_state import HOST, ParameterState

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from supertuner.config.settings.tree import RunConfig
+from supertuner.config.settings.run_config import RunConfig
 from supertuner.core.events import Sink
 from supertuner.models import loading
 from supertuner.models.blocks import named_blocks

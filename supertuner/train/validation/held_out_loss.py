@@ -16,10 +16,10 @@ import torch
 import xxhash
 
 from supertuner.core.events import DecisionEvent, Sink
-from supertuner.data.ordering.windows import micro_batches
+from supertuner.data.ordering.micro_batches import micro_batches
 from supertuner.models.objective.diffusion import sample_noise
 from supertuner.models.spec import Expert
-from supertuner.sinks.training import HeldOutLoss, finite_or_none
+from supertuner.sinks.training_events import HeldOutLoss, finite_or_none
 from supertuner.step.batch import StepBatch
 from supertuner.step.window import ExpertState, StepOptions, held_out_losses
 from supertuner.train.dataloader import BatchCollator

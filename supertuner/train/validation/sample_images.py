@@ -32,7 +32,7 @@ from supertuner.models.adapters.attach import TrainableExpert, temporary_weights
 from supertuner.models.spec import ModelSampler, SampleRequest
 from supertuner.plan.sample_requests import ValidationSamplePlan
 from supertuner.sinks.drawing import png_bytes
-from supertuner.sinks.training import train_samples_event
+from supertuner.sinks.training_events import train_samples_event
 from supertuner.step.window import ExpertState, evaluation_weights
 from supertuner.train.checkpoint.atomic_dir import atomic_folder, explain_write_errors
 from supertuner.train.validation.grid import GridLabels, ImageGrid, VideoGrid, join_frames

@@ -11,15 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
-from supertuner.config.settings.tree import RunConfig
+from supertuner.config.settings.run_config import RunConfig
 from supertuner.core.errors import CollectiveError, ModelError, PeerError, SuperTunerError, TrainError
 from supertuner.core.events import Sink
-from supertuner.data.batching.batches import DecoderPool
+from supertuner.data.batching.decoder_pool import DecoderPool
 from supertuner.data.batching.render import caption_for_sample
 from supertuner.data.corpus import Corpus
-from supertuner.data.ordering.windows import MicroBatch, micro_batches
+from supertuner.data.ordering.micro_batches import MicroBatch, micro_batches
 from supertuner.models.attention import use_backend
-from supertuner.models.quantise import quantize_blocks
+from supertuner.models.quantization import quantize_blocks
 from supertuner.models.spec import Family, ModelDescription, ModelSampler
 from supertuner.plan.sample_requests import (
     MAX_SAMPLES_SEARCHED,
@@ -28,7 +28,7 @@ from supertuner.plan.sample_requests import (
     largest_sample_size,
     plan_validation_samples,
 )
-from supertuner.sinks.training import HeldOutLoss, train_held_out_event
+from supertuner.sinks.training_events import HeldOutLoss, train_held_out_event
 from supertuner.train.out_of_memory import explain_out_of_memory, release_unused_memory
 from supertuner.train.run import SAMPLES_DIR, TrainingRun
 from supertuner.train.validation import held_out_loss as held_out

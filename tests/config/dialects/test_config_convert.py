@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from supertuner.config.render import ConfigLanguage, canonical_tree, render_tree
-from supertuner.config.settings.tree import RunConfig
+from supertuner.config.settings.run_config import RunConfig
 from supertuner.config.sources import key_path as places
 from supertuner.config.sources.load import LoadedConfig, load_config
 from supertuner.config.sources.parse import parse_bytes

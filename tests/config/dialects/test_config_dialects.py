@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from supertuner.config.dialects.table import DATASET_KEYS, RUN_KEYS, dataset_keys
+from supertuner.config.dialects.key_tables import DATASET_KEYS, RUN_KEYS, dataset_keys
 from supertuner.config.sources import key_path as places
 
 SIMPLETUNER = {

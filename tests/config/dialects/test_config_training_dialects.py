@@ -382,7 +382,7 @@ def test_an_architecture_that_is_not_trained_here_is_said_and_not_loaded(load_te
 
 
 def test_no_text_waits_for_a_trainer_that_is_here():
-    from supertuner.config.dialects.table import DATASET_KEYS, RUN_KEYS
+    from supertuner.config.dialects.key_tables import DATASET_KEYS, RUN_KEYS
 
     assert [
         row.key

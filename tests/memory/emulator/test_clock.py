@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from supertuner.memory.driver import HOST, Advice, Kind, Span
-from supertuner.memory.emulator.figures import Figures, Parameters
-from supertuner.memory.emulator.superchip import Superchip
+from supertuner.memory.driver import HOST, AddressRange, MemoryAdvice, MemoryKind
+from supertuner.memory.emulator.configuration import EmulatedMachine, EmulatorParameters
+from supertuner.memory.emulator.superchip import EmulatedSuperchip
 from supertuner.memory.machines import MACHINES
 from tests.memory.bench import BLOCK, GPU
 
 GB = 10**9
 PAGE = 65536
-ROUND = Figures(
+ROUND = EmulatedMachine(
     name="round numbers",
     gpu_bytes=64 * BLOCK,
     host_bytes=512 * BLOCK,
@@ -27,36 +27,36 @@ ROUND = Figures(
     to_host_bytes_s=200 * GB,
     ats=True,
 )
-NO_FAULTS = Parameters(fault_batch_s=0.0)
+NO_FAULTS = EmulatorParameters(fault_batch_s=0.0)
 
 
 def made(
-    kind: Kind, nbytes: int, parameters: Parameters = NO_FAULTS, figures: Figures = ROUND
-) -> tuple[Superchip, Span]:
-    model = Superchip(figures, parameters=parameters)
-    return model, Span(model.allocate(kind, nbytes), nbytes)
+    kind: MemoryKind, nbytes: int, parameters: EmulatorParameters = NO_FAULTS, figures: EmulatedMachine = ROUND
+) -> tuple[EmulatedSuperchip, AddressRange]:
+    model = EmulatedSuperchip(figures, parameters=parameters)
+    return model, AddressRange(model.allocate(kind, nbytes), nbytes)
 
 
-def seconds(model: Superchip) -> float:
+def seconds(model: EmulatedSuperchip) -> float:
     assert model.seconds is not None
     return model.seconds
 
 
 @pytest.mark.parametrize(("write", "bandwidth"), [(False, 4000 * GB), (True, 2000 * GB)])
 def test_the_gpu_uses_its_own_memory_at_its_bandwidth(write: bool, bandwidth: float) -> None:
-    model, span = made(Kind.DEVICE, 8 * BLOCK)
+    model, span = made(MemoryKind.DEVICE, 8 * BLOCK)
     model.touch(span, GPU, write=write)
     assert seconds(model) == pytest.approx(8 * BLOCK / bandwidth)
 
 
 def test_the_host_uses_its_own_memory_at_its_bandwidth() -> None:
-    model, span = made(Kind.SYSTEM, 8 * BLOCK)
+    model, span = made(MemoryKind.SYSTEM, 8 * BLOCK)
     model.touch(span, HOST, write=True)
     assert seconds(model) == pytest.approx(8 * BLOCK / (500 * GB))
 
 
 def test_a_migration_crosses_the_link_in_its_own_direction() -> None:
-    model, span = made(Kind.MANAGED, 8 * BLOCK)
+    model, span = made(MemoryKind.MANAGED, 8 * BLOCK)
     model.prefetch([span], HOST)
     model.synchronize()
     assert seconds(model) == 0, "populating moves nothing"
@@ -70,14 +70,14 @@ def test_a_migration_crosses_the_link_in_its_own_direction() -> None:
 
 @pytest.mark.parametrize(("pages", "batches"), [(1, 1), (32, 1), (256, 1), (257, 2)])
 def test_faults_cost_by_the_batch_and_a_prefetch_spares_them(pages: int, batches: int) -> None:
-    parameters = Parameters(fault_batch_s=1.0, fault_batch_pages=256)
-    model, span = made(Kind.MANAGED, pages * PAGE, parameters)
+    parameters = EmulatorParameters(fault_batch_s=1.0, fault_batch_pages=256)
+    model, span = made(MemoryKind.MANAGED, pages * PAGE, parameters)
     model.touch(span, GPU)
     assert seconds(model) == pytest.approx(batches, rel=1e-3)
     assert model.traffic.fault_batches == batches
     model.touch(span, GPU)
     assert model.traffic.fault_batches == batches, "what is there does not fault"
-    model, span = made(Kind.MANAGED, pages * PAGE, parameters)
+    model, span = made(MemoryKind.MANAGED, pages * PAGE, parameters)
     model.prefetch([span], GPU)
     model.touch(span, GPU)
     assert model.traffic.fault_batches == 0
@@ -86,7 +86,7 @@ def test_faults_cost_by_the_batch_and_a_prefetch_spares_them(pages: int, batches
 def test_a_prefetch_hides_behind_computation_and_is_waited_for_otherwise() -> None:
     transfer, use = 8 * BLOCK / (400 * GB), 8 * BLOCK / (4000 * GB)
     for work, expected in ((0.0, transfer + use), (transfer / 2, transfer + use), (3 * transfer, 3 * transfer + use)):
-        model, span = made(Kind.MANAGED, 8 * BLOCK)
+        model, span = made(MemoryKind.MANAGED, 8 * BLOCK)
         model.prefetch([span], HOST)
         model.prefetch([span], GPU)
         assert seconds(model) == 0
@@ -96,8 +96,8 @@ def test_a_prefetch_hides_behind_computation_and_is_waited_for_otherwise() -> No
 
 
 def test_a_prefetch_delays_only_those_who_need_it_and_those_who_need_the_link() -> None:
-    model, span = made(Kind.MANAGED, 16 * BLOCK)
-    other = Span(model.allocate(Kind.DEVICE, BLOCK), BLOCK)
+    model, span = made(MemoryKind.MANAGED, 16 * BLOCK)
+    other = AddressRange(model.allocate(MemoryKind.DEVICE, BLOCK), BLOCK)
     model.prefetch([span], HOST)
     model.prefetch([span], GPU)
     model.touch(other, GPU)
@@ -111,8 +111,8 @@ def test_two_directions_at_once_are_a_parameter() -> None:
         (True, 40 * BLOCK / (200 * GB)),
         (False, 40 * BLOCK / (200 * GB) + 40 * BLOCK / (400 * GB)),
     ):
-        model, span = made(Kind.MANAGED, 104 * BLOCK, Parameters(fault_batch_s=0.0, duplex=duplex))
-        first, second = Span(span.address, 64 * BLOCK), Span(span.address + 64 * BLOCK, 40 * BLOCK)
+        model, span = made(MemoryKind.MANAGED, 104 * BLOCK, EmulatorParameters(fault_batch_s=0.0, duplex=duplex))
+        first, second = AddressRange(span.address, 64 * BLOCK), AddressRange(span.address + 64 * BLOCK, 40 * BLOCK)
         model.prefetch([second], HOST)
         model.prefetch([first], GPU)
         model.prefetch([second], GPU)  # 40 blocks leave for 40 that come
@@ -123,35 +123,35 @@ def test_two_directions_at_once_are_a_parameter() -> None:
 
 def test_remote_use_goes_over_the_link_in_the_direction_of_the_data() -> None:
     for write, bandwidth in ((False, 400 * GB), (True, 200 * GB)):
-        model, span = made(Kind.MANAGED, 8 * BLOCK)
+        model, span = made(MemoryKind.MANAGED, 8 * BLOCK)
         model.prefetch([span], HOST)
-        model.advise(span, Advice.PREFERRED_LOCATION, HOST)
+        model.advise(span, MemoryAdvice.PREFERRED_LOCATION, HOST)
         model.touch(span, GPU, write=write)
         assert seconds(model) == pytest.approx(8 * BLOCK / bandwidth)
         assert model.traffic.remote_bytes == 8 * BLOCK
 
 
 def test_evictions_for_device_memory_take_their_time() -> None:
-    model, span = made(Kind.MANAGED, 60 * BLOCK)
+    model, span = made(MemoryKind.MANAGED, 60 * BLOCK)
     model.touch(span, GPU)
     before = seconds(model)
-    model.allocate(Kind.DEVICE, 10 * BLOCK)
+    model.allocate(MemoryKind.DEVICE, 10 * BLOCK)
     assert seconds(model) - before == pytest.approx(6 * BLOCK / (200 * GB))
 
 
 def test_a_cost_whose_figure_is_not_known_makes_the_time_unknown_and_says_why() -> None:
-    model, span = made(Kind.MANAGED, BLOCK, figures=replace(ROUND, to_device_bytes_s=None))
+    model, span = made(MemoryKind.MANAGED, BLOCK, figures=replace(ROUND, to_device_bytes_s=None))
     model.prefetch([span], HOST)
-    model.touch(Span(model.allocate(Kind.DEVICE, BLOCK), BLOCK), GPU)
+    model.touch(AddressRange(model.allocate(MemoryKind.DEVICE, BLOCK), BLOCK), GPU)
     assert model.seconds is not None, "nothing unknown was needed yet"
     model.prefetch([span], GPU)
     assert model.seconds is None
-    assert model.clock.unknown == {"to_device_bytes_s"}
+    assert model.clock.unknown_figures == {"to_device_bytes_s"}
 
 
 def test_one_pool_never_crosses_a_link() -> None:
-    model = Superchip(MACHINES["gb10"])
-    span = Span(model.allocate(Kind.MANAGED, 8 * BLOCK), 8 * BLOCK)
+    model = EmulatedSuperchip(MACHINES["gb10"])
+    span = AddressRange(model.allocate(MemoryKind.MANAGED, 8 * BLOCK), 8 * BLOCK)
     for by in (HOST, GPU):
         model.prefetch([span], by)
         model.touch(span, by, write=True)
@@ -161,8 +161,8 @@ def test_one_pool_never_crosses_a_link() -> None:
 
 def test_a_gh200_sends_370_gb_there_and_back_in_about_2_seconds() -> None:
     """What one does by hand for activations sent home, by the model: 370 GB at 296 GB/s and back at 375 GB/s."""
-    model = Superchip(MACHINES["gh200-96"])
-    piece = Span(model.allocate(Kind.MANAGED, 37 * GB // BLOCK * BLOCK), 37 * GB // BLOCK * BLOCK)
+    model = EmulatedSuperchip(MACHINES["gh200-96"])
+    piece = AddressRange(model.allocate(MemoryKind.MANAGED, 37 * GB // BLOCK * BLOCK), 37 * GB // BLOCK * BLOCK)
     model.prefetch([piece], GPU)
     for _ in range(10):
         model.prefetch([piece], HOST)
@@ -180,15 +180,15 @@ WRITE = st.tuples(
 @given(st.lists(WRITE, max_size=12))
 def test_bytes_are_those_of_plain_memory_whatever_moves(writes: list[tuple[str, int, int, int]]) -> None:
     size = 4 * PAGE
-    model = Superchip(replace(ROUND, gpu_bytes=2 * PAGE))
-    spans = [Span(model.allocate(kind, size), size) for kind in (Kind.MANAGED, Kind.SYSTEM)]
+    model = EmulatedSuperchip(replace(ROUND, gpu_bytes=2 * PAGE))
+    spans = [AddressRange(model.allocate(kind, size), size) for kind in (MemoryKind.MANAGED, MemoryKind.SYSTEM)]
     plain = [bytearray(size), bytearray(size)]
     for verb, begin, end, value in writes:
         which, begin, end = value % 2, min(begin, end), max(begin, end)
         if verb == "evict":
             model.prefetch(spans, HOST)
         elif begin < end and verb == "fill":
-            model.fill(Span(spans[which].address + begin, end - begin), value)
+            model.fill(AddressRange(spans[which].address + begin, end - begin), value)
             plain[which][begin:end] = bytes([value]) * (end - begin)
         elif begin < end:  # to a place that cuts pages alike or not
             at = min(value * 512, size - (end - begin))

@@ -13,18 +13,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from supertuner.core.errors import MemoryEngineError
-from supertuner.memory.driver import HOST, Advice, Gpu, HostNode, Kind, Refused, Span
-from supertuner.memory.emulator.figures import Fault, Faults, Figures, Parameters
-from supertuner.memory.emulator.superchip import Superchip
+from supertuner.memory.driver import (
+    HOST,
+    AddressRange,
+    DriverError,
+    GpuLocation,
+    HostNumaLocation,
+    MemoryAdvice,
+    MemoryKind,
+)
+from supertuner.memory.emulator.configuration import EmulatedMachine, EmulatorParameters, FaultPlan, InjectedFault
+from supertuner.memory.emulator.superchip import EmulatedSuperchip
 from supertuner.memory.machines import MACHINES
 from tests.memory.bench import BLOCK, GPU, INVALID_DEVICE, INVALID_VALUE, OUT_OF_MEMORY, refuses
 
 PAGE = 65536
-GH200 = Figures.of(MACHINES["gh200-96"])
+GH200 = EmulatedMachine.from_spec(MACHINES["gh200-96"])
 SMALL = replace(GH200, gpu_bytes=8 * BLOCK)
 
 
-class Oracle:
+class LruOracle:
     """Least recently used, one page and one block at a time, in the most obvious way."""
 
     def __init__(self, capacity_pages: int, block_pages: int, hits_refresh: bool) -> None:
@@ -55,7 +63,7 @@ class Oracle:
         self.at_host -= came
         self.blocks.setdefault(key, set()).update(missing)
 
-    def home(self, region: int, first: int, last: int) -> None:
+    def move_to_host(self, region: int, first: int, last: int) -> None:
         for key in [k for k in self.blocks if k[0] == region]:
             leaving = {p for p in self.blocks[key] if first <= p < last}
             self.down += len(leaving)
@@ -81,34 +89,34 @@ def test_eviction_is_that_of_an_oracle_page_by_page(
 ) -> None:
     """Where the host may run short the model goes block by block, and otherwise all at once: both must agree."""
     figures = replace(GH200, gpu_bytes=capacity * PAGE, host_bytes=sum(REGION_PAGES) * PAGE)
-    model = Superchip(figures, parameters=Parameters(hits_refresh=hits_refresh))
+    model = EmulatedSuperchip(figures, parameters=EmulatorParameters(hits_refresh=hits_refresh))
     if host_is_short:
-        model.allocate(Kind.SYSTEM, PAGE)
-    oracle = Oracle(capacity, BLOCK // PAGE, hits_refresh)
-    spans = [Span(model.allocate(Kind.MANAGED, pages * PAGE), pages * PAGE) for pages in REGION_PAGES]
+        model.allocate(MemoryKind.SYSTEM, PAGE)
+    oracle = LruOracle(capacity, BLOCK // PAGE, hits_refresh)
+    spans = [AddressRange(model.allocate(MemoryKind.MANAGED, pages * PAGE), pages * PAGE) for pages in REGION_PAGES]
     for verb, region, begin, end in operations:
         first, last = sorted(round(x * REGION_PAGES[region]) for x in (begin, end))
         if first == last:
             continue
-        part = Span(spans[region].address + first * PAGE, (last - first) * PAGE)
+        part = AddressRange(spans[region].address + first * PAGE, (last - first) * PAGE)
         if verb == "home":
             model.prefetch([part], HOST)
-            oracle.home(region, first, last)
+            oracle.move_to_host(region, first, last)
         else:
             model.touch(part, GPU) if verb == "touch" else model.prefetch([part], GPU)
             oracle.touch(region, first, last)
     for region, span in enumerate(spans):
         there = [page for key, pages in oracle.blocks.items() if key[0] == region for page in pages]
-        assert model.resident(span).get(GPU, 0) == len(there)
+        assert model.resident_pages(span).get(GPU, 0) == len(there)
         for page in there[:: max(1, len(there) // 7)]:
-            assert model.resident(Span(span.address + page * PAGE, PAGE)) == {GPU: 1}
+            assert model.resident_pages(AddressRange(span.address + page * PAGE, PAGE)) == {GPU: 1}
     assert model.traffic.to_device_bytes == oracle.up * PAGE
     assert model.traffic.to_host_bytes == oracle.down * PAGE
     assert model.free_bytes(0) == capacity * PAGE - sum(map(len, oracle.blocks.values())) * PAGE
 
 
 def test_a_sweep_one_block_larger_than_the_gpu_misses_everything_every_time() -> None:
-    model = Superchip(SMALL)
+    model = EmulatedSuperchip(SMALL)
     span = managed(model, 9 * BLOCK)
     model.touch(span, GPU)
     before = model.traffic.to_device_bytes
@@ -117,9 +125,9 @@ def test_a_sweep_one_block_larger_than_the_gpu_misses_everything_every_time() ->
 
 
 def test_a_sweep_there_and_back_keeps_what_fits() -> None:
-    model = Superchip(SMALL)
+    model = EmulatedSuperchip(SMALL)
     span = managed(model, 12 * BLOCK)
-    blocks = [Span(span.address + i * BLOCK, BLOCK) for i in range(12)]
+    blocks = [AddressRange(span.address + i * BLOCK, BLOCK) for i in range(12)]
     for block in blocks:
         model.touch(block, GPU)
     before = model.traffic.to_device_bytes
@@ -129,21 +137,21 @@ def test_a_sweep_there_and_back_keeps_what_fits() -> None:
 
 
 def test_managed_memory_with_no_room_at_all_is_used_over_the_link() -> None:
-    model = Superchip(SMALL)
-    model.allocate(Kind.DEVICE, 8 * BLOCK)
+    model = EmulatedSuperchip(SMALL)
+    model.allocate(MemoryKind.DEVICE, 8 * BLOCK)
     span = managed(model, 2 * BLOCK)
     model.fill(span, 7)
-    assert model.resident(span) == {HOST: 64}
+    assert model.resident_pages(span) == {HOST: 64}
     assert model.traffic.remote_bytes == 2 * BLOCK
-    assert model.read(Span(span.address, 3)) == bytes([7] * 3)
+    assert model.read(AddressRange(span.address, 3)) == bytes([7] * 3)
 
 
 def test_a_block_larger_than_what_is_left_of_the_gpu_is_split() -> None:
-    model = Superchip(SMALL)
-    model.allocate(Kind.DEVICE, 8 * BLOCK - 5 * PAGE)
+    model = EmulatedSuperchip(SMALL)
+    model.allocate(MemoryKind.DEVICE, 8 * BLOCK - 5 * PAGE)
     span = managed(model, 2 * BLOCK)
     model.touch(span, GPU)
-    assert model.resident(span) == {GPU: 5, HOST: 59}
+    assert model.resident_pages(span) == {GPU: 5, HOST: 59}
     assert model.free_bytes(0) == 0
 
 
@@ -151,91 +159,91 @@ def test_a_block_larger_than_what_is_left_of_the_gpu_is_split() -> None:
 
 
 def test_system_memory_follows_after_the_threshold_of_accesses_and_not_before() -> None:
-    model = Superchip(SMALL)
+    model = EmulatedSuperchip(SMALL)
     span = system(model, 2 * BLOCK)
     model.touch(span, HOST, write=True)
-    first = Span(span.address, PAGE)
+    first = AddressRange(span.address, PAGE)
     for _ in range(255):
         model.touch(first, GPU, accesses=1)
-    assert model.resident(span) == {HOST: 64}
+    assert model.resident_pages(span) == {HOST: 64}
     model.touch(first, GPU, accesses=1)
-    assert model.resident(span) == {GPU: 32, HOST: 32}, "the whole block follows, and no other"
+    assert model.resident_pages(span) == {GPU: 32, HOST: 32}, "the whole block follows, and no other"
     assert model.traffic.counter_migrations == 1
 
 
 def test_managed_memory_that_is_mapped_for_the_gpu_is_read_in_place_until_its_counter_is_full() -> None:
-    model = Superchip(SMALL)
+    model = EmulatedSuperchip(SMALL)
     span = managed(model, BLOCK)
     model.prefetch([span], HOST)
-    model.advise(span, Advice.ACCESSED_BY, GPU)
+    model.advise(span, MemoryAdvice.ACCESSED_BY, GPU)
     model.touch(span, GPU, accesses=4)
-    assert model.resident(span) == {HOST: 32}
+    assert model.resident_pages(span) == {HOST: 32}
     assert model.traffic.remote_bytes == BLOCK
     model.touch(span, GPU, accesses=4)
-    assert model.resident(span) == {GPU: 32}
+    assert model.resident_pages(span) == {GPU: 32}
 
 
 def test_the_threshold_is_a_parameter() -> None:
-    model = Superchip(SMALL, parameters=Parameters(counter_threshold=2))
+    model = EmulatedSuperchip(SMALL, parameters=EmulatorParameters(counter_threshold=2))
     span = system(model, BLOCK)
     model.touch(span, HOST, write=True)
-    model.touch(Span(span.address, PAGE), GPU, accesses=2)
-    assert model.resident(span) == {GPU: 32}
+    model.touch(AddressRange(span.address, PAGE), GPU, accesses=2)
+    assert model.resident_pages(span) == {GPU: 32}
 
 
 def test_system_memory_that_prefers_the_host_does_not_follow() -> None:
-    model = Superchip(SMALL)
+    model = EmulatedSuperchip(SMALL)
     span = system(model, BLOCK)
-    model.advise(span, Advice.PREFERRED_LOCATION, HOST)
+    model.advise(span, MemoryAdvice.PREFERRED_LOCATION, HOST)
     model.touch(span, GPU)
     model.touch(span, GPU, accesses=10_000)
-    assert model.resident(span) == {HOST: 32}
+    assert model.resident_pages(span) == {HOST: 32}
 
 
 # ── copies ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_read_mostly_memory_is_copied_by_reads_and_one_again_after_a_write() -> None:
-    model = Superchip(SMALL)
+    model = EmulatedSuperchip(SMALL)
     span = managed(model, BLOCK)
     model.touch(span, HOST, write=True)
-    model.advise(span, Advice.READ_MOSTLY, HOST)
+    model.advise(span, MemoryAdvice.READ_MOSTLY, HOST)
     model.touch(span, GPU)
-    assert model.resident(span) == {HOST: 32, GPU: 32}
+    assert model.resident_pages(span) == {HOST: 32, GPU: 32}
     assert model.free_bytes(0) == 7 * BLOCK
     down = model.traffic.to_host_bytes
     model.touch(span, HOST)
     assert model.traffic.to_host_bytes == down, "the host has its own copy"
     model.touch(span, HOST, write=True)
-    assert model.resident(span) == {HOST: 32}
+    assert model.resident_pages(span) == {HOST: 32}
     assert model.free_bytes(0) == 8 * BLOCK
     model.prefetch([span], GPU)
-    assert model.resident(span) == {HOST: 32, GPU: 32}
+    assert model.resident_pages(span) == {HOST: 32, GPU: 32}
     model.touch(span, GPU, write=True)
-    assert model.resident(span) == {GPU: 32}
+    assert model.resident_pages(span) == {GPU: 32}
 
 
 def test_evicting_a_copy_moves_nothing() -> None:
-    model = Superchip(SMALL)
+    model = EmulatedSuperchip(SMALL)
     span = managed(model, 4 * BLOCK)
     model.touch(span, HOST, write=True)
-    model.advise(span, Advice.READ_MOSTLY, HOST)
+    model.advise(span, MemoryAdvice.READ_MOSTLY, HOST)
     model.touch(span, GPU)
-    model.allocate(Kind.DEVICE, 8 * BLOCK)
-    assert model.resident(span) == {HOST: 128}
+    model.allocate(MemoryKind.DEVICE, 8 * BLOCK)
+    assert model.resident_pages(span) == {HOST: 128}
     assert model.traffic.to_host_bytes == 0
 
 
 @pytest.mark.parametrize(("preferred", "where"), [(HOST, HOST), (GPU, GPU)])
 def test_copies_that_are_no_longer_wanted_become_one(preferred: object, where: object) -> None:
-    model = Superchip(SMALL)
+    model = EmulatedSuperchip(SMALL)
     span = managed(model, BLOCK)
     model.touch(span, HOST, write=True)
-    model.advise(span, Advice.READ_MOSTLY, HOST)
+    model.advise(span, MemoryAdvice.READ_MOSTLY, HOST)
     model.touch(span, GPU)
-    model.advise(span, Advice.PREFERRED_LOCATION, preferred)  # type: ignore[arg-type]
-    model.unadvise(span, Advice.READ_MOSTLY, HOST)
-    assert model.resident(span) == {where: 32}
+    model.advise(span, MemoryAdvice.PREFERRED_LOCATION, preferred)  # type: ignore[arg-type]
+    model.unadvise(span, MemoryAdvice.READ_MOSTLY, HOST)
+    assert model.resident_pages(span) == {where: 32}
 
 
 # ── the host's side ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -243,39 +251,39 @@ def test_copies_that_are_no_longer_wanted_become_one(preferred: object, where: o
 
 def test_on_a_superchip_the_host_uses_managed_memory_on_the_gpu_in_place_and_a_card_sends_it_home() -> None:
     for figures, where in ((SMALL, GPU), (replace(SMALL, ats=False), HOST)):
-        model = Superchip(figures)
+        model = EmulatedSuperchip(figures)
         span = managed(model, BLOCK)
         model.fill(span, 3)
-        assert model.read(Span(span.address, 1)) == bytes([3])
-        assert model.resident(Span(span.address, PAGE)) == {where: 1}
-        assert model.resident(Span(span.address + PAGE, PAGE)) == {GPU: 1}, "a page that was not read"
+        assert model.read(AddressRange(span.address, 1)) == bytes([3])
+        assert model.resident_pages(AddressRange(span.address, PAGE)) == {where: 1}
+        assert model.resident_pages(AddressRange(span.address + PAGE, PAGE)) == {GPU: 1}, "a page that was not read"
         assert model.traffic.to_host_bytes == PAGE, "over the link either way"
 
 
 def test_memory_that_prefers_the_gpu_is_born_there_even_if_the_host_is_first() -> None:
-    model = Superchip(SMALL)
+    model = EmulatedSuperchip(SMALL)
     span = managed(model, BLOCK)
-    model.advise(span, Advice.PREFERRED_LOCATION, GPU)
+    model.advise(span, MemoryAdvice.PREFERRED_LOCATION, GPU)
     model.touch(span, HOST, write=True)
-    assert model.resident(span) == {GPU: 32}
+    assert model.resident_pages(span) == {GPU: 32}
 
 
 def test_the_hosts_memory_is_finite_too() -> None:
-    model = Superchip(replace(SMALL, host_bytes=2 * BLOCK))
+    model = EmulatedSuperchip(replace(SMALL, host_bytes=2 * BLOCK))
     span = managed(model, 4 * BLOCK)
     model.fill(span, 1)
     refuses(OUT_OF_MEMORY, model.prefetch, [span], HOST)
-    assert model.resident(span) == {GPU: 128}
+    assert model.resident_pages(span) == {GPU: 128}
     assert model.free_bytes(0) == 4 * BLOCK
 
 
 def test_a_pool_that_is_full_refuses_instead_of_hanging() -> None:
-    model = Superchip(replace(Figures.of(MACHINES["gb10"]), gpu_bytes=4 * BLOCK))
+    model = EmulatedSuperchip(replace(EmulatedMachine.from_spec(MACHINES["gb10"]), gpu_bytes=4 * BLOCK))
     span = managed(model, 6 * BLOCK)
     refuses(OUT_OF_MEMORY, model.fill, span, 1)
     assert model.free_bytes(0) == 4 * BLOCK
-    model.fill(Span(span.address, 3 * BLOCK), 1)
-    refuses(OUT_OF_MEMORY, model.allocate, Kind.DEVICE, 2 * BLOCK)
+    model.fill(AddressRange(span.address, 3 * BLOCK), 1)
+    refuses(OUT_OF_MEMORY, model.allocate, MemoryKind.DEVICE, 2 * BLOCK)
     model.free(span.address)
     assert model.free_bytes(0) == 4 * BLOCK
 
@@ -286,78 +294,78 @@ def test_a_pool_that_is_full_refuses_instead_of_hanging() -> None:
 def test_memory_that_the_process_has_from_elsewhere_is_hinted_where_the_gpu_reads_it() -> None:
     array = np.zeros(3 * BLOCK, np.uint8)
     start = -(-array.ctypes.data // PAGE) * PAGE
-    span = Span(start, 2 * BLOCK)
-    model = Superchip(SMALL)
-    assert model.kind_of(start) is Kind.SYSTEM
+    span = AddressRange(start, 2 * BLOCK)
+    model = EmulatedSuperchip(SMALL)
+    assert model.memory_kind_at(start) is MemoryKind.SYSTEM
     assert model.locate([start]) == [None], "nobody told the model of it yet"
     model.prefetch([span], GPU)
-    assert model.resident(span) == {GPU: 64}
+    assert model.resident_pages(span) == {GPU: 64}
     assert model.locate([start, start + 2 * BLOCK - 1]) == [1, 1]
-    model.prefetch([Span(start, PAGE)], HOST)
+    model.prefetch([AddressRange(start, PAGE)], HOST)
     assert model.locate([start, start + PAGE]) == [0, 1]
-    card = Superchip(replace(SMALL, ats=False))
+    card = EmulatedSuperchip(replace(SMALL, ats=False))
     refuses(INVALID_VALUE, card.prefetch, [span], GPU)
     refuses(INVALID_VALUE, model.fill, span, 1)
 
 
 def test_memory_beyond_the_end_of_an_allocation_is_not_of_its_kind() -> None:
-    model = Superchip(SMALL)
-    address = model.allocate(Kind.DEVICE, BLOCK + 1)
-    model.allocate(Kind.DEVICE, BLOCK)
-    assert model.kind_of(address + BLOCK) is Kind.DEVICE
-    assert model.kind_of(address + BLOCK + 1) is Kind.SYSTEM
+    model = EmulatedSuperchip(SMALL)
+    address = model.allocate(MemoryKind.DEVICE, BLOCK + 1)
+    model.allocate(MemoryKind.DEVICE, BLOCK)
+    assert model.memory_kind_at(address + BLOCK) is MemoryKind.DEVICE
+    assert model.memory_kind_at(address + BLOCK + 1) is MemoryKind.SYSTEM
 
 
 # ── what is refused ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_homes_that_do_not_exist_are_refused() -> None:
-    model = Superchip(SMALL)
+    model = EmulatedSuperchip(SMALL)
     span = managed(model, BLOCK)
-    prefer, accessed = Advice.PREFERRED_LOCATION, Advice.ACCESSED_BY
-    refuses(INVALID_DEVICE, model.prefetch, [span], Gpu(1))
-    refuses(INVALID_VALUE, model.prefetch, [span], HostNode(7))
-    refuses(INVALID_DEVICE, model.advise, span, prefer, Gpu(1))
-    refuses(INVALID_VALUE, model.advise, span, accessed, HostNode(0))
-    model.advise(span, prefer, HostNode(0))
-    assert model.preferred(span) == HostNode(0)
+    prefer, accessed = MemoryAdvice.PREFERRED_LOCATION, MemoryAdvice.ACCESSED_BY
+    refuses(INVALID_DEVICE, model.prefetch, [span], GpuLocation(1))
+    refuses(INVALID_VALUE, model.prefetch, [span], HostNumaLocation(7))
+    refuses(INVALID_DEVICE, model.advise, span, prefer, GpuLocation(1))
+    refuses(INVALID_VALUE, model.advise, span, accessed, HostNumaLocation(0))
+    model.advise(span, prefer, HostNumaLocation(0))
+    assert model.preferred_location(span) == HostNumaLocation(0)
 
 
 def test_nothing_is_done_of_a_prefetch_of_which_a_part_is_refused() -> None:
-    model = Superchip(SMALL)
-    good, bad = managed(model, BLOCK), Span(model.allocate(Kind.DEVICE, BLOCK), BLOCK)
+    model = EmulatedSuperchip(SMALL)
+    good, bad = managed(model, BLOCK), AddressRange(model.allocate(MemoryKind.DEVICE, BLOCK), BLOCK)
     refuses(INVALID_VALUE, model.prefetch, [good, bad], GPU)
-    assert model.resident(good) == {None: 32}
-    assert model.last_prefetch(good) is None
+    assert model.resident_pages(good) == {None: 32}
+    assert model.last_prefetch_location(good) is None
 
 
 def test_a_page_that_is_only_partly_discarded_keeps_its_bytes() -> None:
-    model = Superchip(SMALL)
+    model = EmulatedSuperchip(SMALL)
     span = managed(model, BLOCK)
     model.fill(span, 5)
-    model.discard([Span(span.address + 1, 2 * PAGE)])
-    assert model.resident(span) == {GPU: 31, None: 1}
-    assert model.read(Span(span.address, 2)) == bytes([5, 5])
-    assert model.read(Span(span.address + PAGE, 2)) != bytes([5, 5]), "a reader of discarded bytes must notice"
+    model.discard([AddressRange(span.address + 1, 2 * PAGE)])
+    assert model.resident_pages(span) == {GPU: 31, None: 1}
+    assert model.read(AddressRange(span.address, 2)) == bytes([5, 5])
+    assert model.read(AddressRange(span.address + PAGE, 2)) != bytes([5, 5]), "a reader of discarded bytes must notice"
     assert model.traffic.to_host_bytes == PAGE, "the first page, read in place; the discard itself moved nothing"
 
 
 def test_a_machine_without_a_gpu_is_not_modelled() -> None:
     with pytest.raises(MemoryEngineError, match="no GPU"):
-        Superchip(MACHINES["cpu"])
+        EmulatedSuperchip(MACHINES["cpu"])
 
 
 @pytest.mark.parametrize("key", [key for key in MACHINES if key != "cpu"])
 def test_every_machine_of_the_table_is_modelled_at_its_full_size(key: str) -> None:
-    model = Superchip(MACHINES[key])
+    model = EmulatedSuperchip(MACHINES[key])
     span = managed(model, model.free_bytes(0) // 2)
     model.touch(span, GPU, write=True)
-    assert sum(model.resident(span).values()) * PAGE == span.nbytes
+    assert sum(model.resident_pages(span).values()) * PAGE == span.nbytes
     assert model.devices()[0].total_bytes == MACHINES[key].gpu_bytes.value
 
 
 def test_threads_that_evict_each_other_keep_the_account_exact() -> None:
-    model = Superchip(SMALL)
+    model = EmulatedSuperchip(SMALL)
     spans = [managed(model, 6 * BLOCK) for _ in range(4)]
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -366,7 +374,7 @@ def test_threads_that_evict_each_other_keep_the_account_exact() -> None:
             list(pool.map(lambda span: [model.touch(span, GPU) for _ in range(150)], spans))
     finally:
         sys.setswitchinterval(interval)
-    on_gpu = sum(model.resident(span).get(GPU, 0) for span in spans)
+    on_gpu = sum(model.resident_pages(span).get(GPU, 0) for span in spans)
     assert on_gpu * PAGE == 8 * BLOCK - model.free_bytes(0) == 8 * BLOCK
     assert model.traffic.to_host_bytes == model.traffic.to_device_bytes + 16 * BLOCK, "24 blocks were born on the GPU"
 
@@ -375,24 +383,26 @@ def test_threads_that_evict_each_other_keep_the_account_exact() -> None:
 
 
 def test_faults_come_from_the_call_they_are_planned_for_as_often_as_planned() -> None:
-    model = Superchip(SMALL, faults=Faults((Fault("free_bytes", "CUDA_ERROR_UNKNOWN", first=2, times=2),)))
+    model = EmulatedSuperchip(
+        SMALL, faults=FaultPlan((InjectedFault("free_bytes", "CUDA_ERROR_UNKNOWN", first=2, times=2),))
+    )
     answers = []
     for _ in range(5):
         try:
             answers.append(str(model.free_bytes(0) == SMALL.gpu_bytes))
-        except Refused as refused:
+        except DriverError as refused:
             answers.append(refused.name)
     assert answers == ["True", "CUDA_ERROR_UNKNOWN", "CUDA_ERROR_UNKNOWN", "True", "True"]
 
 
 def test_a_fault_that_cuda_does_not_have_is_a_mistake_of_the_test() -> None:
     with pytest.raises(AssertionError):
-        Fault("free", "CUDA_ERROR_TYPO")
+        InjectedFault("free", "CUDA_ERROR_TYPO")
 
 
-def managed(model: Superchip, nbytes: int) -> Span:
-    return Span(model.allocate(Kind.MANAGED, nbytes), nbytes)
+def managed(model: EmulatedSuperchip, nbytes: int) -> AddressRange:
+    return AddressRange(model.allocate(MemoryKind.MANAGED, nbytes), nbytes)
 
 
-def system(model: Superchip, nbytes: int) -> Span:
-    return Span(model.allocate(Kind.SYSTEM, nbytes), nbytes)
+def system(model: EmulatedSuperchip, nbytes: int) -> AddressRange:
+    return AddressRange(model.allocate(MemoryKind.SYSTEM, nbytes), nbytes)

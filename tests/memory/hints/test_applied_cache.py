@@ -8,52 +8,52 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from supertuner.memory.driver import HOST, Gpu, Kind, Missing, Span
-from supertuner.memory.emulator.figures import Fault
-from supertuner.memory.emulator.superchip import Superchip
-from supertuner.memory.hints.api import Hints, Status
-from tests.memory.tensors import PAGE, Memory, host_tensor, superchip
+from supertuner.memory.driver import HOST, AddressRange, GpuLocation, MemoryKind, NotAvailable
+from supertuner.memory.emulator.configuration import InjectedFault
+from supertuner.memory.emulator.superchip import EmulatedSuperchip
+from supertuner.memory.hints.api import HintStatus, ResidencyHints
+from tests.memory.tensors import PAGE, DriverMemory, host_tensor, superchip
 
-GPU = Gpu(0)
+GPU = GpuLocation(0)
 
 
-def out_of_order(driver: Superchip) -> None:
+def out_of_order(driver: EmulatedSuperchip) -> None:
     """From now on the driver fails at everything: whoever succeeds did not ask it."""
     for verb in ("kind_of", "advise", "prefetch", "preferred", "last_prefetch"):
-        driver.inject(Fault(verb, "CUDA_ERROR_UNKNOWN", times=1000))
+        driver.inject_fault(InjectedFault(verb, "CUDA_ERROR_UNKNOWN", times=1000))
 
 
 def test_a_repeated_hint_does_not_ask_the_driver() -> None:
     driver = superchip()
-    hints, tensor = Hints(driver), Memory(driver, Kind.MANAGED).tensor()
+    hints, tensor = ResidencyHints(driver), DriverMemory(driver, MemoryKind.MANAGED).tensor()
     first = [hints.prefer_cpu(tensor), hints.prefetch(tensor)]
     out_of_order(driver)
     assert [hints.prefer_cpu(tensor), hints.prefetch(tensor)] == first
     assert hints.prefer_cpu(tensor[:]) == first[0]
-    assert hints.prefer_cpu(tensor[:-1]).status is Status.ERROR
+    assert hints.prefer_cpu(tensor[:-1]).status is HintStatus.ERROR
 
 
 def test_memory_that_was_freed_and_given_to_another_tensor_is_hinted_anew() -> None:
     """As a caching allocator does it: the same address, another storage, and the driver saw neither end nor start."""
     driver = superchip()
-    memory, hints = Memory(driver, Kind.MANAGED), Hints(driver)
+    memory, hints = DriverMemory(driver, MemoryKind.MANAGED), ResidencyHints(driver)
     first = memory.tensor()
-    assert hints.prefer_cpu(first).status is Status.APPLIED
+    assert hints.prefer_cpu(first).status is HintStatus.APPLIED
     del first
     out_of_order(driver)
-    assert hints.prefer_cpu(memory.tensor()).status is Status.ERROR
+    assert hints.prefer_cpu(memory.tensor()).status is HintStatus.ERROR
 
 
 def test_memory_of_malloc_that_comes_again_is_hinted_anew() -> None:
     driver = superchip()
-    hints, seen = Hints(driver), set()
+    hints, seen = ResidencyHints(driver), set()
     for _ in range(20):
         tensor = torch.empty(8 * PAGE, dtype=torch.uint8)
         reused = tensor.data_ptr() in seen
         seen.add(tensor.data_ptr())
-        driver.inject(Fault("prefetch", "CUDA_ERROR_INVALID_VALUE"))
-        assert hints.prefetch(tensor).status is Status.REFUSED
-        assert hints.prefetch(tensor).told
+        driver.inject_fault(InjectedFault("prefetch", "CUDA_ERROR_INVALID_VALUE"))
+        assert hints.prefetch(tensor).status is HintStatus.REFUSED
+        assert hints.prefetch(tensor).accepted
         if reused:
             return
         del tensor
@@ -62,26 +62,26 @@ def test_memory_of_malloc_that_comes_again_is_hinted_anew() -> None:
 
 def test_what_is_remembered_ends_with_the_storage_and_not_with_one_of_its_tensors() -> None:
     driver = superchip()
-    hints, tensor = Hints(driver), host_tensor()
+    hints, tensor = ResidencyHints(driver), host_tensor()
     hints.prefetch(tensor)
     view = tensor[:]
     del tensor
     gc.collect()
-    assert len(hints._recall) == 1
+    assert len(hints._applied_hints) == 1
     out_of_order(driver)
-    assert hints.prefetch(view).status is Status.APPLIED
+    assert hints.prefetch(view).status is HintStatus.APPLIED
     del view
     gc.collect()
-    assert len(hints._recall) == 0
+    assert len(hints._applied_hints) == 0
 
 
 def test_storage_that_moved_is_hinted_anew() -> None:
     driver = superchip()
-    hints, tensor = Hints(driver), torch.zeros(4 * PAGE, dtype=torch.uint8)
+    hints, tensor = ResidencyHints(driver), torch.zeros(4 * PAGE, dtype=torch.uint8)
     hints.prefetch(tensor)
     tensor.untyped_storage().resize_(64 * PAGE)
     out_of_order(driver)
-    assert hints.prefetch(tensor).status is Status.ERROR
+    assert hints.prefetch(tensor).status is HintStatus.ERROR
 
 
 @pytest.mark.parametrize("other", [lambda t: t, lambda t: t[: 2 * PAGE], lambda t: t[4 * PAGE :]])
@@ -89,51 +89,51 @@ def test_a_hint_is_given_again_after_another_wish_for_some_of_its_bytes(
     other: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
     driver = superchip()
-    memory, hints = Memory(driver, Kind.MANAGED), Hints(driver)
+    memory, hints = DriverMemory(driver, MemoryKind.MANAGED), ResidencyHints(driver)
     tensor = memory.tensor()
     hints.prefer_cpu(tensor)
     hints.prefer_gpu(other(tensor))
-    assert hints.prefer_cpu(tensor).status is Status.APPLIED
-    assert driver.preferred(memory.span) == HOST
+    assert hints.prefer_cpu(tensor).status is HintStatus.APPLIED
+    assert driver.preferred_location(memory.span) == HOST
 
 
 def test_another_storage_over_the_same_bytes_makes_a_hint_untrue_too() -> None:
     driver = superchip()
-    memory, hints = Memory(driver, Kind.MANAGED), Hints(driver)
+    memory, hints = DriverMemory(driver, MemoryKind.MANAGED), ResidencyHints(driver)
     one, other = memory.tensor(), memory.tensor()
     hints.prefer_cpu(one)
     hints.prefer_gpu(other)
     hints.prefer_cpu(one)
-    assert driver.preferred(memory.span) == HOST
+    assert driver.preferred_location(memory.span) == HOST
 
 
 def test_what_is_forgotten_is_asked_again() -> None:
     driver = superchip()
-    hints, kept, lost = Hints(driver), host_tensor(), host_tensor()
+    hints, kept, lost = ResidencyHints(driver), host_tensor(), host_tensor()
     hints.prefetch(kept)
     hints.prefetch(lost)
-    hints.forget(Span(lost.data_ptr() + PAGE, PAGE))
+    hints.forget(AddressRange(lost.data_ptr() + PAGE, PAGE))
     out_of_order(driver)
-    assert hints.prefetch(kept).status is Status.APPLIED
-    assert hints.prefetch(lost).status is Status.ERROR
+    assert hints.prefetch(kept).status is HintStatus.APPLIED
+    assert hints.prefetch(lost).status is HintStatus.ERROR
     hints.forget()
-    assert hints.prefetch(kept).status is Status.ERROR
+    assert hints.prefetch(kept).status is HintStatus.ERROR
 
 
 def test_a_prefetch_can_be_asked_again_after_an_eviction() -> None:
     driver = superchip()
-    memory, hints = Memory(driver, Kind.MANAGED), Hints(driver)
+    memory, hints = DriverMemory(driver, MemoryKind.MANAGED), ResidencyHints(driver)
     tensor = memory.tensor()
     hints.prefetch(tensor)
     driver.prefetch([memory.span], HOST)
     hints.prefetch(tensor)
-    assert driver.resident(memory.span) == {HOST: 16}
-    hints.prefetch(tensor, again=True)
-    assert driver.resident(memory.span) == {GPU: 16}
+    assert driver.resident_pages(memory.span) == {HOST: 16}
+    hints.prefetch(tensor, force=True)
+    assert driver.resident_pages(memory.span) == {GPU: 16}
 
 
 def test_no_more_is_remembered_than_a_thousand_storages() -> None:
-    hints, alive = Hints(Missing("none")), [torch.zeros(1) for _ in range(1100)]
+    hints, alive = ResidencyHints(NotAvailable("none")), [torch.zeros(1) for _ in range(1100)]
     for tensor in alive:
         hints.prefetch(tensor)
-    assert len(hints._recall) == 1024
+    assert len(hints._applied_hints) == 1024

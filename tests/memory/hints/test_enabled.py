@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from supertuner.config.sources.load import load_config
-from supertuner.memory.driver import Device, Missing
+from supertuner.memory.driver import DeviceProperties, NotAvailable
 from supertuner.memory.hints import api as hints
-from supertuner.memory.hints.enabled import Support, decide, device_support, supported
+from supertuner.memory.hints.enabled import HintSupport, decide_hints, device_hint_support, hint_support
 
-YES, NO = Support(True, "the machine can"), Support(False, "the machine cannot")
-GH200 = Device(0, "GH200", 96 << 30, (9, 0), True, True, True, True, True, False, 1, 0)
+YES, NO = HintSupport(True, "the machine can"), HintSupport(False, "the machine cannot")
+GH200 = DeviceProperties(0, "GH200", 96 << 30, (9, 0), True, True, True, True, True, False, 1, 0)
 UNIFIED, DISK = ("unified_memory", "disk"), ("disk", "none")
 
 
@@ -41,7 +41,7 @@ UNIFIED, DISK = ("unified_memory", "disk"), ("disk", "none")
 def test_the_first_voice_that_speaks_decides_and_the_machine_must_agree(
     override: bool | None, setting: bool | None, cache_types: tuple[str, ...], asked: bool | None, by: str
 ) -> None:
-    here, elsewhere = (decide(override, setting, cache_types, support) for support in (YES, NO))
+    here, elsewhere = (decide_hints(override, setting, cache_types, support) for support in (YES, NO))
     assert (here.asked, elsewhere.asked) == (asked, asked)
     assert here.reason.startswith(by)
     assert here.on is (asked is True)
@@ -50,7 +50,7 @@ def test_the_first_voice_that_speaks_decides_and_the_machine_must_agree(
 
 
 def test_the_decision_reads_as_a_line_for_the_start_of_a_run() -> None:
-    line = str(decide(None, None, UNIFIED, device_support(GH200)))
+    line = str(decide_hints(None, None, UNIFIED, device_hint_support(GH200)))
     assert line == (
         "residency hints on: a cache of type unified_memory asks for them; GH200 takes hints for managed memory and "
         "ordinary memory through the host's page tables"
@@ -66,17 +66,19 @@ def test_the_decision_reads_as_a_line_for_the_start_of_a_run() -> None:
         (replace(GH200, managed=False), True, "ordinary memory"),
         (replace(GH200, integrated=True), False, "one pool"),
         (replace(GH200, pageable=False, concurrent_managed=False), False, "no managed memory that can be hinted"),
-        (Device(0, "a silent GPU", 1 << 30), False, "no managed memory that can be hinted"),
+        (DeviceProperties(0, "a silent GPU", 1 << 30), False, "no managed memory that can be hinted"),
     ],
 )
-def test_what_a_gpu_says_of_itself_decides_whether_hints_can_do_anything(device: Device, can: bool, why: str) -> None:
-    found = device_support(device)
+def test_what_a_gpu_says_of_itself_decides_whether_hints_can_do_anything(
+    device: DeviceProperties, can: bool, why: str
+) -> None:
+    found = device_hint_support(device)
     assert found.supported is can
     assert why in found.reason
 
 
 def test_without_a_driver_the_reason_is_the_drivers() -> None:
-    assert supported(Missing("no NVIDIA driver (libcuda.so.1) here")) == Support(
+    assert hint_support(NotAvailable("no NVIDIA driver (libcuda.so.1) here")) == HintSupport(
         False, "no NVIDIA driver (libcuda.so.1) here"
     )
 
@@ -132,7 +134,12 @@ def test_a_process_in_which_nobody_asks_has_no_hints(silent: pytest.MonkeyPatch)
 
 def test_the_variable_of_the_seeds_asks_and_this_machine_answers(silent: pytest.MonkeyPatch) -> None:
     silent.setenv("SIMPLETUNER_GH200_ENABLE_UVM_HINTS", "1")
-    hints.use_hints(hints.Hints(Missing("no GPU in this test")), True, (), supported(Missing("no GPU in this test")))
+    hints.use_hints(
+        hints.ResidencyHints(NotAvailable("no GPU in this test")),
+        True,
+        (),
+        hint_support(NotAvailable("no GPU in this test")),
+    )
     assert not hints.gh200_uvm_enabled()
     outcome = hints.prefetch_to_device(torch.zeros(4))
     assert outcome.status == "unsupported"
@@ -140,7 +147,7 @@ def test_the_variable_of_the_seeds_asks_and_this_machine_answers(silent: pytest.
 
 
 def test_the_override_has_the_last_word_until_it_is_taken_back(fresh: None) -> None:
-    hints.use_hints(hints.Hints(Missing("none")), True, (), YES)
+    hints.use_hints(hints.ResidencyHints(NotAvailable("none")), True, (), YES)
     assert hints.gh200_uvm_enabled()
     hints.set_uvm_hint_override(False)
     assert not hints.gh200_uvm_enabled()

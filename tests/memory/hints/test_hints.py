@@ -8,19 +8,27 @@ from dataclasses import replace
 import pytest
 import torch
 
-from supertuner.memory.driver import HOST, Gpu, Home, HostNode, Kind, Missing, Span
-from supertuner.memory.emulator.figures import Fault
-from supertuner.memory.emulator.superchip import Superchip
-from supertuner.memory.hints.api import Hints, Outcome, Status, Tally
-from supertuner.memory.hints.outcomes import Counted, combined
-from supertuner.memory.hints.request import Ask, Desk, Verb, page_addresses, same_home
-from tests.memory.tensors import CARD, GB10, PAGE, Memory, host_tensor, superchip
+from supertuner.memory.driver import (
+    HOST,
+    AddressRange,
+    GpuLocation,
+    HostNumaLocation,
+    MemoryKind,
+    MemoryLocation,
+    NotAvailable,
+)
+from supertuner.memory.emulator.configuration import InjectedFault
+from supertuner.memory.emulator.superchip import EmulatedSuperchip
+from supertuner.memory.hints.api import HintOutcome, HintStatus, HintTally, ResidencyHints
+from supertuner.memory.hints.outcomes import BatchHintSummary, combine_outcomes
+from supertuner.memory.hints.request import HintIssuer, HintRequest, HintVerb, page_addresses, same_location
+from tests.memory.tensors import CARD, GB10, PAGE, DriverMemory, host_tensor, superchip
 
-GPU = Gpu(0)
+GPU = GpuLocation(0)
 KIB64 = "64.0 KiB"
 
 
-def said(outcome: Outcome) -> tuple[str, str]:
+def said(outcome: HintOutcome) -> tuple[str, str]:
     return outcome.status.value, outcome.reason
 
 
@@ -38,17 +46,17 @@ def said(outcome: Outcome) -> tuple[str, str]:
 )
 def test_device_memory_stays_and_the_hint_says_so(hint: str, status: str, reason: str) -> None:
     driver = superchip()
-    tensor = Memory(driver, Kind.DEVICE).tensor()
-    outcome = getattr(Hints(driver), hint)(tensor)
+    tensor = DriverMemory(driver, MemoryKind.DEVICE).tensor()
+    outcome = getattr(ResidencyHints(driver), hint)(tensor)
     assert said(outcome) == (status, reason)
-    assert outcome.asked == Span(tensor.data_ptr(), tensor.nbytes)
+    assert outcome.asked == AddressRange(tensor.data_ptr(), tensor.nbytes)
     assert outcome.touched == ()
 
 
 def test_device_memory_does_not_go_to_another_gpu() -> None:
     driver = superchip()
-    desk = Desk(driver, driver.devices()[0], 0, lambda: None)
-    foreseen = desk.foreseen(Kind.DEVICE, Ask(Verb.PREFETCH, Gpu(1)), on=0)
+    desk = HintIssuer(driver, driver.devices()[0], 0, lambda: None)
+    foreseen = desk.predict_outcome(MemoryKind.DEVICE, HintRequest(HintVerb.PREFETCH, GpuLocation(1)), tensor_device=0)
     assert foreseen is not None
     assert foreseen.reason.endswith("never goes to another GPU")
 
@@ -63,10 +71,12 @@ def test_device_memory_does_not_go_to_another_gpu() -> None:
         ("read_mostly", lambda driver, span: driver.read_mostly(span)),
     ],
 )
-def test_managed_memory_takes_hints_and_they_are_read_back(hint: str, told: Callable[[Superchip, Span], bool]) -> None:
+def test_managed_memory_takes_hints_and_they_are_read_back(
+    hint: str, told: Callable[[EmulatedSuperchip, AddressRange], bool]
+) -> None:
     driver = superchip()
-    memory = Memory(driver, Kind.MANAGED)
-    outcome = getattr(Hints(driver), hint)(memory.tensor())
+    memory = DriverMemory(driver, MemoryKind.MANAGED)
+    outcome = getattr(ResidencyHints(driver), hint)(memory.tensor())
     assert said(outcome) == ("applied", "read back as asked")
     assert outcome.touched == (memory.span,)
     assert told(driver, memory.span)
@@ -74,45 +84,48 @@ def test_managed_memory_takes_hints_and_they_are_read_back(hint: str, told: Call
 
 def test_prefetch_goes_to_the_host_when_asked() -> None:
     driver = superchip()
-    memory = Memory(driver, Kind.MANAGED)
+    memory = DriverMemory(driver, MemoryKind.MANAGED)
     driver.touch(memory.span, GPU)
-    assert Hints(driver).prefetch(memory.tensor(), "cpu").status is Status.APPLIED
-    assert driver.resident(memory.span) == {HOST: 16}
+    assert ResidencyHints(driver).prefetch(memory.tensor(), "cpu").status is HintStatus.APPLIED
+    assert driver.resident_pages(memory.span) == {HOST: 16}
 
 
-class Forgetful(Superchip):
+class MisreportingSuperchip(EmulatedSuperchip):
     """A driver that takes preferred locations and reads back what it likes."""
 
-    says: Home | None = None
+    reported_location: MemoryLocation | None = None
 
-    def preferred(self, span: Span) -> Home | None:
-        return self.says
+    def preferred_location(self, span: AddressRange) -> MemoryLocation | None:
+        return self.reported_location
 
 
 @pytest.mark.parametrize(
-    ("says", "status"), [(HOST, "applied"), (HostNode(0), "applied"), (None, "applied-unverified"), (GPU, "error")]
+    ("says", "status"),
+    [(HOST, "applied"), (HostNumaLocation(0), "applied"), (None, "applied-unverified"), (GPU, "error")],
 )
-def test_what_is_read_back_decides_between_applied_unverified_and_error(says: Home | None, status: str) -> None:
-    driver = Forgetful(superchip().figures, page_bytes=PAGE)
-    driver.says = says
-    assert Hints(driver).prefer_cpu(Memory(driver, Kind.MANAGED).tensor()).status == status
+def test_what_is_read_back_decides_between_applied_unverified_and_error(
+    says: MemoryLocation | None, status: str
+) -> None:
+    driver = MisreportingSuperchip(superchip().machine, page_bytes=PAGE)
+    driver.reported_location = says
+    assert ResidencyHints(driver).prefer_cpu(DriverMemory(driver, MemoryKind.MANAGED).tensor()).status == status
 
 
 def test_ordinary_memory_on_ats_is_prefetched_and_its_pages_are_located() -> None:
     driver, tensor = superchip(), host_tensor()
-    outcome = Hints(driver).prefetch(tensor)
+    outcome = ResidencyHints(driver).prefetch(tensor)
     assert said(outcome) == ("applied", "the kernel finds its pages there")
-    assert driver.resident(Span(tensor.data_ptr(), tensor.nbytes)) == {GPU: 16}
+    assert driver.resident_pages(AddressRange(tensor.data_ptr(), tensor.nbytes)) == {GPU: 16}
 
 
 def test_a_prefetch_of_ordinary_memory_that_is_not_waited_for_is_unverified() -> None:
-    assert said(Hints(superchip()).prefetch(host_tensor(), wait=False)) == (
+    assert said(ResidencyHints(superchip()).prefetch(host_tensor(), wait=False)) == (
         "applied-unverified",
         "begun, and not waited for",
     )
 
 
-class Stubborn(Superchip):
+class FixedNodesSuperchip(EmulatedSuperchip):
     """A machine whose kernel finds the first pages of a range where `nodes` says."""
 
     nodes: tuple[int | None, ...] = ()
@@ -132,57 +145,64 @@ class Stubborn(Superchip):
     ],
 )
 def test_where_the_kernel_finds_the_pages_decides(nodes: tuple[int | None, ...], status: str) -> None:
-    driver = Stubborn(superchip().figures, page_bytes=PAGE)
+    driver = FixedNodesSuperchip(superchip().machine, page_bytes=PAGE)
     driver.nodes = nodes
-    assert Hints(driver).prefetch(host_tensor()).status == status
+    assert ResidencyHints(driver).prefetch(host_tensor()).status == status
 
 
 def test_a_preferred_location_of_ordinary_memory_cannot_be_read_back_and_says_so() -> None:
-    outcome = Hints(superchip()).prefer_cpu(host_tensor())
+    outcome = ResidencyHints(superchip()).prefer_cpu(host_tensor())
     assert said(outcome) == ("applied-unverified", "the driver took it, and does not read it back")
 
 
 @pytest.mark.parametrize("hint", ["accessed_by", "read_mostly"])
 def test_advice_that_is_documented_to_do_nothing_on_ats_reports_no_effect(hint: str) -> None:
     driver = superchip()
-    driver.inject(Fault("advise", "CUDA_ERROR_UNKNOWN", times=100))  # nor is the driver bothered with it
-    outcome = getattr(Hints(driver), hint)(host_tensor())
-    assert outcome.status is Status.NO_EFFECT
+    driver.inject_fault(InjectedFault("advise", "CUDA_ERROR_UNKNOWN", times=100))  # nor is the driver bothered with it
+    outcome = getattr(ResidencyHints(driver), hint)(host_tensor())
+    assert outcome.status is HintStatus.NO_EFFECT
     assert "documented to do nothing" in outcome.reason
 
 
 @pytest.mark.parametrize("hint", ["prefer_cpu", "prefer_gpu", "prefetch"])
 def test_ordinary_memory_that_the_gpu_cannot_read_is_unsupported(hint: str) -> None:
-    outcome = getattr(Hints(superchip(CARD)), hint)(host_tensor())
+    outcome = getattr(ResidencyHints(superchip(CARD)), hint)(host_tensor())
     assert said(outcome) == ("unsupported", "ordinary memory, which this GPU cannot read")
 
 
 def test_pinned_memory_is_locked() -> None:
     driver = superchip()
-    desk = Desk(driver, driver.devices()[0], 0, lambda: None)
-    for verb in Verb:
+    desk = HintIssuer(driver, driver.devices()[0], 0, lambda: None)
+    for verb in HintVerb:
         for home in (GPU, HOST):
-            foreseen = desk.foreseen(Kind.PINNED, Ask(verb, home))
+            foreseen = desk.predict_outcome(MemoryKind.PINNED, HintRequest(verb, home))
             assert foreseen is not None
             assert said(foreseen) == ("no-effect", "pinned memory is locked in host memory")
 
 
 def test_managed_memory_without_concurrent_access_takes_no_hints() -> None:
     driver = superchip(replace(CARD, concurrent=False))
-    outcome = Hints(driver).prefetch(Memory(driver, Kind.MANAGED).tensor())
+    outcome = ResidencyHints(driver).prefetch(DriverMemory(driver, MemoryKind.MANAGED).tensor())
     assert said(outcome) == ("unsupported", "this GPU takes no hints for managed memory")
 
 
 def test_on_one_pool_there_is_nowhere_to_go() -> None:
-    outcome = Hints(superchip(GB10)).prefetch(host_tensor())
+    outcome = ResidencyHints(superchip(GB10)).prefetch(host_tensor())
     assert said(outcome) == ("no-effect", "CPU and GPU share one pool of memory")
 
 
 def test_without_a_driver_every_hint_is_unsupported_for_its_reason() -> None:
-    hints = Hints(Missing("no NVIDIA driver here"))
-    for outcome in (hints.prefer_cpu(host_tensor(1)), hints.prefetch(torch.zeros(0)), hints.keep_in_host(0, 1 << 20)):
+    hints = ResidencyHints(NotAvailable("no NVIDIA driver here"))
+    for outcome in (
+        hints.prefer_cpu(host_tensor(1)),
+        hints.prefetch(torch.zeros(0)),
+        hints.prefer_host_range(0, 1 << 20),
+    ):
         assert said(outcome) == ("unsupported", "no NVIDIA driver here")
-    assert said(Hints(superchip(), 3).prefer_gpu(torch.zeros(1))) == ("unsupported", "the driver knows no GPU 3")
+    assert said(ResidencyHints(superchip(), 3).prefer_gpu(torch.zeros(1))) == (
+        "unsupported",
+        "the driver knows no GPU 3",
+    )
 
 
 # ── refusals ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -202,27 +222,27 @@ def test_without_a_driver_every_hint_is_unsupported_for_its_reason() -> None:
 )
 def test_the_drivers_no_is_told_by_its_own_name(verb: str, name: str, status: str) -> None:
     driver = superchip()
-    driver.inject(Fault(verb, name))
-    outcome = Hints(driver).prefetch(host_tensor())
+    driver.inject_fault(InjectedFault(verb, name))
+    outcome = ResidencyHints(driver).prefetch(host_tensor())
     assert said(outcome) == (status, f"{verb}: {name}")
 
 
 def test_what_was_touched_before_a_refusal_is_told() -> None:
     driver = superchip()
-    memory = Memory(driver, Kind.MANAGED)
-    driver.inject(Fault("advise", "CUDA_ERROR_INVALID_VALUE", first=2))
+    memory = DriverMemory(driver, MemoryKind.MANAGED)
+    driver.inject_fault(InjectedFault("advise", "CUDA_ERROR_INVALID_VALUE", first=2))
     rows = memory.tensor().view(8, 2 * PAGE)[:, :PAGE]
-    outcome = Hints(driver).prefer_gpu(rows)
-    assert outcome.status is Status.REFUSED
-    assert outcome.touched == (Span(memory.span.address, PAGE),)
+    outcome = ResidencyHints(driver).prefer_gpu(rows)
+    assert outcome.status is HintStatus.REFUSED
+    assert outcome.applied_to == (AddressRange(memory.span.address, PAGE),)
 
 
 def test_a_hint_that_was_refused_is_tried_again() -> None:
     driver, tensor = superchip(), host_tensor()
-    hints = Hints(driver)
-    driver.inject(Fault("prefetch", "CUDA_ERROR_INVALID_VALUE"))
-    assert hints.prefetch(tensor).status is Status.REFUSED
-    assert hints.prefetch(tensor).status is Status.APPLIED
+    hints = ResidencyHints(driver)
+    driver.inject_fault(InjectedFault("prefetch", "CUDA_ERROR_INVALID_VALUE"))
+    assert hints.prefetch(tensor).status is HintStatus.REFUSED
+    assert hints.prefetch(tensor).status is HintStatus.APPLIED
 
 
 @pytest.mark.parametrize(
@@ -230,19 +250,19 @@ def test_a_hint_that_was_refused_is_tried_again() -> None:
 )
 def test_a_prefetch_that_would_leave_too_little_is_refused(free: int | None, status: str) -> None:
     driver = superchip()
-    hints = Hints(driver, headroom_bytes=4096, free_bytes=lambda: free)
+    hints = ResidencyHints(driver, headroom_bytes=4096, free_bytes=lambda: free)
     outcome = hints.prefetch(host_tensor())
     assert outcome.status == status
     if status == "refused":
         assert outcome.reason == "too little GPU memory would stay free"
-        assert outcome.touched == ()
+        assert outcome.applied_to == ()
 
 
 def test_five_percent_of_the_gpu_stay_free_unless_said_otherwise() -> None:
     driver = superchip()
-    driver.allocate(Kind.DEVICE, driver.free_bytes(0) * 95 // 100)
-    assert Hints(driver).prefetch(host_tensor(1)).status is Status.REFUSED
-    assert Hints(driver, headroom_bytes=0).prefetch(host_tensor(1)).status is Status.APPLIED
+    driver.allocate(MemoryKind.DEVICE, driver.free_bytes(0) * 95 // 100)
+    assert ResidencyHints(driver).prefetch(host_tensor(1)).status is HintStatus.REFUSED
+    assert ResidencyHints(driver, headroom_bytes=0).prefetch(host_tensor(1)).status is HintStatus.APPLIED
 
 
 # ── tensors of every sort ────────────────────────────────────────────────────────────────────────────────────────────
@@ -250,19 +270,19 @@ def test_five_percent_of_the_gpu_stay_free_unless_said_otherwise() -> None:
 
 def test_a_view_is_hinted_not_its_storage() -> None:
     driver, tensor = superchip(), host_tensor()
-    outcome = Hints(driver).prefetch(tensor[3 * PAGE + 5 : 7 * PAGE])
-    assert outcome.asked == Span(tensor.data_ptr() + 3 * PAGE + 5, 4 * PAGE - 5)
-    assert outcome.touched == (Span(tensor.data_ptr() + 4 * PAGE, 3 * PAGE),)
-    assert driver.resident(Span(tensor.data_ptr(), tensor.nbytes)) == {GPU: 3, HOST: 13}
+    outcome = ResidencyHints(driver).prefetch(tensor[3 * PAGE + 5 : 7 * PAGE])
+    assert outcome.requested == AddressRange(tensor.data_ptr() + 3 * PAGE + 5, 4 * PAGE - 5)
+    assert outcome.applied_to == (AddressRange(tensor.data_ptr() + 4 * PAGE, 3 * PAGE),)
+    assert driver.resident_pages(AddressRange(tensor.data_ptr(), tensor.nbytes)) == {GPU: 3, HOST: 13}
 
 
 def test_each_stretch_of_a_view_is_hinted_and_its_neighbours_are_not() -> None:
     driver, tensor = superchip(), host_tensor()
     rows = tensor.view(4, 4 * PAGE)[:, : 2 * PAGE]
-    outcome = Hints(driver).prefetch(rows)
-    assert outcome.status is Status.APPLIED
-    assert [span.address - tensor.data_ptr() for span in outcome.touched] == [0, 4 * PAGE, 8 * PAGE, 12 * PAGE]
-    assert driver.resident(Span(tensor.data_ptr(), tensor.nbytes)) == {GPU: 8, HOST: 8}
+    outcome = ResidencyHints(driver).prefetch(rows)
+    assert outcome.status is HintStatus.APPLIED
+    assert [span.address - tensor.data_ptr() for span in outcome.applied_to] == [0, 4 * PAGE, 8 * PAGE, 12 * PAGE]
+    assert driver.resident_pages(AddressRange(tensor.data_ptr(), tensor.nbytes)) == {GPU: 8, HOST: 8}
 
 
 @pytest.mark.parametrize(
@@ -283,25 +303,25 @@ def test_each_stretch_of_a_view_is_hinted_and_its_neighbours_are_not() -> None:
 def test_tensors_that_cannot_be_hinted_say_why(
     make: Callable[[torch.Tensor], torch.Tensor], status: str, reason: str
 ) -> None:
-    hints, tensor = Hints(superchip()), make(host_tensor())
+    hints, tensor = ResidencyHints(superchip()), make(host_tensor())
     for outcome in (hints.prefer_cpu(tensor), hints.prefer_gpu(tensor), hints.prefetch(tensor)):
         assert said(outcome) == (status, reason)
-        assert outcome.touched == ()
+        assert outcome.applied_to == ()
 
 
 def test_a_view_in_thousands_of_large_pieces_is_not_hinted() -> None:
     driver = superchip()
-    many = Memory(driver, Kind.MANAGED, pages=4200).tensor().view(2100, 2 * PAGE)[:, :PAGE]
-    assert said(Hints(driver).prefer_cpu(many)) == ("unsupported", "a view in too many pieces")
+    many = DriverMemory(driver, MemoryKind.MANAGED, pages=4200).tensor().view(2100, 2 * PAGE)[:, :PAGE]
+    assert said(ResidencyHints(driver).prefer_cpu(many)) == ("unsupported", "a view in too many pieces")
 
 
 def test_a_quantised_weight_is_hinted_by_its_parts() -> None:
     torchao = pytest.importorskip("torchao.quantization")
     linear = torch.nn.Linear(1024, 1024, bias=False)
     torchao.quantize_(linear, torchao.Int8WeightOnlyConfig())
-    outcome = Hints(superchip()).prefetch(linear.weight)
-    assert outcome.asked is None
-    assert 900_000 < sum(span.nbytes for span in outcome.touched) <= 1024 * 1024
+    outcome = ResidencyHints(superchip()).prefetch(linear.weight)
+    assert outcome.requested is None
+    assert 900_000 < sum(span.nbytes for span in outcome.applied_to) <= 1024 * 1024
     assert said(outcome)[0] == "applied"
 
 
@@ -310,44 +330,44 @@ def test_a_quantised_weight_is_hinted_by_its_parts() -> None:
 
 def test_a_batch_is_placed_by_the_policy_and_counted() -> None:
     driver = superchip()
-    memory, hints = Memory(driver, Kind.MANAGED), Hints(driver)
+    memory, hints = DriverMemory(driver, MemoryKind.MANAGED), ResidencyHints(driver)
     batch = {"latents": host_tensor(2), "text": {"mask": torch.zeros(3)}, "odd": memory.tensor()}
     assert hints.place_batch(batch) == {
-        (Status.UNVERIFIED, "begun, and not waited for"): 1,
-        (Status.NO_EFFECT, f"smaller than a page of {KIB64}"): 1,
-        (Status.APPLIED, 'read back as asked (of kind "other")'): 1,
+        (HintStatus.UNVERIFIED, "begun, and not waited for"): 1,
+        (HintStatus.NO_EFFECT, f"smaller than a page of {KIB64}"): 1,
+        (HintStatus.APPLIED, 'read back as asked (of kind "other")'): 1,
     }
-    assert driver.resident(memory.span) == {GPU: 16}
+    assert driver.resident_pages(memory.span) == {GPU: 16}
 
 
 def test_the_seeds_policy_prefers_the_host_for_latents_and_the_gpu_for_text() -> None:
     driver = superchip()
-    latents, text = Memory(driver, Kind.MANAGED), Memory(driver, Kind.MANAGED)
+    latents, text = DriverMemory(driver, MemoryKind.MANAGED), DriverMemory(driver, MemoryKind.MANAGED)
     batch = {"latents": latents.tensor(), "prompt_embeds": [text.tensor()], "noise": host_tensor(1)}
-    counts = Hints(driver, policy="seeds").place_batch(batch)
-    assert (driver.preferred(latents.span), driver.last_prefetch(latents.span)) == (HOST, None)
-    assert (driver.preferred(text.span), driver.last_prefetch(text.span)) == (GPU, GPU)
+    counts = ResidencyHints(driver, policy="seeds").place_batch(batch)
+    assert (driver.preferred_location(latents.span), driver.last_prefetch_location(latents.span)) == (HOST, None)
+    assert (driver.preferred_location(text.span), driver.last_prefetch_location(text.span)) == (GPU, GPU)
     assert counts == {
-        (Status.APPLIED, "read back as asked"): 3,
-        (Status.NO_EFFECT, "the policy asks nothing for noise"): 1,
+        (HintStatus.APPLIED, "read back as asked"): 3,
+        (HintStatus.NO_EFFECT, "the policy asks nothing for noise"): 1,
     }
 
 
 def test_a_mapped_range_is_kept_in_host_memory_by_whole_pages() -> None:
     driver = superchip()
-    memory = Memory(driver, Kind.MANAGED)
-    outcome = Hints(driver).keep_in_host(memory.span.address + 1, memory.span.nbytes - 1)
-    inside = Span(memory.span.address + PAGE, memory.span.nbytes - PAGE)
-    assert (outcome.status, outcome.touched) == (Status.APPLIED, (inside,))
-    assert driver.preferred(inside) == HOST
-    assert said(Hints(driver).keep_in_host(1, 100)) == ("no-effect", f"smaller than a page of {KIB64}")
+    memory = DriverMemory(driver, MemoryKind.MANAGED)
+    outcome = ResidencyHints(driver).prefer_host_range(memory.span.address + 1, memory.span.nbytes - 1)
+    inside = AddressRange(memory.span.address + PAGE, memory.span.nbytes - PAGE)
+    assert (outcome.status, outcome.applied_to) == (HintStatus.APPLIED, (inside,))
+    assert driver.preferred_location(inside) == HOST
+    assert said(ResidencyHints(driver).prefer_host_range(1, 100)) == ("no-effect", f"smaller than a page of {KIB64}")
 
 
 def test_a_tally_prints_the_most_frequent_first_and_sums_by_status() -> None:
-    tally = Tally()
-    tally.add(Outcome(Status.APPLIED, "read back as asked"))
-    tally.add(Counted.of({(Status.NO_EFFECT, "an empty tensor"): 1200}))
-    tally.add(Counted.of({(Status.NO_EFFECT, "small"): 3}).counts)
+    tally = HintTally()
+    tally.add(HintOutcome(HintStatus.APPLIED, "read back as asked"))
+    tally.add(BatchHintSummary.from_counts({(HintStatus.NO_EFFECT, "an empty tensor"): 1200}))
+    tally.add(BatchHintSummary.from_counts({(HintStatus.NO_EFFECT, "small"): 3}).counts)
     assert tally.lines() == [
         "no-effect: an empty tensor (1,200)",
         "no-effect: small (3)",
@@ -357,20 +377,25 @@ def test_a_tally_prints_the_most_frequent_first_and_sums_by_status() -> None:
 
 
 def test_a_tensor_of_parts_is_what_became_of_its_worst_part() -> None:
-    good, bad = Outcome(Status.APPLIED, "fine", None, (Span(0, 1),)), Outcome(Status.REFUSED, "no")
-    assert combined([good]) is good
-    assert said(combined([good, bad, good])) == ("refused", "a part of it: no")
-    assert combined([good, good]) == Outcome(Status.APPLIED, "fine", None, (Span(0, 1), Span(0, 1)))
+    good, bad = (
+        HintOutcome(HintStatus.APPLIED, "fine", None, (AddressRange(0, 1),)),
+        HintOutcome(HintStatus.REFUSED, "no"),
+    )
+    assert combine_outcomes([good]) is good
+    assert said(combine_outcomes([good, bad, good])) == ("refused", "a part of it: no")
+    assert combine_outcomes([good, good]) == HintOutcome(
+        HintStatus.APPLIED, "fine", None, (AddressRange(0, 1), AddressRange(0, 1))
+    )
 
 
 def test_the_host_is_any_of_its_nodes_and_a_node_is_only_itself() -> None:
-    assert same_home(HOST, HostNode(3))
-    assert not same_home(HostNode(3), HostNode(4))
-    assert not same_home(HostNode(3), HOST)
-    assert not same_home(HOST, GPU)
-    assert not same_home(GPU, Gpu(1))
+    assert same_location(HOST, HostNumaLocation(3))
+    assert not same_location(HostNumaLocation(3), HostNumaLocation(4))
+    assert not same_location(HostNumaLocation(3), HOST)
+    assert not same_location(HOST, GPU)
+    assert not same_location(GPU, GpuLocation(1))
 
 
 def test_pages_to_look_at_are_thinned_out_evenly() -> None:
-    assert page_addresses([Span(0, 8), Span(100, 4)], 4) == [0, 4, 100]
-    assert page_addresses([Span(0, 100)], 1, most=10) == list(range(0, 100, 10))
+    assert page_addresses([AddressRange(0, 8), AddressRange(100, 4)], 4) == [0, 4, 100]
+    assert page_addresses([AddressRange(0, 100)], 1, limit=10) == list(range(0, 100, 10))

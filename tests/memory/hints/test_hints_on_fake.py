@@ -6,8 +6,8 @@ import ctypes
 
 import torch
 
-from supertuner.memory.driver import HOST, Gpu, Kind, Span
-from supertuner.memory.hints.api import Hints, Status
+from supertuner.memory.driver import HOST, AddressRange, GpuLocation, MemoryKind
+from supertuner.memory.hints.api import HintStatus, ResidencyHints
 from tests.memory.on_fake import FakeBench, on_fake
 
 PAGES = 64
@@ -20,37 +20,37 @@ def host_bytes(bench: FakeBench) -> torch.Tensor:
     return memory[begin : begin + PAGES * page]
 
 
-def managed(bench: FakeBench) -> tuple[Span, torch.Tensor]:
+def managed(bench: FakeBench) -> tuple[AddressRange, torch.Tensor]:
     nbytes = PAGES * bench.driver.page_bytes
-    address = bench.driver.allocate(Kind.MANAGED, nbytes)
+    address = bench.driver.allocate(MemoryKind.MANAGED, nbytes)
     buffer = (ctypes.c_uint8 * nbytes).from_address(address)
-    return Span(address, nbytes), torch.frombuffer(buffer, dtype=torch.uint8)
+    return AddressRange(address, nbytes), torch.frombuffer(buffer, dtype=torch.uint8)
 
 
 @on_fake()
 def test_managed_memory_is_hinted_and_read_back(bench: FakeBench) -> None:
     span, tensor = managed(bench)
-    hints = Hints(bench.driver)
-    assert hints.prefer_cpu(tensor).status is Status.APPLIED
-    assert bench.driver.preferred(span) == HOST
-    assert hints.prefer_gpu(tensor).status is Status.APPLIED
-    assert bench.driver.preferred(span) == Gpu(0)
+    hints = ResidencyHints(bench.driver)
+    assert hints.prefer_cpu(tensor).status is HintStatus.APPLIED
+    assert bench.driver.preferred_location(span) == HOST
+    assert hints.prefer_gpu(tensor).status is HintStatus.APPLIED
+    assert bench.driver.preferred_location(span) == GpuLocation(0)
     outcome = hints.prefetch(tensor)
-    assert (outcome.status, outcome.touched) == (Status.APPLIED, (span,))
+    assert (outcome.status, outcome.applied_to) == (HintStatus.APPLIED, (span,))
     bench.driver.synchronize()
-    assert bench.resident(span)[Gpu(0)] == PAGES
-    assert hints.accessed_by(tensor).status is Status.APPLIED
-    assert hints.read_mostly(tensor).status is Status.APPLIED
+    assert bench.resident(span)[GpuLocation(0)] == PAGES
+    assert hints.accessed_by(tensor).status is HintStatus.APPLIED
+    assert hints.read_mostly(tensor).status is HintStatus.APPLIED
     bench.driver.free(span.address)
 
 
 @on_fake()
 def test_ordinary_memory_goes_to_the_gpu_and_its_pages_are_found_there(bench: FakeBench) -> None:
     tensor = host_bytes(bench)
-    span = Span(tensor.data_ptr(), tensor.nbytes)
-    outcome = Hints(bench.driver).prefetch(tensor)
-    assert (outcome.status, outcome.reason) == (Status.APPLIED, "the kernel finds its pages there")
-    assert bench.resident(span)[Gpu(0)] == PAGES
+    span = AddressRange(tensor.data_ptr(), tensor.nbytes)
+    outcome = ResidencyHints(bench.driver).prefetch(tensor)
+    assert (outcome.status, outcome.reason) == (HintStatus.APPLIED, "the kernel finds its pages there")
+    assert bench.resident(span)[GpuLocation(0)] == PAGES
 
 
 @on_fake()
@@ -58,17 +58,17 @@ def test_a_view_is_hinted_and_its_neighbours_are_not(bench: FakeBench) -> None:
     page = bench.driver.page_bytes
     span, tensor = managed(bench)
     bench.fake.host_touch(span.address, span.nbytes)
-    outcome = Hints(bench.driver).prefetch(tensor.view(-1, 4 * page)[:, 1 : 2 * page])
+    outcome = ResidencyHints(bench.driver).prefetch(tensor.view(-1, 4 * page)[:, 1 : 2 * page])
     bench.driver.synchronize()
-    assert len(outcome.touched) == PAGES // 4
-    assert bench.resident(span)[Gpu(0)] == PAGES // 4
+    assert len(outcome.applied_to) == PAGES // 4
+    assert bench.resident(span)[GpuLocation(0)] == PAGES // 4
     bench.driver.free(span.address)
 
 
 @on_fake()
 def test_repeating_a_hint_calls_nothing(bench: FakeBench) -> None:
     span, tensor = managed(bench)
-    hints = Hints(bench.driver)
+    hints = ResidencyHints(bench.driver)
     batch = {"latents": tensor, "text.mask": tensor[:100]}
     first = hints.place_batch(batch)
     called = {name: bench.fake.calls(name) for name in ("cuMemPrefetchBatchAsync", "cuPointerGetAttributes")}
@@ -80,23 +80,23 @@ def test_repeating_a_hint_calls_nothing(bench: FakeBench) -> None:
 
 @on_fake()
 def test_advice_without_effect_is_not_given(bench: FakeBench) -> None:
-    outcome = Hints(bench.driver).accessed_by(host_bytes(bench))
-    assert outcome.status is Status.NO_EFFECT
+    outcome = ResidencyHints(bench.driver).accessed_by(host_bytes(bench))
+    assert outcome.status is HintStatus.NO_EFFECT
     assert bench.fake.calls("cuMemAdvise") == 0
 
 
 @on_fake()
 def test_the_drivers_refusals_are_told_by_name(bench: FakeBench) -> None:
     span, tensor = managed(bench)
-    hints = Hints(bench.driver)
+    hints = ResidencyHints(bench.driver)
     bench.fail("prefetch", "CUDA_ERROR_INVALID_VALUE")
     outcome = hints.prefetch(tensor)
-    assert (outcome.status, outcome.touched) == (Status.REFUSED, ())
+    assert (outcome.status, outcome.applied_to) == (HintStatus.REFUSED, ())
     assert outcome.reason == "cuMemPrefetchBatchAsync: CUDA_ERROR_INVALID_VALUE"
     bench.fail("advise", "CUDA_ERROR_NOT_SUPPORTED")
-    assert hints.prefer_cpu(tensor).status is Status.UNSUPPORTED
+    assert hints.prefer_cpu(tensor).status is HintStatus.UNSUPPORTED
     bench.fail("preferred", "CUDA_ERROR_INVALID_VALUE")
-    assert hints.prefer_gpu(tensor).status is Status.UNVERIFIED
+    assert hints.prefer_gpu(tensor).status is HintStatus.UNVERIFIED
     bench.driver.free(span.address)
 
 
@@ -104,7 +104,7 @@ def test_the_drivers_refusals_are_told_by_name(bench: FakeBench) -> None:
 def test_an_older_driver_is_hinted_piece_by_piece(bench: FakeBench) -> None:
     span, tensor = managed(bench)
     rows = tensor.view(-1, 2 * bench.driver.page_bytes)[:, : bench.driver.page_bytes]
-    assert Hints(bench.driver).prefetch(rows).status is Status.APPLIED
+    assert ResidencyHints(bench.driver).prefetch(rows).status is HintStatus.APPLIED
     assert bench.fake.calls("cuMemPrefetchAsync") == PAGES // 2
     bench.driver.free(span.address)
 
@@ -112,33 +112,33 @@ def test_an_older_driver_is_hinted_piece_by_piece(bench: FakeBench) -> None:
 @on_fake("pcie")
 def test_a_card_takes_hints_for_managed_memory_and_cannot_read_ordinary_memory(bench: FakeBench) -> None:
     span, tensor = managed(bench)
-    assert Hints(bench.driver).prefetch(tensor).status is Status.APPLIED
-    assert Hints(bench.driver).prefetch(host_bytes(bench)).status is Status.UNSUPPORTED
+    assert ResidencyHints(bench.driver).prefetch(tensor).status is HintStatus.APPLIED
+    assert ResidencyHints(bench.driver).prefetch(host_bytes(bench)).status is HintStatus.UNSUPPORTED
     bench.driver.free(span.address)
 
 
 @on_fake("gb10")
 def test_one_pool_needs_no_hints(bench: FakeBench) -> None:
-    assert Hints(bench.driver).prefetch(host_bytes(bench)).reason == "CPU and GPU share one pool of memory"
+    assert ResidencyHints(bench.driver).prefetch(host_bytes(bench)).reason == "CPU and GPU share one pool of memory"
 
 
 @on_fake()
 def test_device_memory_is_told_apart(bench: FakeBench) -> None:
     nbytes = PAGES * bench.driver.page_bytes
-    address = bench.driver.allocate(Kind.DEVICE, nbytes)
+    address = bench.driver.allocate(MemoryKind.DEVICE, nbytes)
     tensor = torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
-    hints = Hints(bench.driver)
-    assert hints.prefetch(tensor).status is Status.NO_EFFECT
-    assert hints.prefer_cpu(tensor).status is Status.UNSUPPORTED
+    hints = ResidencyHints(bench.driver)
+    assert hints.prefetch(tensor).status is HintStatus.NO_EFFECT
+    assert hints.prefer_cpu(tensor).status is HintStatus.UNSUPPORTED
     bench.driver.free(address)
 
 
 @on_fake()
 def test_headroom_is_kept_by_what_the_driver_says_is_free(bench: FakeBench) -> None:
     span, tensor = managed(bench)
-    taken = bench.driver.allocate(Kind.DEVICE, bench.driver.free_bytes(0) * 97 // 100)
-    outcome = Hints(bench.driver).prefetch(tensor)
-    assert (outcome.status, outcome.reason) == (Status.REFUSED, "too little GPU memory would stay free")
+    taken = bench.driver.allocate(MemoryKind.DEVICE, bench.driver.free_bytes(0) * 97 // 100)
+    outcome = ResidencyHints(bench.driver).prefetch(tensor)
+    assert (outcome.status, outcome.reason) == (HintStatus.REFUSED, "too little GPU memory would stay free")
     assert bench.fake.calls("cuMemPrefetchBatchAsync") == 0
     bench.driver.free(taken)
     bench.driver.free(span.address)

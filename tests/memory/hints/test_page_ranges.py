@@ -10,21 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from supertuner.memory.driver import Span
+from supertuner.memory.driver import AddressRange
 from supertuner.memory.hints.page_ranges import (
-    Layout,
     NoAddress,
-    TooMany,
-    inward,
-    layout_of,
-    parts_of,
-    pieces,
+    StridedLayout,
+    TooManyPieces,
+    contiguous_pieces,
+    plain_parts,
+    strided_layout,
     whole_pages,
+    whole_pages_inside,
 )
 
 layouts = st.integers(0, 3).flatmap(
     lambda dimensions: st.builds(
-        Layout,
+        StridedLayout,
         address=st.integers(0, 200),
         itemsize=st.sampled_from([1, 2, 4, 8]),
         shape=st.tuples(*[st.integers(0, 6)] * dimensions),
@@ -33,7 +33,7 @@ layouts = st.integers(0, 3).flatmap(
 )
 
 
-def bytes_of(layout: Layout) -> set[int]:
+def bytes_of(layout: StridedLayout) -> set[int]:
     """Every byte of every element."""
     found = set()
     for index in itertools.product(*map(range, layout.shape)):
@@ -42,7 +42,7 @@ def bytes_of(layout: Layout) -> set[int]:
     return found
 
 
-def bytes_in(spans: tuple[Span, ...]) -> set[int]:
+def bytes_in(spans: tuple[AddressRange, ...]) -> set[int]:
     return {address for span in spans for address in range(span.address, span.end)}
 
 
@@ -54,32 +54,34 @@ def pages_inside(owned: set[int], page: int) -> set[int]:
 
 
 @given(layouts)
-def test_the_pieces_of_a_view_are_its_bytes_in_order_and_apart(layout: Layout) -> None:
-    found = pieces(layout)
-    assert not isinstance(found, TooMany)
+def test_the_pieces_of_a_view_are_its_bytes_in_order_and_apart(layout: StridedLayout) -> None:
+    found = contiguous_pieces(layout)
+    assert not isinstance(found, TooManyPieces)
     assert bytes_in(found) == bytes_of(layout)
     assert all(one.end < other.address for one, other in itertools.pairwise(found))
 
 
 @given(layouts, st.sampled_from([1, 4, 16, 64]))
-def test_whole_pages_are_all_the_pages_that_belong_to_the_view_alone(layout: Layout, page: int) -> None:
+def test_whole_pages_are_all_the_pages_that_belong_to_the_view_alone(layout: StridedLayout, page: int) -> None:
     found = whole_pages(layout, page)
-    assert not isinstance(found, TooMany)
+    assert not isinstance(found, TooManyPieces)
     assert bytes_in(found) == pages_inside(bytes_of(layout), page)
     assert all(span.address % page == 0 and span.nbytes % page == 0 for span in found)
 
 
 @given(layouts, st.sampled_from([4, 16, 64]), st.integers(1, 5))
-def test_a_view_in_too_many_pieces_never_touches_a_neighbour(layout: Layout, page: int, most: int) -> None:
+def test_a_view_in_too_many_pieces_never_touches_a_neighbour(layout: StridedLayout, page: int, most: int) -> None:
     found = whole_pages(layout, page, most)
-    if not isinstance(found, TooMany):
+    if not isinstance(found, TooManyPieces):
         assert bytes_in(found) <= pages_inside(bytes_of(layout), page)
 
 
 @given(layouts)
-def test_what_was_asked_runs_from_the_first_byte_to_the_last(layout: Layout) -> None:
+def test_what_was_asked_runs_from_the_first_byte_to_the_last(layout: StridedLayout) -> None:
     owned, asked = bytes_of(layout), layout.span
-    assert asked == (Span(min(owned), max(owned) + 1 - min(owned)) if owned else Span(layout.address, 0))
+    assert asked == (
+        AddressRange(min(owned), max(owned) + 1 - min(owned)) if owned else AddressRange(layout.address, 0)
+    )
 
 
 @pytest.mark.parametrize(
@@ -103,19 +105,22 @@ def test_views_of_one_storage_are_hinted_by_what_they_see(make: object, pages: i
     memory = torch.zeros(65 * 4096, dtype=torch.uint8)
     begin = -memory.data_ptr() % 4096
     base = memory[begin : begin + 64 * 4096].view(torch.float32).view(64, 1024)
-    found = whole_pages(layout_of(make(base)), 4096)  # type: ignore[operator]
-    assert not isinstance(found, TooMany)
+    found = whole_pages(strided_layout(make(base)), 4096)  # type: ignore[operator]
+    assert not isinstance(found, TooManyPieces)
     assert sum(span.nbytes for span in found) == pages * 4096
 
 
 def test_a_view_of_thousands_of_large_rows_is_too_many_pieces_and_of_tiny_ones_has_no_page() -> None:
-    large = Layout(0, 4, (5000, 4096), (8192, 1))
-    assert whole_pages(large, 4096) == TooMany(5000)
-    assert whole_pages(Layout(0, 4, (50_000, 8), (4096, 1)), 4096) == ()
+    large = StridedLayout(0, 4, (5000, 4096), (8192, 1))
+    assert whole_pages(large, 4096) == TooManyPieces(5000)
+    assert whole_pages(StridedLayout(0, 4, (50_000, 8), (4096, 1)), 4096) == ()
 
 
 def test_rounding_goes_inward() -> None:
-    assert inward((Span(1, 10), Span(13, 20)), 4) == (Span(4, 4), Span(16, 16))
+    assert whole_pages_inside((AddressRange(1, 10), AddressRange(13, 20)), 4) == (
+        AddressRange(4, 4),
+        AddressRange(16, 16),
+    )
 
 
 def test_tensors_without_memory_say_why() -> None:
@@ -128,15 +133,15 @@ def test_tensors_without_memory_say_why() -> None:
         "this tensor has no memory of its own": torch.nn.UninitializedParameter(),
     }
     for reason, tensor in cases.items():
-        assert parts_of(tensor) == NoAddress(reason)
+        assert plain_parts(tensor) == NoAddress(reason)
     for wrong in ("latents", None, [fake]):
         told = NoAddress(f"{type(wrong).__name__} is no tensor; batches have functions of their own")
-        assert parts_of(wrong) == told  # type: ignore[arg-type]
+        assert plain_parts(wrong) == told  # type: ignore[arg-type]
 
 
 def test_a_wrapper_of_vmap_has_no_memory_of_its_own() -> None:
     seen = []
-    torch.vmap(lambda row: (seen.append(parts_of(row)), row)[1])(torch.zeros(2, 3))
+    torch.vmap(lambda row: (seen.append(plain_parts(row)), row)[1])(torch.zeros(2, 3))
     assert seen == [NoAddress("this tensor has no memory of its own")]
 
 
@@ -144,7 +149,7 @@ def test_a_quantised_tensor_is_its_inner_tensors() -> None:
     torchao = pytest.importorskip("torchao.quantization")
     linear = torch.nn.Linear(64, 64, bias=False)
     torchao.quantize_(linear, torchao.Int8WeightOnlyConfig())
-    parts = parts_of(linear.weight)
+    parts = plain_parts(linear.weight)
     assert isinstance(parts, tuple)
     assert {part.dtype for part in parts} >= {torch.int8}
     assert all(type(part) is torch.Tensor and part.data_ptr() for part in parts)
@@ -152,5 +157,5 @@ def test_a_quantised_tensor_is_its_inner_tensors() -> None:
 
 def test_parameters_and_views_of_them_are_plain_tensors() -> None:
     parameter = torch.nn.Parameter(torch.zeros(8))
-    assert parts_of(parameter) == (parameter,)
-    assert layout_of(parameter[2:]).address == parameter.data_ptr() + 8
+    assert plain_parts(parameter) == (parameter,)
+    assert strided_layout(parameter[2:]).address == parameter.data_ptr() + 8

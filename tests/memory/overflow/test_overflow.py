@@ -11,36 +11,38 @@ import time
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from supertuner.memory.driver import HOST, Gpu, Kind, Span
-from supertuner.memory.overflow.plugin import Limits
+from supertuner.memory.driver import HOST, AddressRange, GpuLocation, MemoryKind
+from supertuner.memory.overflow.plugin import OverflowLimits
 from tests.fakes.building import MIB, environment, run_python
 from tests.memory.on_fake import FakeBench, on_fake
-from tests.memory.plugin import Plugin
+from tests.memory.plugin import PluginCopy
 
 SEGMENT = 2 * MIB
 OUT_OF_MEMORY = 2
 
 
-def fill_gpu(plugin: Plugin) -> list[int]:
+def fill_gpu(plugin: PluginCopy) -> list[int]:
     """Segments until one is managed, which is the last of the list."""
     given = []
     while True:
         given.append(plugin.alloc(SEGMENT))
-        if plugin.overflow.kind_of(given[-1]) is Kind.MANAGED:
+        if plugin.overflow.segment_kind(given[-1]) is MemoryKind.MANAGED:
             return given
 
 
-def give_back(plugin: Plugin, segments: list[int]) -> None:
+def give_back(plugin: PluginCopy, segments: list[int]) -> None:
     for address in segments:
         plugin.free(address, SEGMENT)
 
 
 @on_fake()
 def test_device_memory_is_given_while_the_reserve_stays_free_and_managed_memory_then(bench: FakeBench) -> None:
-    plugin = Plugin(Limits(gpu_reserve_bytes=8 * MIB))
+    plugin = PluginCopy(OverflowLimits(gpu_reserve_bytes=8 * MIB))
     segments = fill_gpu(plugin)
     assert bench.driver.free_bytes(0) == 8 * MIB
-    assert [bench.driver.kind_of(address) for address in segments] == [Kind.DEVICE] * 28 + [Kind.MANAGED]
+    assert [bench.driver.memory_kind_at(address) for address in segments] == [MemoryKind.DEVICE] * 28 + [
+        MemoryKind.MANAGED
+    ]
     told = plugin.stats()
     assert (told.stage, told.entered, told.left) == (2, 1, 0)
     assert (told.device_bytes, told.managed_bytes) == (56 * MIB, 2 * MIB)
@@ -54,17 +56,17 @@ def test_device_memory_is_given_while_the_reserve_stays_free_and_managed_memory_
 
 @on_fake()
 def test_the_reserve_is_five_percent_unless_it_is_set(bench: FakeBench) -> None:
-    plugin = Plugin()
+    plugin = PluginCopy()
     plugin.free(plugin.alloc(SEGMENT))
     assert plugin.stats().reserve_bytes == plugin.stats().margin_bytes == int(0.05 * bench.hbm_bytes)
-    plugin.limit(gpu_reserve_bytes=0)
+    plugin.change_limits(gpu_reserve_bytes=0)
     plugin.free(plugin.alloc(SEGMENT))
     assert plugin.stats().reserve_bytes == 0
 
 
 @on_fake()
 def test_a_segment_that_comes_and_goes_at_the_threshold_changes_the_stage_once(bench: FakeBench) -> None:
-    plugin = Plugin()
+    plugin = PluginCopy()
     segments = fill_gpu(plugin)
     plugin.free(segments.pop(0), SEGMENT)  # without the margin, there would be room for one more on the GPU now
     for _ in range(300):
@@ -75,7 +77,7 @@ def test_a_segment_that_comes_and_goes_at_the_threshold_changes_the_stage_once(b
 
 
 def check_no_oscillation(bench: FakeBench, operations: list[tuple[bool, int]]) -> None:
-    plugin, driver = Plugin(Limits(gpu_reserve_bytes=4 * MIB)), bench.driver
+    plugin, driver = PluginCopy(OverflowLimits(gpu_reserve_bytes=4 * MIB)), bench.driver
     reserve, margin = 4 * MIB, int(0.05 * bench.hbm_bytes)
     live: list[tuple[int, int]] = []
     for allocate, number in operations:
@@ -86,9 +88,9 @@ def check_no_oscillation(bench: FakeBench, operations: list[tuple[bool, int]]) -
             assert address is not None
             live.append((address, nbytes))
             now = plugin.stats()
-            assert driver.kind_of(address) is (Kind.MANAGED if now.stage == 2 else Kind.DEVICE)
+            assert driver.memory_kind_at(address) is (MemoryKind.MANAGED if now.stage == 2 else MemoryKind.DEVICE)
             if number % 3 == 0:
-                driver.fill(Span(address, nbytes), 1)  # managed memory takes GPU memory once it is used
+                driver.fill(AddressRange(address, nbytes), 1)  # managed memory takes GPU memory once it is used
         else:
             plugin.free(live.pop(number % len(live))[0])
             left, now = driver.free_bytes(0), plugin.stats()
@@ -116,7 +118,7 @@ def test_no_order_of_allocations_changes_the_stage_inside_the_margin(bench: Fake
 
 @on_fake()
 def test_the_ratio_is_a_hard_limit_and_room_below_it_can_be_had_again(bench: FakeBench) -> None:
-    plugin = Plugin(Limits(ratio=1.5))
+    plugin = PluginCopy(OverflowLimits(ratio=1.5))
     segments = [plugin.alloc(SEGMENT) for _ in range(48)]
     assert None not in segments and plugin.alloc(1) is None
     told = plugin.stats()
@@ -130,8 +132,8 @@ def test_the_ratio_is_a_hard_limit_and_room_below_it_can_be_had_again(bench: Fak
 
 @on_fake()
 def test_the_host_keeps_its_floor(bench: FakeBench) -> None:
-    plugin = Plugin(Limits(ratio=100.0, gpu_reserve_bytes=64 * MIB, host_floor_bytes=100 * MIB))
-    plugin.host_has(110 * MIB)
+    plugin = PluginCopy(OverflowLimits(ratio=100.0, gpu_reserve_bytes=64 * MIB, host_floor_bytes=100 * MIB))
+    plugin.set_host_available(110 * MIB)
     segments = [plugin.alloc(SEGMENT) for _ in range(5)]
     assert None not in segments and plugin.alloc(SEGMENT) is None
     assert (plugin.stats().refused_host, plugin.stats().refusals) == (1, 1)
@@ -143,14 +145,16 @@ def test_the_host_keeps_its_floor(bench: FakeBench) -> None:
 
 @on_fake()
 def test_memory_that_was_handed_out_and_not_yet_used_counts_against_the_floor(bench: FakeBench) -> None:
-    plugin = Plugin(Limits(ratio=100.0, gpu_reserve_bytes=64 * MIB, host_floor_bytes=100 * MIB, host_reserve_bytes=0))
-    plugin.host_has(110 * MIB)  # and stays so: nobody touched what was given
+    plugin = PluginCopy(
+        OverflowLimits(ratio=100.0, gpu_reserve_bytes=64 * MIB, host_floor_bytes=100 * MIB, host_reserve_bytes=0)
+    )
+    plugin.set_host_available(110 * MIB)  # and stays so: nobody touched what was given
     segments = [plugin.alloc(SEGMENT) for _ in range(5)]
     assert None not in segments and plugin.alloc(SEGMENT) is None
-    plugin.host_has(100 * MIB)  # all of it is used now: the same memory is not counted twice
+    plugin.set_host_available(100 * MIB)  # all of it is used now: the same memory is not counted twice
     assert plugin.alloc(SEGMENT) is None
     give_back(plugin, segments[:1])
-    plugin.host_has(102 * MIB)
+    plugin.set_host_available(102 * MIB)
     segments[0] = plugin.alloc(SEGMENT)
     assert segments[0] is not None
     give_back(plugin, segments)
@@ -158,12 +162,14 @@ def test_memory_that_was_handed_out_and_not_yet_used_counts_against_the_floor(be
 
 @on_fake()
 def test_memory_that_others_took_for_a_while_can_be_had_afterwards(bench: FakeBench) -> None:
-    plugin = Plugin(Limits(ratio=100.0, gpu_reserve_bytes=64 * MIB, host_floor_bytes=100 * MIB, host_reserve_bytes=0))
-    plugin.host_has(120 * MIB)
+    plugin = PluginCopy(
+        OverflowLimits(ratio=100.0, gpu_reserve_bytes=64 * MIB, host_floor_bytes=100 * MIB, host_reserve_bytes=0)
+    )
+    plugin.set_host_available(120 * MIB)
     segments = [plugin.alloc(SEGMENT) for _ in range(5)]
-    plugin.host_has(100 * MIB)  # ours are all used, and others took ten more
+    plugin.set_host_available(100 * MIB)  # ours are all used, and others took ten more
     assert None not in segments and plugin.alloc(SEGMENT) is None
-    plugin.host_has(110 * MIB)
+    plugin.set_host_available(110 * MIB)
     segments += [plugin.alloc(SEGMENT) for _ in range(5)]
     assert None not in segments and plugin.alloc(SEGMENT) is None
     give_back(plugin, segments)
@@ -171,12 +177,14 @@ def test_memory_that_others_took_for_a_while_can_be_had_afterwards(bench: FakeBe
 
 @on_fake()
 def test_memory_that_others_take_counts_after_the_next_look(bench: FakeBench) -> None:
-    limits = Limits(ratio=100.0, gpu_reserve_bytes=64 * MIB, host_floor_bytes=100 * MIB, host_reserve_bytes=4 * MIB)
+    limits = OverflowLimits(
+        ratio=100.0, gpu_reserve_bytes=64 * MIB, host_floor_bytes=100 * MIB, host_reserve_bytes=4 * MIB
+    )
     for _ in range(20):
-        plugin, began = Plugin(limits), time.monotonic()
-        plugin.host_has(1000 * MIB)
+        plugin, began = PluginCopy(limits), time.monotonic()
+        plugin.set_host_available(1000 * MIB)
         segments = [plugin.alloc(SEGMENT)]
-        plugin.host_has(101 * MIB)
+        plugin.set_host_available(101 * MIB)
         segments.append(plugin.alloc(SEGMENT))  # within what may be handed out between two looks
         looks, prompt = plugin.stats().host_looks, time.monotonic() - began < 0.08
         last = plugin.alloc(SEGMENT)
@@ -189,16 +197,16 @@ def test_memory_that_others_take_counts_after_the_next_look(bench: FakeBench) ->
 
 @on_fake()
 def test_a_look_grows_old(bench: FakeBench) -> None:
-    plugin = Plugin(Limits(ratio=100.0, gpu_reserve_bytes=64 * MIB, host_floor_bytes=100 * MIB))
+    plugin = PluginCopy(OverflowLimits(ratio=100.0, gpu_reserve_bytes=64 * MIB, host_floor_bytes=100 * MIB))
     give_back(plugin, [plugin.alloc(SEGMENT)])
-    plugin.host_has(50 * MIB)
+    plugin.set_host_available(50 * MIB)
     time.sleep(0.15)
     assert plugin.alloc(SEGMENT) is None
 
 
 @on_fake()
 def test_the_host_is_looked_at_seldom(bench: FakeBench) -> None:
-    plugin = Plugin(Limits(ratio=100.0, gpu_reserve_bytes=64 * MIB, host_reserve_bytes=64 * MIB))
+    plugin = PluginCopy(OverflowLimits(ratio=100.0, gpu_reserve_bytes=64 * MIB, host_reserve_bytes=64 * MIB))
     segments = [plugin.alloc(SEGMENT) for _ in range(500)]
     assert plugin.stats().managed_segments == 500 and 15 <= plugin.stats().host_looks <= 40
     give_back(plugin, segments)
@@ -206,36 +214,36 @@ def test_the_host_is_looked_at_seldom(bench: FakeBench) -> None:
 
 @on_fake()
 def test_a_container_caps_what_the_host_could_hold_and_a_host_that_cannot_be_read_gives_nothing(bench) -> None:
-    plugin = Plugin(Limits(ratio=100.0, gpu_reserve_bytes=64 * MIB, host_cap_bytes=4 * MIB))
+    plugin = PluginCopy(OverflowLimits(ratio=100.0, gpu_reserve_bytes=64 * MIB, host_cap_bytes=4 * MIB))
     segments = [plugin.alloc(SEGMENT), plugin.alloc(SEGMENT)]
     assert None not in segments and plugin.alloc(SEGMENT) is None
-    plugin.limit(host_cap_bytes=None)
+    plugin.change_limits(host_cap_bytes=None)
     segments.append(plugin.alloc(SEGMENT))
     assert segments[-1] is not None
     plugin.meminfo.unlink()
-    plugin.limit(host_reserve_bytes=0)
+    plugin.change_limits(host_reserve_bytes=0)
     assert plugin.alloc(SEGMENT) is None and plugin.stats().refused_host == 2
     give_back(plugin, segments)
 
 
 @on_fake()
 def test_pointers_of_others_and_second_frees_are_counted_and_ignored(bench: FakeBench) -> None:
-    plugin = Plugin()
-    mine, foreign = plugin.alloc(SEGMENT), bench.driver.allocate(Kind.DEVICE, SEGMENT)
+    plugin = PluginCopy()
+    mine, foreign = plugin.alloc(SEGMENT), bench.driver.allocate(MemoryKind.DEVICE, SEGMENT)
     for address in (foreign, mine + 512, mine, mine, None):
         plugin.free(address, SEGMENT)
     told = plugin.stats()
     assert (told.frees, told.foreign_frees, told.device_bytes, told.free_failures) == (1, 3, 0, 0)
-    assert bench.driver.kind_of(foreign) is Kind.DEVICE and plugin.overflow.kind_of(foreign) is None
+    assert bench.driver.memory_kind_at(foreign) is MemoryKind.DEVICE and plugin.overflow.segment_kind(foreign) is None
     bench.driver.free(foreign)
 
 
 @on_fake()
 def test_device_memory_that_fails_although_it_is_free_is_made_up_for_by_managed_memory(bench: FakeBench) -> None:
-    plugin = Plugin()
+    plugin = PluginCopy()
     bench.fake.fault("cuMemAlloc", OUT_OF_MEMORY)
     segments = [plugin.alloc(SEGMENT), plugin.alloc(SEGMENT)]
-    assert [plugin.overflow.kind_of(address) for address in segments] == [Kind.MANAGED, Kind.DEVICE]
+    assert [plugin.overflow.segment_kind(address) for address in segments] == [MemoryKind.MANAGED, MemoryKind.DEVICE]
     told = plugin.stats()
     assert (told.stage, told.device_failures, told.refusals) == (1, 1, 0)
     assert (told.last_call, told.last_error) == ("cuMemAlloc", OUT_OF_MEMORY)
@@ -245,7 +253,7 @@ def test_device_memory_that_fails_although_it_is_free_is_made_up_for_by_managed_
 
 @on_fake()
 def test_what_the_driver_refuses_is_refused_with_its_word_and_leaves_no_trace(bench: FakeBench) -> None:
-    plugin = Plugin(Limits(gpu_reserve_bytes=64 * MIB))
+    plugin = PluginCopy(OverflowLimits(gpu_reserve_bytes=64 * MIB))
     give_back(plugin, [plugin.alloc(SEGMENT)])
     for call, code in (("cuMemAllocManaged", OUT_OF_MEMORY), ("cuMemGetInfo", 700)):
         refused = plugin.stats().refused_driver
@@ -261,7 +269,7 @@ def test_what_the_driver_refuses_is_refused_with_its_word_and_leaves_no_trace(be
 
 @on_fake()
 def test_advice_that_fails_is_counted_and_the_memory_is_given(bench: FakeBench) -> None:
-    plugin = Plugin(Limits(gpu_reserve_bytes=64 * MIB))
+    plugin = PluginCopy(OverflowLimits(gpu_reserve_bytes=64 * MIB))
     bench.fake.fault("cuMemAdvise", 1, times=1)
     segments = [plugin.alloc(SEGMENT, "cpu_first")]
     assert segments[0] is not None
@@ -271,7 +279,7 @@ def test_advice_that_fails_is_counted_and_the_memory_is_given(bench: FakeBench) 
 
 @on_fake()
 def test_what_the_driver_does_not_take_back_stays_in_the_account(bench: FakeBench) -> None:
-    plugin = Plugin()
+    plugin = PluginCopy()
     address = plugin.alloc(SEGMENT)
     bench.fake.fault("cuMemFree", 4)
     plugin.free(address, SEGMENT)
@@ -281,13 +289,13 @@ def test_what_the_driver_does_not_take_back_stays_in_the_account(bench: FakeBenc
 
 
 def check_patterns(bench: FakeBench) -> None:
-    plugin, driver = Plugin(Limits(gpu_reserve_bytes=64 * MIB)), bench.driver
-    spans = {p: Span(plugin.alloc(SEGMENT, p), SEGMENT) for p in ("gpu_first", "balanced", "cpu_first")}
-    assert {p: driver.preferred(span) for p, span in spans.items()} == {
-        "gpu_first": Gpu(0), "balanced": None, "cpu_first": HOST,
+    plugin, driver = PluginCopy(OverflowLimits(gpu_reserve_bytes=64 * MIB)), bench.driver
+    spans = {p: AddressRange(plugin.alloc(SEGMENT, p), SEGMENT) for p in ("gpu_first", "balanced", "cpu_first")}
+    assert {p: driver.preferred_location(span) for p, span in spans.items()} == {
+        "gpu_first": GpuLocation(0), "balanced": None, "cpu_first": HOST,
     }  # fmt: skip
     assert {p: driver.accessed_by(span) for p, span in spans.items()} == {
-        "gpu_first": (), "balanced": (Gpu(0),), "cpu_first": (Gpu(0),),
+        "gpu_first": (), "balanced": (GpuLocation(0),), "cpu_first": (GpuLocation(0),),
     }  # fmt: skip
     assert plugin.stats().advice_failures == 0
     give_back(plugin, [span.address for span in spans.values()])
@@ -300,9 +308,9 @@ def test_each_access_pattern_reaches_the_driver_as_advice(bench: FakeBench) -> N
 
 def test_a_driver_before_cuda_12_2_gets_advice_in_its_older_form(tmp_path) -> None:
     code = """
-from supertuner.memory.overflow.plugin import Limits
+from supertuner.memory.overflow.plugin import OverflowLimits
 from tests.memory.plugin import Plugin
-plugin = Plugin(Limits(gpu_reserve_bytes=64 << 20))
+plugin = Plugin(OverflowLimits(gpu_reserve_bytes=64 << 20))
 assert plugin.alloc(2 << 20, "cpu_first") and plugin.alloc(2 << 20, "balanced")
 assert plugin.stats().advice_failures == 0, plugin.stats()
 """
@@ -314,10 +322,13 @@ assert plugin.stats().advice_failures == 0, plugin.stats()
 
 @on_fake(devices=2)
 def test_each_gpu_has_an_account_of_its_own_and_the_caller_keeps_its_context(bench: FakeBench) -> None:
-    plugin = Plugin(Limits(gpu_reserve_bytes=64 * MIB))
+    plugin = PluginCopy(OverflowLimits(gpu_reserve_bytes=64 * MIB))
     before = current_context()
     here, there = plugin.alloc(SEGMENT), plugin.alloc(SEGMENT, device=1)
-    assert (plugin.overflow.kind_of(here), plugin.overflow.kind_of(there)) == (Kind.MANAGED, Kind.DEVICE)
+    assert (plugin.overflow.segment_kind(here), plugin.overflow.segment_kind(there)) == (
+        MemoryKind.MANAGED,
+        MemoryKind.DEVICE,
+    )
     assert (bench.fake.hbm_used(0), bench.fake.hbm_used(1)) == (0, SEGMENT)
     assert (plugin.stats(0).stage, plugin.stats(1).stage) == (2, 1)
     assert current_context() == before
@@ -337,17 +348,17 @@ def current_context() -> int | None:
 
 @on_fake()
 def test_a_thread_without_a_context_is_served_and_has_none_afterwards(bench: FakeBench) -> None:
-    plugin, seen = Plugin(), []
+    plugin, seen = PluginCopy(), []
 
     def work() -> None:
         address = plugin.alloc(SEGMENT)
-        seen.append((plugin.overflow.kind_of(address), current_context()))
+        seen.append((plugin.overflow.segment_kind(address), current_context()))
         plugin.free(address, SEGMENT)
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert seen == [(Kind.DEVICE, None)] and plugin.stats().device_bytes == 0
+    assert seen == [(MemoryKind.DEVICE, None)] and plugin.stats().device_bytes == 0
 
 
 def in_child(body) -> object:
@@ -368,7 +379,7 @@ def in_child(body) -> object:
 
 @on_fake()
 def test_a_forked_child_gets_nothing_and_harms_nothing(bench: FakeBench) -> None:
-    plugin = Plugin()
+    plugin = PluginCopy()
     address = plugin.alloc(SEGMENT)
     calls = bench.fake.calls("cuMemFree")
 
@@ -386,7 +397,7 @@ def test_a_forked_child_gets_nothing_and_harms_nothing(bench: FakeBench) -> None
 
 @on_fake()
 def test_a_hundred_thousand_segments_cost_no_more_each_than_ten(bench: FakeBench) -> None:
-    plugin = Plugin(Limits(ratio=100.0, gpu_reserve_bytes=64 * MIB))
+    plugin = PluginCopy(OverflowLimits(ratio=100.0, gpu_reserve_bytes=64 * MIB))
 
     def pair_s() -> float:
         """The shortest of many, because others use this machine too."""
@@ -409,7 +420,7 @@ def test_a_hundred_thousand_segments_cost_no_more_each_than_ten(bench: FakeBench
 
 
 def test_without_a_driver_everything_is_refused_and_says_why() -> None:
-    plugin = Plugin()
+    plugin = PluginCopy()
     assert plugin.alloc(SEGMENT) is None
     plugin.free(4096, SEGMENT)
     told = plugin.stats()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ctypes
 
-from supertuner.memory.driver import Kind
-from supertuner.memory.overflow.plugin import Limits
+from supertuner.memory.driver import MemoryKind
+from supertuner.memory.overflow.plugin import OverflowLimits
 from tests.fakes.building import MIB
 from tests.memory.on_fake import FakeBench, on_fake
-from tests.memory.plugin import Plugin
+from tests.memory.plugin import PluginCopy
 
 SEGMENT = 2 * MIB
 OUT_OF_MEMORY, DEINITIALIZED = 2, 4
@@ -16,8 +16,8 @@ OUT_OF_MEMORY, DEINITIALIZED = 2, 4
 
 @on_fake()
 def test_a_request_that_the_host_refuses_leaves_the_stage_as_it_was(bench: FakeBench) -> None:
-    plugin = Plugin(Limits(ratio=100.0, gpu_reserve_bytes=8 * MIB, host_floor_bytes=100 * MIB))
-    plugin.host_has(100 * MIB)  # nothing can be spilled
+    plugin = PluginCopy(OverflowLimits(ratio=100.0, gpu_reserve_bytes=8 * MIB, host_floor_bytes=100 * MIB))
+    plugin.set_host_available(100 * MIB)  # nothing can be spilled
     held = [plugin.alloc(SEGMENT) for _ in range(27)]  # 10 MiB are free: one more segment leaves the reserve
     assert plugin.alloc(32 * MIB) is None and plugin.stats().refused_host == 1
     assert (plugin.stats().stage, plugin.stats().entered) == (1, 0)
@@ -29,7 +29,7 @@ def test_a_request_that_the_host_refuses_leaves_the_stage_as_it_was(bench: FakeB
 
 @on_fake()
 def test_a_peak_is_of_memory_that_was_given(bench: FakeBench) -> None:
-    plugin = Plugin()
+    plugin = PluginCopy()
     for call in ("cuMemAlloc", "cuMemAllocManaged"):
         bench.fake.fault(call, OUT_OF_MEMORY)
     assert plugin.alloc(SEGMENT) is None
@@ -39,7 +39,7 @@ def test_a_peak_is_of_memory_that_was_given(bench: FakeBench) -> None:
 
 @on_fake()
 def test_a_free_after_the_drivers_end_is_no_refusal_and_stays_in_the_account(bench: FakeBench) -> None:
-    plugin = Plugin()
+    plugin = PluginCopy()
     address, calls = plugin.alloc(SEGMENT), bench.fake.calls("cuMemFree")
     bench.fake.fault("cuCtxGetCurrent", DEINITIALIZED)
     plugin.free(address, SEGMENT)
@@ -53,11 +53,11 @@ def test_a_free_after_the_drivers_end_is_no_refusal_and_stays_in_the_account(ben
 
 @on_fake()
 def test_what_could_not_be_freed_can_be_freed_later(bench: FakeBench) -> None:
-    plugin = Plugin()
+    plugin = PluginCopy()
     address = plugin.alloc(SEGMENT)
     bench.fake.fault("cuMemFree", 700)
     plugin.free(address, SEGMENT)
-    assert plugin.overflow.kind_of(address) is Kind.DEVICE
+    assert plugin.overflow.segment_kind(address) is MemoryKind.DEVICE
     plugin.free(address, SEGMENT)
     told = plugin.stats()
     assert (told.device_bytes, told.device_segments, told.free_failures, told.foreign_frees) == (0, 0, 1, 0)
@@ -66,14 +66,14 @@ def test_what_could_not_be_freed_can_be_freed_later(bench: FakeBench) -> None:
 
 @on_fake(devices=2)
 def test_the_call_that_failed_is_named(bench: FakeBench) -> None:
-    plugin = Plugin(device=2)
+    plugin = PluginCopy(device=2)
     assert plugin.alloc(SEGMENT, device=2) is None
     assert plugin.stats(2).last_call == "cuDeviceGet"
 
 
 @on_fake(devices=2)
 def test_a_segment_is_freed_whichever_device_is_named_and_comes_off_its_own_account(bench: FakeBench) -> None:
-    plugin = Plugin(device=1)
+    plugin = PluginCopy(device=1)
     address = plugin.alloc(SEGMENT, device=1)
     plugin.free(address, SEGMENT, device=0)
     assert plugin.stats(1).device_bytes == plugin.stats(1).device_segments == bench.fake.hbm_used(1) == 0
@@ -82,7 +82,7 @@ def test_a_segment_is_freed_whichever_device_is_named_and_comes_off_its_own_acco
 
 @on_fake()
 def test_no_size_is_too_large_to_be_refused(bench: FakeBench) -> None:
-    plugin = Plugin(Limits(ratio=100.0))
+    plugin = PluginCopy(OverflowLimits(ratio=100.0))
     held = plugin.alloc(SEGMENT)
     largest = ctypes.c_size_t(-1).value // 2
     for nbytes in (largest, largest - 511, 1 << 62, -1, -largest - 1):
@@ -94,22 +94,22 @@ def test_no_size_is_too_large_to_be_refused(bench: FakeBench) -> None:
 @on_fake()
 def test_a_reserve_of_more_than_there_is_means_all_of_it(bench: FakeBench) -> None:
     for reserve in (65 * MIB, 1 << 63, (1 << 64) - 2, 1 << 64, 1 << 80):
-        plugin = Plugin(Limits(gpu_reserve_bytes=reserve))
+        plugin = PluginCopy(OverflowLimits(gpu_reserve_bytes=reserve))
         address = plugin.alloc(SEGMENT)
-        assert plugin.overflow.kind_of(address) is Kind.MANAGED, reserve
+        assert plugin.overflow.segment_kind(address) is MemoryKind.MANAGED, reserve
         plugin.free(address, SEGMENT)
 
 
 @on_fake()
 def test_a_floor_of_more_than_there_is_gives_nothing_away(bench: FakeBench) -> None:
     for floor in ((1 << 64) - MIB, 1 << 64, 1 << 80):
-        plugin = Plugin(Limits(gpu_reserve_bytes=64 * MIB, host_floor_bytes=floor))
+        plugin = PluginCopy(OverflowLimits(gpu_reserve_bytes=64 * MIB, host_floor_bytes=floor))
         assert plugin.alloc(SEGMENT) is None, floor
 
 
 @on_fake()
 def test_a_device_that_cannot_be_is_not_written_to(bench: FakeBench) -> None:
-    plugin = Plugin()
+    plugin = PluginCopy()
     for device in (-1, 64, 1 << 20):
-        plugin.overflow.reclaimed(light=1, hard=1, device=device)
+        plugin.overflow.count_reclamations(light=1, hard=1, device=device)
     assert plugin.stats().light_reclamations == 0

@@ -15,22 +15,35 @@ from supertuner.core.errors import MemoryEngineError
 from supertuner.core.events import NullSink
 from supertuner.core.host import HostFacts
 from supertuner.core.types import GIB, MIB
-from supertuner.memory.driver import Device, Kind, Missing, Span
+from supertuner.memory.driver import AddressRange, DeviceProperties, MemoryKind, NotAvailable
 from supertuner.memory.overflow import plugin as overflow
 from supertuner.memory.overflow import pools
-from supertuner.memory.overflow.admission import HostRoom, TorchFacts, doubt, limits_of, refusal
-from supertuner.memory.overflow.reclaim import Segment, Situation, cold_spans, hard_reason, light_reason, segments_of
-from supertuner.memory.overflow.routing import not_process_wide
-from supertuner.memory.probe import probe
-from tests.memory.machine_files import GB10, GH200, H100, Said, folder_host, gb10_files, gh200_files, meminfo
+from supertuner.memory.overflow.admission import (
+    HostCapacity,
+    TorchAllocatorFacts,
+    overflow_limits,
+    settings_warning,
+    unavailable_reason,
+)
+from supertuner.memory.overflow.reclaim import (
+    PoolSegment,
+    PoolState,
+    free_managed_ranges,
+    hard_reclaim_reason,
+    light_reclaim_reason,
+    plugin_segments,
+)
+from supertuner.memory.overflow.routing import process_wide_problem
+from supertuner.memory.probe import probe_machine
+from tests.memory.machine_files import GB10, GH200, H100, FakeProbeDriver, folder_host, gb10_files, gh200_files, meminfo
 
 ON = Settings(enabled=True)
 CUDA = torch.device("cuda")
-STOCK = TorchFacts("2.13.0+cu130", sees_gpu=True)
+STOCK = TorchAllocatorFacts("2.13.0+cu130", sees_gpu=True)
 
 
-def facts_of(host: HostFacts, *devices: Device):
-    return probe(host, Said(*devices), Missing("not asked"))
+def facts_of(host: HostFacts, *devices: DeviceProperties):
+    return probe_machine(host, FakeProbeDriver(*devices), NotAvailable("not asked"))
 
 
 @pytest.fixture
@@ -39,7 +52,7 @@ def gh200(tmp_path: Path) -> HostFacts:
 
 
 def test_a_superchip_with_stock_torch_is_not_refused(gh200):
-    assert refusal(ON, facts_of(gh200, GH200), CUDA, STOCK, gh200) is None
+    assert unavailable_reason(ON, facts_of(gh200, GH200), CUDA, STOCK, gh200) is None
 
 
 @pytest.mark.parametrize(
@@ -59,59 +72,61 @@ def test_a_superchip_with_stock_torch_is_not_refused(gh200):
     ],
 )
 def test_what_speaks_against_overflow_is_said_with_the_remedy(gh200, settings, device, gpu, below, said):
-    assert said in (refusal(settings, facts_of(gh200, gpu), device, below, gh200) or "")
+    assert said in (unavailable_reason(settings, facts_of(gh200, gpu), device, below, gh200) or "")
 
 
 def test_a_reserve_of_the_whole_gpu_can_be_had_and_is_told():
-    assert doubt(ON, 96 * GIB) is doubt(Settings(enabled=True, gpu_reserve_gb=95), 96 * GIB) is None
-    told = doubt(Settings(enabled=True, gpu_reserve_gb=500), 96 * GIB)
+    assert (
+        settings_warning(ON, 96 * GIB) is settings_warning(Settings(enabled=True, gpu_reserve_gb=95), 96 * GIB) is None
+    )
+    told = settings_warning(Settings(enabled=True, gpu_reserve_gb=500), 96 * GIB)
     assert told == "gpu_reserve_gb is 500, and the GPU has 96.0 GiB: every allocation will be managed"
 
 
 def test_one_pool_machines_are_refused_because_spilling_buys_nothing(tmp_path):
     host = folder_host(tmp_path, gb10_files())
-    assert "share one memory on NVIDIA GB10" in (refusal(ON, facts_of(host, GB10), CUDA, STOCK, host) or "")
+    assert "share one memory on NVIDIA GB10" in (unavailable_reason(ON, facts_of(host, GB10), CUDA, STOCK, host) or "")
 
 
 def test_a_host_that_does_not_say_what_it_has_is_refused(tmp_path):
     host = folder_host(tmp_path, {"proc/meminfo": "MemTotal: 1 kB\n"})
-    assert "cannot be read" in (refusal(ON, facts_of(host, GH200), CUDA, STOCK, host) or "")
+    assert "cannot be read" in (unavailable_reason(ON, facts_of(host, GH200), CUDA, STOCK, host) or "")
 
 
 def test_without_a_gpu_opening_pools_is_an_error_with_the_reason_and_nothing_else(gh200):
-    facts = probe(gh200, Missing("no NVIDIA driver (libcuda.so.1) here"), Missing("not asked"))
+    facts = probe_machine(gh200, NotAvailable("no NVIDIA driver (libcuda.so.1) here"), NotAvailable("not asked"))
     with pytest.raises(MemoryEngineError, match=r"memory\.overflow: there is no GPU 0 here \(no NVIDIA driver"):
-        pools.open_pools(ON, facts, gh200, NullSink(), driver=Missing("none"))
+        pools.open_overflow_pools(ON, facts, gh200, NullSink(), driver=NotAvailable("none"))
 
 
 def test_a_plugin_that_was_not_built_is_an_error_that_says_how_to_build_it(gh200, monkeypatch, tmp_path):
     monkeypatch.setattr(overflow, "__file__", str(tmp_path / "overflow.py"))
     monkeypatch.setattr(pools, "torch_facts", lambda device: STOCK)
     with pytest.raises(MemoryEngineError, match=r"was not built: install a C compiler \(gcc\)"):
-        pools.open_pools(ON, facts_of(gh200, GH200), gh200, NullSink(), driver=Missing("none"))
+        pools.open_overflow_pools(ON, facts_of(gh200, GH200), gh200, NullSink(), driver=NotAvailable("none"))
 
 
 def test_limits_are_the_settings_and_shares_of_the_machine_where_they_say_nothing(tmp_path):
     host = folder_host(tmp_path, {"proc/meminfo": meminfo(MemTotal=480 << 20, MemAvailable=400 << 20)})
-    plain = limits_of(ON, host, room=host.memory_available())
+    plain = overflow_limits(ON, host, host_capacity=host.memory_available())
     assert (plain.ratio, plain.gpu_reserve_bytes, plain.host_floor_bytes) == (5.0, None, 48 * GIB)
     assert (plain.host_reserve_bytes, plain.host_cap_bytes) == (4 * GIB, 400 * GIB)
     assert plain.meminfo == tmp_path / "proc/meminfo"
     asked = Settings(enabled=True, oversubscription_ratio=2.5, gpu_reserve_gb=1.5, host_floor_gb=0.0)
-    told = limits_of(asked, host, room=340 * GIB)
+    told = overflow_limits(asked, host, host_capacity=340 * GIB)
     assert (told.ratio, told.gpu_reserve_bytes, told.host_floor_bytes) == (2.5, int(1.5 * GIB), 0)
     assert told.host_cap_bytes == 340 * GIB
 
 
 def test_what_is_handed_out_is_ours_to_send_home_and_counts_once():
-    room = HostRoom()
-    assert room.seen(100, 30) == 130, "where memory of an earlier session is, nobody knows"
-    assert room.seen(90, 0) == 90
-    assert room.seen(90, 40) == 90, "handed out, and not in the host yet"
-    assert room.seen(50, 40) == 90, "it is in the host now"
-    assert room.seen(30, 40) == 70, "others took of it"
-    assert room.seen(95, 40) == 95, "others gave back"
-    assert room.seen(60, 0) == 60
+    room = HostCapacity()
+    assert room.update(100, 30) == 130, "where memory of an earlier session is, nobody knows"
+    assert room.update(90, 0) == 90
+    assert room.update(90, 40) == 90, "handed out, and not in the host yet"
+    assert room.update(50, 40) == 90, "it is in the host now"
+    assert room.update(30, 40) == 70, "others took of it"
+    assert room.update(95, 40) == 95, "others gave back"
+    assert room.update(60, 0) == 60
 
 
 def test_a_containers_limit_caps_what_the_host_could_hold(tmp_path):
@@ -122,11 +137,11 @@ def test_a_containers_limit_caps_what_the_host_could_hold(tmp_path):
         "sys/fs/cgroup/job/memory.current": f"{40 * GIB}\n",
     }
     host = folder_host(tmp_path, files)
-    told = limits_of(ON, host, room=HostRoom().seen(host.memory_available() or 0, 10 * GIB))
+    told = overflow_limits(ON, host, host_capacity=HostCapacity().update(host.memory_available() or 0, 10 * GIB))
     assert (told.host_cap_bytes, told.host_floor_bytes) == (70 * GIB, 10 * GIB)
 
 
-class Call:
+class DocumentedFunction:
     def __init__(self, doc: str) -> None:
         self.__doc__ = doc
 
@@ -140,18 +155,22 @@ KNOWN = (
 @pytest.mark.parametrize(
     ("version", "call", "said"),
     [
-        ("2.13.0+cu130", Call(KNOWN), None),
-        ("2.15.0", Call("_cuda_beginAllocateToPool(arg0: int, arg1: Tuple[int, int]) -> None"), None),
+        ("2.13.0+cu130", DocumentedFunction(KNOWN), None),
+        ("2.15.0", DocumentedFunction("_cuda_beginAllocateToPool(arg0: int, arg1: Tuple[int, int]) -> None"), None),
         ("2.13.0", None, "has no _cuda_beginAllocateToPool"),
-        ("2.16.0", Call(KNOWN), "none of those that were tried (2.13 to 2.15)"),
-        ("3.0.0", Call(KNOWN), "none of those that were tried"),
-        ("2.14.0", Call(KNOWN.replace(") ->", ", arg2: bool) ->")), "changed the signature"),
-        ("2.14.0", Call("_cuda_beginAllocateToPool(arg0: tuple[int, int]) -> None"), "changed the signature"),
-        ("2.14.0", Call(""), "changed the signature"),
+        ("2.16.0", DocumentedFunction(KNOWN), "none of those that were tried (2.13 to 2.15)"),
+        ("3.0.0", DocumentedFunction(KNOWN), "none of those that were tried"),
+        ("2.14.0", DocumentedFunction(KNOWN.replace(") ->", ", arg2: bool) ->")), "changed the signature"),
+        (
+            "2.14.0",
+            DocumentedFunction("_cuda_beginAllocateToPool(arg0: tuple[int, int]) -> None"),
+            "changed the signature",
+        ),
+        ("2.14.0", DocumentedFunction(""), "changed the signature"),
     ],
 )
 def test_the_private_call_is_used_only_as_it_is_known(version, call, said):
-    reason = not_process_wide(version, call)
+    reason = process_wide_problem(version, call)
     assert reason is None if said is None else said in (reason or "")
 
 
@@ -165,8 +184,8 @@ def test_a_snapshot_is_read_for_the_plugins_segments_and_their_free_blocks():
         {"address": 4096, "total_size": 200, "blocks": blocks},
         {"address": 9000, "total_size": 10, "blocks": [block(9000, 10, "inactive")]},
     ]
-    found = segments_of(snapshot, {4096: Kind.MANAGED}.get)
-    assert found == (Segment(Span(4096, 200), Kind.MANAGED, (Span(4196, 50),)),)
+    found = plugin_segments(snapshot, {4096: MemoryKind.MANAGED}.get)
+    assert found == (PoolSegment(AddressRange(4096, 200), MemoryKind.MANAGED, (AddressRange(4196, 50),)),)
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 300)), min_size=1, max_size=20), st.sampled_from([16, 64]))
@@ -174,18 +193,20 @@ def test_cold_spans_are_whole_pages_inside_free_blocks(blocks, page):
     address, free, expected = 1 << 20, [], 0
     for is_free, size in blocks:
         if is_free:
-            free.append(Span(address, size))
+            free.append(AddressRange(address, size))
             expected += max(0, (address + size) // page - -(-address // page))
         address += size
-    whole = Span(1 << 20, address - (1 << 20))
-    spans = cold_spans([Segment(whole, Kind.MANAGED, tuple(free)), Segment(whole, Kind.DEVICE, tuple(free))], page)
+    whole = AddressRange(1 << 20, address - (1 << 20))
+    spans = free_managed_ranges(
+        [PoolSegment(whole, MemoryKind.MANAGED, tuple(free)), PoolSegment(whole, MemoryKind.DEVICE, tuple(free))], page
+    )
     assert sum(span.nbytes for span in spans) == expected * page
     for span in spans:
         assert span.address % page == span.nbytes % page == 0
         assert any(one.address <= span.address and span.end <= one.end for one in free)
 
 
-CALM = Situation(
+CALM = PoolState(
     stage=2,
     total_bytes=100 * GIB,
     gpu_free_bytes=5 * GIB,
@@ -217,7 +238,7 @@ CALM = Situation(
     ],
 )
 def test_when_cold_memory_is_taken_off_the_gpu(changes, due):
-    assert (light_reason(replace(CALM, **changes)) is not None) is due
+    assert (light_reclaim_reason(replace(CALM, **changes)) is not None) is due
 
 
 @pytest.mark.parametrize(
@@ -237,5 +258,5 @@ def test_when_cold_memory_is_taken_off_the_gpu(changes, due):
     ],
 )
 def test_when_pools_are_rebuilt(changes, said):
-    reason = hard_reason(replace(CALM, **changes))
+    reason = hard_reclaim_reason(replace(CALM, **changes))
     assert reason is None if said is None else said in (reason or "")

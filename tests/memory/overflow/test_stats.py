@@ -12,11 +12,11 @@ import torch
 
 from supertuner import memory
 from supertuner.memory.overflow import plugin as overflow
-from supertuner.memory.overflow.plugin import OverflowStats, built
-from supertuner.memory.overflow.stats import NAMES
+from supertuner.memory.overflow.plugin import OverflowStats, find_plugin
+from supertuner.memory.overflow.stats import STAT_KEYS
 
 ROOT = Path(__file__).parents[3]
-NO_PLUGIN = not isinstance(built(), Path)
+NO_PLUGIN = not isinstance(find_plugin(), Path)
 
 
 def test_the_package_is_imported_without_torch_and_without_the_configuration():
@@ -40,7 +40,7 @@ def test_a_device_is_named_as_torch_takes_it(device):
 def test_where_overflow_was_never_used_the_stage_is_zero_and_so_is_everything():
     told = memory.stats()
     numbers = {key: value for key, value in told.items() if key.startswith("uvm.") and key != "uvm.last_error.call"}
-    assert told["uvm.stage"] == 0 and len(numbers) == len(NAMES) - 1
+    assert told["uvm.stage"] == 0 and len(numbers) == len(STAT_KEYS) - 1
     assert set(numbers.values()) == {0}
 
 
@@ -50,12 +50,12 @@ def test_without_the_plugin_its_keys_are_absent_not_zero(monkeypatch, tmp_path):
 
 
 def test_every_key_is_a_field_of_the_account():
-    assert NAMES.keys() <= set(OverflowStats.__slots__)
+    assert STAT_KEYS.keys() <= set(OverflowStats.__slots__)
 
 
 def test_the_docs_name_every_key():
     page = (ROOT / "docs/overflow.md").read_text()
-    assert [f"uvm.{key}" for key in NAMES.values() if f"`uvm.{key}`" not in page] == []
+    assert [f"uvm.{key}" for key in STAT_KEYS.values() if f"`uvm.{key}`" not in page] == []
 
 
 def test_the_mirror_has_the_fields_of_the_c_struct_in_their_order():
@@ -67,4 +67,4 @@ def test_the_mirror_has_the_fields_of_the_c_struct_in_their_order():
     for field in re.findall(r"\w+(?:\[\d+\])?(?=[,;])", text):
         base, _, count = field.partition("[")
         names += [f"{kind}_{base}" for kind in ("device", "managed")] if count == "2]" else [base]
-    assert names == [name for name, _ in overflow._Statistics._fields_]
+    assert names == [name for name, _ in overflow._CStatistics._fields_]

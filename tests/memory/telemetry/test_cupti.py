@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from supertuner.memory.driver import Missing
-from supertuner.memory.telemetry.cupti import BUFFER_BYTES, Cupti, open_cupti, record_bytes
+from supertuner.memory.driver import NotAvailable
+from supertuner.memory.telemetry.cupti import BUFFER_BYTES, CuptiCounters, open_cupti, record_bytes
 from tests.fakes.building import fake_cupti
 
 TO_DEVICE, TO_HOST, CPU_FAULT, GPU_FAULT, THRASHING = 1, 2, 3, 4, 5
@@ -25,9 +25,9 @@ def library() -> Iterator[ctypes.CDLL]:
     fake.fakecupti_kind(25)
 
 
-def opened() -> Cupti:
+def opened() -> CuptiCounters:
     cupti = open_cupti(0, [str(fake_cupti())])
-    assert isinstance(cupti, Cupti)
+    assert isinstance(cupti, CuptiCounters)
     return cupti
 
 
@@ -90,13 +90,13 @@ def test_a_gpu_that_does_not_count_is_missing_with_cuptis_word(
     monkeypatch.setenv("FAKECUPTI_CONFIGURE", "29")
     answer = open_cupti(0, [str(fake_cupti())])
     call, word = "cuptiActivityConfigureUnifiedMemoryCounter", "CUPTI_ERROR_UM_PROFILING_NOT_SUPPORTED_ON_DEVICE"
-    assert answer == Missing(f"{call}: {word}")
+    assert answer == NotAvailable(f"{call}: {word}")
 
 
 def test_an_unknown_version_is_not_guessed_at(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKECUPTI_VERSION", "140000")
     answer = open_cupti(0, [str(fake_cupti())])
-    assert isinstance(answer, Missing) and "140000" in answer.reason
+    assert isinstance(answer, NotAvailable) and "140000" in answer.reason
     assert [record_bytes(version) for version in (17, 18, 25, 26, 28, 29, 130000)] == [
         None, 64, 64, 104, 104, None, 104,
     ]  # fmt: skip
@@ -104,4 +104,4 @@ def test_an_unknown_version_is_not_guessed_at(library: ctypes.CDLL, monkeypatch:
 
 def test_no_library_is_missing_with_its_name(tmp_path: Path) -> None:
     name = str(tmp_path / "libcupti.so.13")
-    assert open_cupti(0, [name]) == Missing(f"no CUPTI ({name}) here")
+    assert open_cupti(0, [name]) == NotAvailable(f"no CUPTI ({name}) here")

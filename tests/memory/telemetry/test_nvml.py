@@ -16,11 +16,11 @@ from tests.fakes.building import fake_nvml
 
 ASK = """
 import ctypes, dataclasses, json, sys
-from supertuner.memory.driver import Missing
+from supertuner.memory.driver import NotAvailable
 from supertuner.memory.telemetry.nvml import open_nvml
 
 nvml = open_nvml()
-if isinstance(nvml, Missing):
+if isinstance(nvml, NotAvailable):
     print(json.dumps({"missing": nvml.reason}))
     sys.exit()
 library = ctypes.CDLL("libnvidia-ml.so.1")

@@ -13,15 +13,15 @@ import pytest
 from supertuner.core.events import Event, MeasurementEvent
 from supertuner.core.host import HostFacts
 from supertuner.core.types import GIB, KIB
-from supertuner.memory.driver import Missing, Refused
-from supertuner.memory.probe import probe
-from supertuner.memory.telemetry.nvml import NvmlGpu
-from supertuner.memory.telemetry.sampler import SHARE, Sampler
+from supertuner.memory.driver import DriverError, NotAvailable
+from supertuner.memory.probe import probe_machine
+from supertuner.memory.telemetry.nvml import NvmlGpuFacts
+from supertuner.memory.telemetry.sampler import MAX_TIME_SHARE, MemorySampler
 from supertuner.sinks.jsonlines import JsonLinesFile, read_records
 from tests.memory.machine_files import (
     GB10,
     GH200,
-    Said,
+    FakeProbeDriver,
     folder_host,
     gb10_files,
     gh200_files,
@@ -29,11 +29,11 @@ from tests.memory.machine_files import (
     meminfo,
 )
 
-NO_GPU, NO_NVML = Missing("no GPU"), Missing("no NVML")
+NO_GPU, NO_NVML = NotAvailable("no GPU"), NotAvailable("no NVML")
 VMSTAT = "nr_free_pages 100\nnuma_hit 5\nnuma_miss {miss}\npgmigrate_success {moved}\npgmigrate_fail 1\nnuma_pages 7\n"
 
 
-class Kept:
+class RecordingSink:
     """A sink that keeps, and can be slow."""
 
     def __init__(self, slow: Callable[[], None] = lambda: None) -> None:
@@ -45,7 +45,7 @@ class Kept:
         self.events.append(event)
 
 
-class Clock:
+class ManualClock:
     """Time that passes when it is told to."""
 
     def __init__(self) -> None:
@@ -58,11 +58,11 @@ class Clock:
         self.now += seconds
 
 
-class Power:
+class FakePowerNvml:
     """NVML of one GPU."""
 
-    def gpus(self) -> tuple[NvmlGpu, ...]:
-        return (NvmlGpu(3, GB10.name, "GPU-a", None, None, None),)
+    def gpus(self) -> tuple[NvmlGpuFacts, ...]:
+        return (NvmlGpuFacts(3, GB10.name, "GPU-a", None, None, None),)
 
     def driver_version(self) -> str | None:
         return None
@@ -72,12 +72,12 @@ class Power:
 
 
 @pytest.fixture
-def made() -> Iterator[Callable[..., Sampler]]:
+def made() -> Iterator[Callable[..., MemorySampler]]:
     """Samplers, closed at the end."""
-    samplers: list[Sampler] = []
+    samplers: list[MemorySampler] = []
 
-    def make(host: HostFacts, driver: Any = NO_GPU, nvml: Any = NO_NVML, **more: Any) -> Sampler:
-        samplers.append(Sampler(probe(host, driver, nvml), host, driver, nvml, **more))
+    def make(host: HostFacts, driver: Any = NO_GPU, nvml: Any = NO_NVML, **more: Any) -> MemorySampler:
+        samplers.append(MemorySampler(probe_machine(host, driver, nvml), host, driver, nvml, **more))
         return samplers[-1]
 
     yield make
@@ -86,14 +86,14 @@ def made() -> Iterator[Callable[..., Sampler]]:
 
 
 def test_a_machine_that_tells_nothing_gives_only_what_the_process_knows(
-    tmp_path: Path, made: Callable[..., Sampler]
+    tmp_path: Path, made: Callable[..., MemorySampler]
 ) -> None:
     assert set(made(HostFacts(tmp_path)).sample()) == {"process.minor_faults", "process.major_faults"}
 
 
-def test_a_gh200_shows_what_lies_in_each_memory(tmp_path: Path, made: Callable[..., Sampler]) -> None:
+def test_a_gh200_shows_what_lies_in_each_memory(tmp_path: Path, made: Callable[..., MemorySampler]) -> None:
     files = gh200_files() | {"proc/self/statm": "900 70 3 1 0 5 0\n", "proc/vmstat": VMSTAT.format(miss=0, moved=0)}
-    figures = made(folder_host(tmp_path, files), Said(GH200, free=60 * GIB)).sample()
+    figures = made(folder_host(tmp_path, files), FakeProbeDriver(GH200, free=60 * GIB)).sample()
     assert figures["host.available_bytes"] == 540 * GIB and figures["host.swap_used_bytes"] == 0
     assert figures["process.resident_bytes"] == 70 * os.sysconf("SC_PAGE_SIZE")
     assert figures["node0.free_bytes"] == 430 * GIB and figures["node1.free_bytes"] == 70 * GIB
@@ -102,7 +102,7 @@ def test_a_gh200_shows_what_lies_in_each_memory(tmp_path: Path, made: Callable[.
     assert "node0.anonymous_bytes" not in figures, "not in this kernel's file"
 
 
-def test_page_moves_count_from_one_sample_to_the_next(tmp_path: Path, made: Callable[..., Sampler]) -> None:
+def test_page_moves_count_from_one_sample_to_the_next(tmp_path: Path, made: Callable[..., MemorySampler]) -> None:
     vmstat = tmp_path / "proc/vmstat"
     sampler = made(folder_host(tmp_path, {"proc/vmstat": VMSTAT.format(miss=4, moved=1000)}))
     found = []
@@ -114,7 +114,7 @@ def test_page_moves_count_from_one_sample_to_the_next(tmp_path: Path, made: Call
     assert "system.balanced_pages" not in found[0], "numa_pages is not numa_pages_migrated"
 
 
-def test_faults_of_this_process_are_counted(made: Callable[..., Sampler]) -> None:
+def test_faults_of_this_process_are_counted(made: Callable[..., MemorySampler]) -> None:
     sampler, pages = made(HostFacts()), 500
     sampler.sample()
     with mmap.mmap(-1, pages * mmap.PAGESIZE) as memory:
@@ -125,7 +125,7 @@ def test_faults_of_this_process_are_counted(made: Callable[..., Sampler]) -> Non
     assert sampler.sample()["process.minor_faults"] < pages
 
 
-def test_the_real_files_agree_with_the_probe(made: Callable[..., Sampler]) -> None:
+def test_the_real_files_agree_with_the_probe(made: Callable[..., MemorySampler]) -> None:
     figures, host = made(HostFacts()).sample(), HostFacts()
     available, total = host.memory_available(), host.memory_total()
     assert available is not None and total is not None
@@ -147,7 +147,7 @@ def test_the_real_files_agree_with_the_probe(made: Callable[..., Sampler]) -> No
     ],
 )
 def test_a_containers_limit_counts_as_the_probe_counts_it(
-    tmp_path: Path, made: Callable[..., Sampler], mount: str, cgroup: str, limit: str, used: str, cache: str
+    tmp_path: Path, made: Callable[..., MemorySampler], mount: str, cgroup: str, limit: str, used: str, cache: str
 ) -> None:
     files = {
         "proc/meminfo": meminfo(MemTotal=in_gib(256), MemAvailable=in_gib(200)),
@@ -160,21 +160,21 @@ def test_a_containers_limit_counts_as_the_probe_counts_it(
     assert made(host).sample()["host.available_bytes"] == 44 * GIB == host.memory_available()
 
 
-def test_a_driver_that_refuses_costs_its_figure_only(tmp_path: Path, made: Callable[..., Sampler]) -> None:
-    class Mute(Said):
+def test_a_driver_that_refuses_costs_its_figure_only(tmp_path: Path, made: Callable[..., MemorySampler]) -> None:
+    class Mute(FakeProbeDriver):
         def free_bytes(self, device: int) -> int:
-            raise Refused("cuMemGetInfo", "CUDA_ERROR_UNKNOWN", 999)
+            raise DriverError("cuMemGetInfo", "CUDA_ERROR_UNKNOWN", 999)
 
     figures = made(folder_host(tmp_path, gb10_files()), Mute(GB10)).sample()
     assert "gpu.free_bytes" not in figures and figures["host.available_bytes"] == 70 * GIB
 
 
-def test_allocator_hints_and_nvml_come_under_their_names(tmp_path: Path, made: Callable[..., Sampler]) -> None:
+def test_allocator_hints_and_nvml_come_under_their_names(tmp_path: Path, made: Callable[..., MemorySampler]) -> None:
     overflow = {"uvm.stage": "managed", "uvm.managed_bytes": 5, "uvm.last_error": None, "allocated_bytes.all.peak": 7}
     sampler = made(
         folder_host(tmp_path, gb10_files()),
-        Said(GB10),
-        Power(),
+        FakeProbeDriver(GB10),
+        FakePowerNvml(),
         overflow=lambda: overflow,
         hints=lambda: {"applied": 3, "refused": 1},
     )
@@ -190,10 +190,10 @@ def test_allocator_hints_and_nvml_come_under_their_names(tmp_path: Path, made: C
 
 
 def test_an_event_carries_its_step_and_the_first_one_the_drivers_parameters(
-    tmp_path: Path, made: Callable[..., Sampler]
+    tmp_path: Path, made: Callable[..., MemorySampler]
 ) -> None:
-    clock, run = Clock(), tmp_path / "events.jsonl"
-    sampler = made(folder_host(tmp_path, gh200_files()), Said(GH200), clock=clock)
+    clock, run = ManualClock(), tmp_path / "events.jsonl"
+    sampler = made(folder_host(tmp_path, gh200_files()), FakeProbeDriver(GH200), clock=clock)
     with JsonLinesFile(run) as sink:
         for step in (7, 8):
             assert sampler.emit(sink, step)
@@ -205,22 +205,22 @@ def test_an_event_carries_its_step_and_the_first_one_the_drivers_parameters(
     assert first["telemetry.sample_s"] >= 0
 
 
-def test_telemetry_takes_its_share_of_the_time_and_no_more(tmp_path: Path, made: Callable[..., Sampler]) -> None:
-    clock = Clock()
+def test_telemetry_takes_its_share_of_the_time_and_no_more(tmp_path: Path, made: Callable[..., MemorySampler]) -> None:
+    clock = ManualClock()
     sampler = made(HostFacts(tmp_path), clock=clock)
-    sink, spent, begin = Kept(slow=lambda: clock.pass_s(0.004)), 0.0, clock.now
+    sink, spent, begin = RecordingSink(slow=lambda: clock.pass_s(0.004)), 0.0, clock.now
     for step in range(2000):
         before = clock.now
         sampler.emit(sink, step)
         spent += clock.now - before
         clock.pass_s(0.05)
-    assert 0.8 * SHARE < spent / (clock.now - begin) <= SHARE * 1.02
-    assert len(sink.events) == pytest.approx(2000 * SHARE * 0.05 / 0.004, rel=0.1)
+    assert 0.8 * MAX_TIME_SHARE < spent / (clock.now - begin) <= MAX_TIME_SHARE * 1.02
+    assert len(sink.events) == pytest.approx(2000 * MAX_TIME_SHARE * 0.05 / 0.004, rel=0.1)
 
 
-def test_telemetry_that_costs_little_comes_with_every_step(tmp_path: Path, made: Callable[..., Sampler]) -> None:
-    clock = Clock()
-    sampler, sink = made(HostFacts(tmp_path), clock=clock), Kept(slow=lambda: clock.pass_s(0.0002))
+def test_telemetry_that_costs_little_comes_with_every_step(tmp_path: Path, made: Callable[..., MemorySampler]) -> None:
+    clock = ManualClock()
+    sampler, sink = made(HostFacts(tmp_path), clock=clock), RecordingSink(slow=lambda: clock.pass_s(0.0002))
     for step in range(100):
         assert sampler.emit(sink, step)
         clock.pass_s(0.05)
@@ -231,14 +231,14 @@ def test_telemetry_that_costs_little_comes_with_every_step(tmp_path: Path, made:
 def test_closing_gives_the_files_back() -> None:
     host = HostFacts()
     open_before = len(os.listdir("/proc/self/fd"))
-    sampler = Sampler(probe(host, NO_GPU, NO_NVML), host, NO_GPU, NO_NVML)
+    sampler = MemorySampler(probe_machine(host, NO_GPU, NO_NVML), host, NO_GPU, NO_NVML)
     assert len(os.listdir("/proc/self/fd")) > open_before
     sampler.close()
     assert len(os.listdir("/proc/self/fd")) == open_before
     assert "host.available_bytes" not in sampler.sample()
 
 
-def test_a_node_that_goes_away_takes_only_its_figures(tmp_path: Path, made: Callable[..., Sampler]) -> None:
+def test_a_node_that_goes_away_takes_only_its_figures(tmp_path: Path, made: Callable[..., MemorySampler]) -> None:
     sampler = made(folder_host(tmp_path, gh200_files()))
     (tmp_path / "sys/devices/system/node/node1/meminfo").write_text("")
     figures = sampler.sample()

@@ -26,7 +26,7 @@ from supertuner.models.adapters.attach import (
     trainable_state,
 )
 from supertuner.models.families.wan22.tiny import TinyWan, build_pipeline
-from supertuner.models.table import load_family
+from supertuner.models.family_registry import load_family
 from tests.models.adapters.modules import flux, flux_output, random_tensor, wan, wan_output
 
 SEVERAL = ({"match": "attn1.to_q", "rank": 8, "alpha": 2.0}, {"match": "*.1.*", "rank": 3})

@@ -22,8 +22,8 @@ from supertuner.models.adapters.attach import (
     trainable_state,
 )
 from supertuner.models.families.wan22.tiny import TinyWan, build_pipeline
+from supertuner.models.family_registry import load_family
 from supertuner.models.spec import Expert
-from supertuner.models.table import load_family
 from tests.models.adapters.modules import flux, flux_output, random_tensor, wan, wan_output
 
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")

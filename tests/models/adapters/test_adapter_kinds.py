@@ -18,7 +18,7 @@ from supertuner.models.adapters.attach import (
     temporary_weights,
     trainable_state,
 )
-from supertuner.models.quantise import quantize_blocks
+from supertuner.models.quantization import quantize_blocks
 from tests.models.adapters.modules import flux, flux_output, random_tensor, wan, wan_output
 
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")

@@ -28,7 +28,7 @@ from supertuner.models.adapters.keys_schemes import (
     comfyui_reads,
     spell_tensor,
 )
-from supertuner.models.table import FAMILY_MODULES
+from supertuner.models.family_registry import FAMILY_MODULES
 from tests.models.adapters.architectures import FAMILIES, VARIANTS, layers, variant_layers
 
 OF_FAMILY = pytest.mark.parametrize("family", FAMILIES)

@@ -22,8 +22,8 @@ from supertuner.models.families.sdxl import tiny as sdxl_tiny
 from supertuner.models.families.sdxl.tiny import TinySdxl
 from supertuner.models.families.wan22 import tiny as wan22_tiny
 from supertuner.models.families.wan22.tiny import TinyWan
+from supertuner.models.family_registry import load_family
 from supertuner.models.spec import Family, ImageTextEncoder, ModelDescription, ModelSource, Tensors, TextEncoder
-from supertuner.models.table import load_family
 
 
 @dataclass(frozen=True)

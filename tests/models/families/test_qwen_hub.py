@@ -11,8 +11,8 @@ import torch
 
 from supertuner.core.errors import ModelError
 from supertuner.models.families.qwen_image_edit.tiny import write_tiny_pipeline
+from supertuner.models.family_registry import load_family
 from supertuner.models.spec import ModelSource
-from supertuner.models.table import load_family
 from tests.models.hub_server import FakeHub, serve_hub
 
 CPU = torch.device("cpu")

@@ -21,8 +21,8 @@ from supertuner.models.adapters.attach import attach, export_tensors, resolve_ta
 from supertuner.models.families import sampling_common as sampling
 from supertuner.models.families.qwen_image.prompts import IMAGE_EDIT
 from supertuner.models.families.qwen_image.sampler import COMPONENTS
+from supertuner.models.families.qwen_image_edit.encoders import load_processor
 from supertuner.models.families.qwen_image_edit.family import FAMILY
-from supertuner.models.families.qwen_image_edit.text import load_processor
 from supertuner.models.families.qwen_image_edit.tiny import write_tiny_pipeline
 from supertuner.models.spec import ImageTextEncoder, ModelDescription, ModelSource, SampleRequest, Tensors
 from tests.models.families.test_exported_samples import DecodedOutputs, learnt

@@ -12,8 +12,8 @@ import torch
 from supertuner.core.errors import ModelError
 from supertuner.models.attention import require_backend_support
 from supertuner.models.families.sd35.tiny import TinySd35, write_pipeline
+from supertuner.models.family_registry import load_family
 from supertuner.models.spec import ModelDescription, ModelSource
-from supertuner.models.table import load_family
 from tests.models.families.test_family_contract import CPU
 
 SD35 = load_family("sd3.5")

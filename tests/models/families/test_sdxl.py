@@ -10,15 +10,15 @@ import pytest
 import torch
 from diffusers import DDPMScheduler, StableDiffusionXLPipeline
 
-from supertuner.config.settings.tree import RunConfig
+from supertuner.config.settings.run_config import RunConfig
 from supertuner.core.errors import ModelError
 from supertuner.core.events import NullSink
 from supertuner.models.attention import require_backend_support
 from supertuner.models.families.sdxl.tiny import TinySdxl, write_pipeline
+from supertuner.models.family_registry import load_family
 from supertuner.models.objective.diffusion import add_noise, prediction_target
 from supertuner.models.spec import ModelDescription, ModelSource
-from supertuner.models.table import load_family
-from supertuner.step.trainee import build_objective
+from supertuner.step.expert_setup import build_objective
 from supertuner.train.setup import timestep_distribution
 from tests.models.families.test_family_contract import CPU
 from tests.models.families.test_like_the_pipeline import CapturedCalls

@@ -12,7 +12,7 @@ from torch import nn
 
 from supertuner.core.errors import ModelError
 from supertuner.models.families.sampling_common import eval_with_autocast
-from supertuner.models.table import FAMILY_BY_PIPELINE, FAMILY_MODULES, load_family
+from supertuner.models.family_registry import FAMILY_BY_PIPELINE, FAMILY_MODULES, load_family
 
 CPU = torch.device("cpu")
 

@@ -14,8 +14,8 @@ from diffusers import WanImageToVideoPipeline, WanPipeline
 from supertuner.core.errors import ModelError
 from supertuner.core.types import MediaKind
 from supertuner.models.families.wan22.tiny import TinyWan, write_pipeline
+from supertuner.models.family_registry import load_family
 from supertuner.models.spec import ModelSource
-from supertuner.models.table import load_family
 from tests.models.families.pipelines import CASES, WrittenPipeline
 from tests.models.families.test_family_contract import CPU, media, wanted
 

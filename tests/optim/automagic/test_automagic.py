@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 from supertuner.config.settings.optim import OptimizerSettings
-from supertuner.optim.automagic import batched as automagic_batch
+from supertuner.optim.automagic import parameter_batches as automagic_batch
 from supertuner.optim.automagic.native import find_native_library
 from supertuner.optim.automagic.optimizer import Automagic
 from supertuner.optim.automagic.packed_rates import LearningRateLimits
-from supertuner.optim.state import pack_state, restore_state
-from supertuner.optim.table import automagic_limits
+from supertuner.optim.optimizer_registry import automagic_limits
+from supertuner.optim.optimizer_state import pack_state, restore_state
 from tests.optim.automagic.plain_automagic import ReferenceAutomagic
 from tests.optim.training import build_named_optimizer, build_weights, same_bits
 

@@ -12,22 +12,22 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from supertuner.config.settings.tree import RunConfig
+from supertuner.config.settings.run_config import RunConfig
 from supertuner.core.events import NullSink
 from supertuner.models.spec import Expert, Family, ModelDescription
 from supertuner.plan.trace.cpu_kernels import CpuDevice
+from supertuner.plan.trace.encoder_shapes import CPU, BatchShape, EncoderShapeProbe
 from supertuner.plan.trace.recorder import inner_tensors
-from supertuner.plan.trace.shapes import CPU, BatchShape, EncoderShapeProbe
-from supertuner.plan.trace.training import trace_training_step
+from supertuner.plan.trace.training_step import trace_training_step
 from supertuner.step.batch import StepBatch
-from supertuner.step.precision import ComputePrecision
-from supertuner.step.trainee import (
+from supertuner.step.expert_setup import (
     build_expert_state,
     build_step_options,
     build_trainable_expert,
     quantize_base_weights,
     weight_dtype,
 )
+from supertuner.step.precision import ComputePrecision
 from supertuner.step.window import ExpertState, train_window
 from tests.models.families.pipelines import CASES, WrittenPipeline
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from supertuner.config.settings.tree import RunConfig
+from supertuner.config.settings.run_config import RunConfig
 from supertuner.config.settings.validation import ValidationSettings
 from supertuner.optim.schedule import build_training_schedule
 from supertuner.optim.schedule import windows as all_windows

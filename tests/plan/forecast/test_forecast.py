@@ -7,8 +7,8 @@ import json
 import pytest
 
 from supertuner.core.types import GIB
-from supertuner.plan.forecast.model import FitStatus, RunTiming, TimingScenario
 from supertuner.plan.forecast.report import forecast_json, report_lines, verdict_text
+from supertuner.plan.forecast.results import FitStatus, RunTiming, TimingScenario
 from supertuner.plan.forecast.storage import StorageItem
 from supertuner.plan.placement.plan_step import plan_step
 from supertuner.plan.placement.throughput import MemoryLimits

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from supertuner.config.settings.tree import RunConfig
+from supertuner.config.settings.run_config import RunConfig
 from supertuner.config.sources.load import load_config
 from supertuner.core.errors import TrainError
 from supertuner.core.events import Event, NoteEvent, NullSink, WarningEvent

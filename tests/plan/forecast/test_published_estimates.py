@@ -19,7 +19,7 @@ from supertuner.plan.forecast.dataset_sizes import forecast_schedule
 from supertuner.plan.forecast.storage import list_storage
 from supertuner.plan.forecast.survey import survey_datasets
 from supertuner.plan.forecast.target_machine import known_machine_capacity
-from supertuner.plan.forecast.traces import CachedTraceProvider
+from supertuner.plan.forecast.trace_provider import CachedTraceProvider
 
 CONFIGS = Path(__file__).parents[3] / "examples"
 SQUARE = Bucket(MediaKind.IMAGE, 1024, 1024, 1, channels=3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from supertuner.config.settings.tree import RunConfig
+from supertuner.config.settings.run_config import RunConfig
 from supertuner.core.types import GIB, MIB, MediaKind
 from supertuner.data.ordering.buckets import Bucket
 from supertuner.plan.forecast.dataset_sizes import BucketCount, CaptionTotals, DatasetSize

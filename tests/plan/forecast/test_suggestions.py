@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from supertuner.core.types import GIB
-from supertuner.plan.forecast.context import configured_choice, scale_tokens, window_seconds_without_plan
-from supertuner.plan.forecast.model import SuggestedChange
+from supertuner.plan.forecast.results import SuggestedChange
+from supertuner.plan.forecast.suggestion_baseline import configured_choice, scale_tokens, window_seconds_without_plan
 from supertuner.plan.forecast.suggestions import suggest_changes
 from supertuner.plan.placement.choice import TimedStep
 from supertuner.plan.placement.memory_needs import compute_memory_needs

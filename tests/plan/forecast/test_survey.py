@@ -12,7 +12,7 @@ from PIL import Image
 from supertuner.config.sources.load import load_config
 from supertuner.core.events import NullSink
 from supertuner.core.host import HostFacts
-from supertuner.data.opened import open_corpus
+from supertuner.data.corpus_loader import open_corpus
 from supertuner.optim.schedule import build_training_schedule
 from supertuner.plan.forecast import survey as module
 from supertuner.plan.forecast.dataset_sizes import bucket_draw_shares, forecast_schedule

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from supertuner.config.settings.tree import RunConfig
+from supertuner.config.settings.run_config import RunConfig
 from supertuner.core.types import GIB
 from supertuner.memory.machines import MACHINES
 from supertuner.optim.schedule import build_training_schedule
-from supertuner.plan.forecast.context import configured_choice, scale_tokens, window_seconds_without_plan
+from supertuner.plan.forecast.suggestion_baseline import configured_choice, scale_tokens, window_seconds_without_plan
 from supertuner.plan.forecast.timing import ExpertSteps, RepeatedWork, RunWork, forecast_timing
 from supertuner.plan.placement.plan_step import plan_step
 from supertuner.plan.placement.step_table import OperatorWork, StepTable

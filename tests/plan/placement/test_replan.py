@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from supertuner.core.events import DecisionEvent, Event, NoteEvent, WarningEvent
-from supertuner.memory.emulator.clock import Clock
-from supertuner.memory.emulator.figures import Figures, Parameters
+from supertuner.memory.emulator.clock import EmulatorClock
+from supertuner.memory.emulator.configuration import EmulatedMachine, EmulatorParameters
 from supertuner.memory.machines import MACHINES
 from supertuner.models.blocks import named_blocks
 from supertuner.plan.placement.plan import ActivationPolicy, MemoryPlan, OptimizerPlacement, WeightPlacement
@@ -39,10 +39,10 @@ class ModelledTransfer:
         self.link(FAST)
 
     def link(self, bytes_s: float) -> None:
-        figures = Figures("a test", 1 << 40, to_device_bytes_s=bytes_s, to_host_bytes_s=bytes_s)
+        figures = EmulatedMachine("a test", 1 << 40, to_device_bytes_s=bytes_s, to_host_bytes_s=bytes_s)
         before = getattr(self, "clock", None)
-        self.clock = Clock(figures, Parameters(duplex=True))
-        self.clock.spend(0.0 if before is None else before.seconds or 0.0)
+        self.clock = EmulatorClock(figures, EmulatorParameters(duplex=True))
+        self.clock.advance(0.0 if before is None else before.seconds or 0.0)
         self.bytes_s = bytes_s
 
     def now(self) -> float:
@@ -52,17 +52,17 @@ class ModelledTransfer:
         nbytes = _copied(pairs)
         self.counters.fetched_bytes += nbytes
         self.counters.fetch_s += nbytes / self.bytes_s
-        return self.clock.cross(nbytes, 0)
+        return self.clock.transfer(nbytes, 0)
 
     def copy_to_host(self, pairs: Sequence[CopyPair]) -> TransferEvent:
         nbytes = _copied(pairs)
         self.counters.sent_bytes += nbytes
         self.counters.send_s += nbytes / self.bytes_s
-        return self.clock.cross(0, nbytes)
+        return self.clock.transfer(0, nbytes)
 
     def wait_on_device(self, mark: TransferEvent) -> None:
         before = self.now()
-        self.clock.wait(mark)
+        self.clock.wait_until(mark)
         self.counters.waited_s += self.now() - before
 
     synchronize = wait_on_device
@@ -108,7 +108,7 @@ class SlowRun:
             plan = a_plan(self.trainee.module, WeightPlacement.STREAMED, ActivationPolicy.SEND, ahead=1)
             planned = ExpertPlan(plan, PlanAssumptions(FAST, FAST, waiting_share=0.0), max_ahead=3)
         for block in self.trainee.module.blocks:  # type: ignore[union-attr]
-            block.register_forward_pre_hook(lambda *_: self.carrier.clock.spend(self.carrier.block_s))
+            block.register_forward_pre_hook(lambda *_: self.carrier.clock.advance(self.carrier.block_s))
             block.register_forward_hook(self._backward)
         self.acts = OffloadManager(
             [self.trainee],
@@ -122,7 +122,7 @@ class SlowRun:
 
     def _backward(self, _module: Any, _inputs: Any, made: torch.Tensor) -> None:
         if made.requires_grad:
-            made.register_hook(lambda _: self.carrier.clock.spend(2 * self.carrier.block_s))
+            made.register_hook(lambda _: self.carrier.clock.advance(2 * self.carrier.block_s))
 
     def run(self, windows: int) -> list[float]:
         took = []

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from supertuner.memory.driver import Refused
-from supertuner.memory.emulator.superchip import Superchip
+from supertuner.memory.driver import DriverError
+from supertuner.memory.emulator.superchip import EmulatedSuperchip
 from supertuner.memory.machines import MACHINES
 from supertuner.plan.placement.choice import PlacementChoice, TimedStep
 from supertuner.plan.placement.fast_simulate import evaluate_choice
@@ -138,14 +138,14 @@ def test_the_software_superchip_refuses_a_plan_that_does_not_fit() -> None:
     table = a_step(large, large)
     blocks = tuple(BlockPlan(b.name, WeightPlacement.GPU, a_choice("K").activations[0], "") for b in table.blocks)
     plan = MemoryPlan("train model", "gh200-96", True, blocks, 1, OptimizerPlacement.GPU, False, None)
-    with pytest.raises(Refused, match="OUT_OF_MEMORY"):
+    with pytest.raises(DriverError, match="OUT_OF_MEMORY"):
         replay_plan(table, plan, MACHINES["gh200-96"], MemoryLimits.from_machine(MACHINES["gh200-96"]))
 
 
 def test_copies_on_the_superchip_take_the_link_in_turn_and_never_before_they_may() -> None:
-    chip: Superchip = build_superchip(MACHINES["gh200-96"], ROUND, MemoryLimits(PAGE_BYTES, PAGE_BYTES))
-    assert chip.stream(100, True) == 1.0
-    assert chip.stream(100, False) == 3.0
-    assert chip.stream(100, True, after=10.0) == 11.0
-    chip.wait(5.0)
+    chip: EmulatedSuperchip = build_superchip(MACHINES["gh200-96"], ROUND, MemoryLimits(PAGE_BYTES, PAGE_BYTES))
+    assert chip.copy_async(100, True) == 1.0
+    assert chip.copy_async(100, False) == 3.0
+    assert chip.copy_async(100, True, not_before=10.0) == 11.0
+    chip.wait_until(5.0)
     assert chip.seconds == 5.0

@@ -21,7 +21,7 @@ from supertuner.plan.placement.simplex import maximize
 from supertuner.plan.placement.step_table import OperatorWork
 from supertuner.plan.placement.throughput import MachineRates, MemoryLimits
 from tests.plan.making_steps import AMPLE, PLAIN, ROUND, a_step, choices, rates, tables
-from tests.plan.wild import RandomSchedule, ScheduleStuck
+from tests.plan.random_schedules import RandomSchedule, ScheduleStuck
 
 FOUR = a_step(PLAIN, PLAIN, PLAIN, PLAIN)
 """24 seconds of blocks, one of update; 400 bytes of weights, 400 of activations."""

@@ -7,7 +7,7 @@ import pytest
 
 from supertuner.plan.placement.step_table import OperatorWork
 from supertuner.plan.placement.timeline import IDLE_EXPERTS, build_timeline
-from supertuner.plan.trace.record import ExecutionTrace, StepPass, TensorKind, TraceSpan
+from supertuner.plan.trace.execution_trace import ExecutionTrace, StepPass, TensorKind, TraceSpan
 
 
 def a_trace() -> ExecutionTrace:

@@ -20,7 +20,7 @@ from supertuner.plan.trace.caching_allocator import (
     CachingAllocator,
     simulate_allocator,
 )
-from supertuner.plan.trace.record import ExecutionTrace, StepPass, TensorKind, TraceSpan
+from supertuner.plan.trace.execution_trace import ExecutionTrace, StepPass, TensorKind, TraceSpan
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 from supertuner.config.settings.model import ModelSettings
-from supertuner.config.settings.tree import RunConfig
+from supertuner.config.settings.run_config import RunConfig
 from supertuner.core.errors import ModelError
 from supertuner.models import loading
 from supertuner.models.blocks import named_blocks
-from supertuner.models.published import PUBLISHED, describe_model
-from supertuner.models.table import FAMILY_BY_PIPELINE
-from supertuner.plan.trace.shapes import EncoderShapeProbe, without_weights
+from supertuner.models.family_registry import FAMILY_BY_PIPELINE
+from supertuner.models.published_models import PUBLISHED, describe_model
+from supertuner.plan.trace.encoder_shapes import EncoderShapeProbe, without_weights
 from tests.models.families.pipelines import WrittenPipeline
 
 BILLIONS = {

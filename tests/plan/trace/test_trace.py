@@ -10,25 +10,25 @@ import numpy as np
 import pytest
 import torch
 
-from supertuner.config.settings.tree import RunConfig
+from supertuner.config.settings.run_config import RunConfig
 from supertuner.core.events import NullSink
 from supertuner.models.blocks import named_blocks
+from supertuner.models.family_registry import load_family as family_of
 from supertuner.models.spec import Family, ModelDescription, ModelSource
-from supertuner.models.table import load_family as family_of
-from supertuner.plan.trace.record import AFTER_BLOCKS, BEFORE_BLOCKS, ExecutionTrace, StepPass, TensorKind
+from supertuner.plan.trace.encoder_shapes import CPU, BatchShape, BatchTensorSpec, EncoderShapeProbe
+from supertuner.plan.trace.execution_trace import AFTER_BLOCKS, BEFORE_BLOCKS, ExecutionTrace, StepPass, TensorKind
 from supertuner.plan.trace.recorder import inner_tensors
-from supertuner.plan.trace.shapes import CPU, BatchShape, BatchTensorSpec, EncoderShapeProbe
-from supertuner.plan.trace.summary import build_step_table
-from supertuner.plan.trace.training import trace_training_step
+from supertuner.plan.trace.step_table_builder import build_step_table
+from supertuner.plan.trace.training_step import trace_training_step
 from supertuner.step.batch import StepBatch
-from supertuner.step.precision import ComputePrecision, latent_storage_dtype
-from supertuner.step.trainee import (
+from supertuner.step.expert_setup import (
     build_expert_state,
     build_step_options,
     build_trainable_expert,
     quantize_base_weights,
     weight_dtype,
 )
+from supertuner.step.precision import ComputePrecision, latent_storage_dtype
 from supertuner.step.window import ExpertState, train_window
 from tests.models.families.pipelines import CASES, WrittenPipeline
 

@@ -10,16 +10,28 @@ from typing import Any
 import numpy as np
 import pytest
 
-from supertuner.config.settings.tree import RunConfig
+from supertuner.config.settings.run_config import RunConfig
 from supertuner.core.events import Event, WarningEvent
+from supertuner.models.family_registry import load_family as family_of
 from supertuner.models.spec import Expert, Family, ModelDescription, ModelSource
-from supertuner.models.table import load_family as family_of
 from supertuner.plan.placement.step_table import OperatorWork
 from supertuner.plan.trace import cached_traces as remembered
-from supertuner.plan.trace.phases import SampleTrace, trace_media_encoding, trace_sampling, trace_text_encoding
-from supertuner.plan.trace.record import AFTER_BLOCKS, BEFORE_BLOCKS, ExecutionTrace, StepPass, TensorKind, TraceSpan
+from supertuner.plan.trace.encoder_shapes import BatchShape, EncoderShapeProbe
+from supertuner.plan.trace.execution_trace import (
+    AFTER_BLOCKS,
+    BEFORE_BLOCKS,
+    ExecutionTrace,
+    StepPass,
+    TensorKind,
+    TraceSpan,
+)
+from supertuner.plan.trace.inference_phases import (
+    SampleTrace,
+    trace_media_encoding,
+    trace_sampling,
+    trace_text_encoding,
+)
 from supertuner.plan.trace.recorder import PlainCpuDevice
-from supertuner.plan.trace.shapes import BatchShape, EncoderShapeProbe
 from supertuner.plan.trace.trace_store import MAX_FILES, TraceCache, program_versions, read_trace, serialize_trace
 
 

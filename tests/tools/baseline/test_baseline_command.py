@@ -12,9 +12,12 @@ from typer.testing import CliRunner, Result
 from supertuner.cli import app
 from supertuner.core.errors import BaselineError, OptionError
 from supertuner.core.events import NullSink
-from supertuner.tools.baseline import capturing, checking, code, ratios
-from supertuner.tools.baseline.judging import RegressionVerdict
-from supertuner.tools.baseline.statistics import RatioInterval
+from supertuner.tools.baseline import baseline_capture as capturing
+from supertuner.tools.baseline import baseline_check as checking
+from supertuner.tools.baseline import code_versions as code
+from supertuner.tools.baseline import peer_ratios as ratios
+from supertuner.tools.baseline.confidence_interval import RatioInterval
+from supertuner.tools.baseline.regression import RegressionVerdict
 from supertuner.tools.baseline.store import load_baseline, save_baseline
 from supertuner.tools.shapes import BASE_MODEL
 from tests.tools.baseline.baselining import baseline, jobs

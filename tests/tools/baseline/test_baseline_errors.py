@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from supertuner.cli import main
-from supertuner.tools.baseline import ratios
-from supertuner.tools.baseline.statistics import RatioInterval
+from supertuner.tools.baseline import peer_ratios as ratios
+from supertuner.tools.baseline.confidence_interval import RatioInterval
 from supertuner.tools.baseline.store import _canonical, _digest, save_baseline
 from tests.tools.baseline.baselining import baseline
 

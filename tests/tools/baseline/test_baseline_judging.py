@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from supertuner.tools.baseline.judging import ComparisonResult, ComparisonTerms, RegressionVerdict, judge_jobs
-from supertuner.tools.baseline.losses import LossAgreement
+from supertuner.tools.baseline.comparison_report import as_json, as_markdown, headline
+from supertuner.tools.baseline.confidence_interval import RatioInterval, confidence_interval, quantile, reduce_blocks
+from supertuner.tools.baseline.loss_comparison import LossAgreement
 from supertuner.tools.baseline.record import MeasuredJob
-from supertuner.tools.baseline.statistics import RatioInterval, confidence_interval, quantile, reduce_blocks
-from supertuner.tools.baseline.verdict import as_json, as_markdown, headline
+from supertuner.tools.baseline.regression import ComparisonResult, ComparisonTerms, RegressionVerdict, judge_jobs
 from tests.tools.baseline.baselining import MIB, job, jobs
 
 

@@ -11,9 +11,10 @@ import pytest
 
 from supertuner.cli import main
 from supertuner.core.errors import BaselineError, OptionError
-from supertuner.tools.baseline import checking, nvidia_smi
-from supertuner.tools.baseline.judging import RegressionVerdict
-from supertuner.tools.baseline.report import baseline_report
+from supertuner.tools.baseline import baseline_check as checking
+from supertuner.tools.baseline import nvidia_smi
+from supertuner.tools.baseline.baseline_report import baseline_report
+from supertuner.tools.baseline.regression import RegressionVerdict
 from supertuner.tools.baseline.store import (
     BASELINE_FILE,
     Baseline,

@@ -14,13 +14,9 @@ import pytest
 
 from supertuner.core.errors import BaselineError
 from supertuner.core.events import MeasurementEvent, NoteEvent, NullSink
-from supertuner.sinks import training
-from supertuner.tools.baseline.capturing import BaselineScenario
-from supertuner.tools.baseline.judging import ComparisonTerms, RegressionVerdict, judge_jobs
-from supertuner.tools.baseline.record import MeasurementRequest, read_job, write_job
-from supertuner.tools.baseline.recorder import MeasurementRecorder
-from supertuner.tools.baseline.rounds import ComparisonSide, JobPairs, both_fit, choose_turn_steps, run_rounds
-from supertuner.tools.baseline.turns import (
+from supertuner.sinks import training_events as training
+from supertuner.tools.baseline.baseline_capture import BaselineScenario
+from supertuner.tools.baseline.measured_process import (
     JobCommand,
     MeasuredProcess,
     exit_on_sigterm,
@@ -28,28 +24,32 @@ from supertuner.tools.baseline.turns import (
     run_job,
     run_jobs_in_turns,
 )
+from supertuner.tools.baseline.record import MeasurementRequest, read_job, write_job
+from supertuner.tools.baseline.recorder import MeasurementRecorder
+from supertuner.tools.baseline.regression import ComparisonTerms, RegressionVerdict, judge_jobs
+from supertuner.tools.baseline.rounds import ComparisonSide, JobPairs, both_fit, choose_turn_steps, run_rounds
 from tests.tools.baseline.baselining import MIB, job
 
 # A process that computes nothing: steps that sleep, and a log of when each one was.
 WORKER = """
 import sys, time
 from pathlib import Path
-from supertuner.tools.baseline.record import Job, read_order, write_job
-from supertuner.tools.baseline.recorder import Recorder
+from supertuner.tools.baseline.record import MeasuredJob, read_request, write_job
+from supertuner.tools.baseline.recorder import MeasurementRecorder
 
-order = read_order(Path(sys.argv[-1]))
+order = read_request(Path(sys.argv[-1]))
 steps, sleep_s = int(sys.argv[1]), float(sys.argv[2])
-recorder = Recorder(order.begun, order.turn_steps)
+recorder = MeasurementRecorder(order.begun, order.turn_steps)
 held = bytearray(b"x" * (40 << 20))
 spans = []
-recorder.began(time.monotonic())
+recorder.begin_training(time.monotonic())
 for at in range(steps):
     begun = time.monotonic()
     time.sleep(sleep_s)
     spans.append((begun, time.monotonic()))
-    recorder.stepped(window=4, expert="model", loss=1.0, seconds=spans[-1][1] - begun)
+    recorder.record_step(window=4, expert="model", loss=1.0, seconds=spans[-1][1] - begun)
 Path(order.out, "spans").write_text(repr(spans))
-write_job(Path(order.out), Job(tuple(recorder.steps), recorder.start(), {}, {}, (), "", {}, "", 1.0))
+write_job(Path(order.out), MeasuredJob(tuple(recorder.steps), recorder.startup_times(), {}, {}, (), "", {}, "", 1.0))
 """
 
 
@@ -117,10 +117,10 @@ def test_nobody_is_left_behind_by_a_kill_that_we_cannot_see(tmp_path: Path, turn
     """Stopped for another one's turn, or running alone: whose measurer is killed ends too."""
     script = (
         "import sys, time; from pathlib import Path; from tests.tools.baseline.test_baseline_turns import worker\n"
-        "from supertuner.tools.baseline.record import Order; from supertuner.tools.baseline.turns import Running\n"
+        "from supertuner.tools.baseline.record import MeasurementRequest; from supertuner.tools.baseline.measured_process import MeasuredProcess\n"
         "out, turn = Path(sys.argv[1]), int(sys.argv[2])\n"
-        "with Running(worker(steps=100_000, sleep_s=0.001), Order(str(out / 'a'), 0.0, turn_steps=turn)) as running:\n"
-        "    running.until_turn_ends() if turn else time.sleep(1)\n"
+        "with MeasuredProcess(worker(steps=100_000, sleep_s=0.001), MeasurementRequest(str(out / 'a'), 0.0, turn_steps=turn)) as running:\n"
+        "    running.wait_for_turn_end() if turn else time.sleep(1)\n"
         "    (out / 'pid').write_text(str(running._process.pid))\n"
         "    sys.stdin.read()\n"
     )

@@ -7,24 +7,24 @@ from dataclasses import replace
 from pathlib import Path
 
 from supertuner.core.types import GIB
-from supertuner.memory.driver import Device, Missing
-from supertuner.tools.doctor.check import CheckResult, CheckStatus
-from supertuner.tools.doctor.checks import all_checks
-from supertuner.tools.doctor.situation import SystemSnapshot, take_snapshot
+from supertuner.memory.driver import DeviceProperties, NotAvailable
+from supertuner.tools.doctor.check_result import CheckResult, CheckStatus
+from supertuner.tools.doctor.requirements import all_checks
+from supertuner.tools.doctor.system_snapshot import SystemSnapshot, take_snapshot
 from supertuner.tools.doctor.torch_probe import TorchProbeResult
-from tests.memory.machine_files import GH200, Said, folder_host, gh200_files
+from tests.memory.machine_files import GH200, FakeProbeDriver, folder_host, gh200_files
 
 STOCK = TorchProbeResult(version="2.13.0+cu130", cuda="13.0", sees=1, patched=False)
 CPU_TORCH = TorchProbeResult(version="2.13.0+cpu")
-NO_DRIVER = Missing("no NVIDIA driver (libcuda.so.1) here")
-NO_NVML = Missing("no NVML here")
+NO_DRIVER = NotAvailable("no NVIDIA driver (libcuda.so.1) here")
+NO_NVML = NotAvailable("no NVML here")
 WELL: Mapping[str, str | bytes] = {"proc/sys/kernel/numa_balancing": "0\n", "dev/shm/here": ""}
 """What a GH200 should have, where the folder of files has a trap."""
 
 
 def situation(
     root: Path,
-    *devices: Device,
+    *devices: DeviceProperties,
     files: Mapping[str, str | bytes] | None = None,
     environ: Mapping[str, str] | None = None,
     torch: TorchProbeResult = STOCK,
@@ -32,7 +32,7 @@ def situation(
 ) -> SystemSnapshot:
     """A GH200 in good order; `files` are laid over its kernel files, `devices` stand in for its GPU."""
     host = folder_host(root, {**gh200_files(), **WELL, **(files or {})})
-    driver = Said(*(devices or (GH200,)), version=version)
+    driver = FakeProbeDriver(*(devices or (GH200,)), version=version)
     found = take_snapshot(
         host,
         driver,  # type: ignore[arg-type]

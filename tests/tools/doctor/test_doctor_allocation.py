@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from supertuner.core.events import NullSink
 from supertuner.core.types import GIB, MIB
-from supertuner.memory.driver import Kind, Span
-from supertuner.memory.emulator.figures import Fault, Faults, Figures
-from supertuner.memory.emulator.superchip import Superchip
+from supertuner.memory.driver import AddressRange, MemoryKind
+from supertuner.memory.emulator.configuration import EmulatedMachine, FaultPlan, InjectedFault
+from supertuner.memory.emulator.superchip import EmulatedSuperchip
 from supertuner.memory.machines import MACHINES
 from supertuner.tools.doctor.allocation import (
     MAX_ERRORS_SHOWN,
@@ -34,28 +34,28 @@ from supertuner.tools.doctor.allocation_plan import (
     AvailableMemory,
     plan_allocation_test,
 )
-from supertuner.tools.doctor.check import CheckStatus
-from supertuner.tools.doctor.checks import DoctorFindings
-from supertuner.tools.doctor.machine import measure_available_memory, run_allocation_test
+from supertuner.tools.doctor.check_result import CheckStatus
+from supertuner.tools.doctor.examination import measure_available_memory, run_allocation_test
+from supertuner.tools.doctor.requirements import DoctorFindings
 from tests.memory.machine_files import folder_host, gh200_files
 from tests.tools.doctor.doctoring import NO_DRIVER, situation, without_gpu
 
-TINY = Figures("tiny", 64 * MIB, host_bytes=GIB, ats=True, gpu_read_bytes_s=4e12, gpu_write_bytes_s=4e12,
+TINY = EmulatedMachine("tiny", 64 * MIB, host_bytes=GIB, ats=True, gpu_read_bytes_s=4e12, gpu_write_bytes_s=4e12,
                host_bytes_s=4e11, to_device_bytes_s=4e11, to_host_bytes_s=3e11)  # fmt: skip
 
 
-class WatchedSuperchip(Superchip):
+class WatchedSuperchip(EmulatedSuperchip):
     """A superchip that remembers what it gave out, and can be made to lie or to be interrupted."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.held: dict[int, tuple[Kind, int]] = {}
-        self.given: list[Kind] = []
-        self.spoilt: Span | None = None
+        self.held: dict[int, tuple[MemoryKind, int]] = {}
+        self.given: list[MemoryKind] = []
+        self.spoilt: AddressRange | None = None
         self.interrupted_in = ""
         self.calls_left = 0
 
-    def allocate(self, kind: Kind, nbytes: int, device: int = 0) -> int:
+    def allocate(self, kind: MemoryKind, nbytes: int, device: int = 0) -> int:
         self._interrupt("allocate")
         address = super().allocate(kind, nbytes, device)
         self.held[address] = kind, nbytes
@@ -66,21 +66,21 @@ class WatchedSuperchip(Superchip):
         super().free(address)
         del self.held[address]
 
-    def fill(self, span: Span, value: int, device: int = 0) -> None:
+    def fill(self, span: AddressRange, value: int, device: int = 0) -> None:
         self._interrupt("fill")
         super().fill(span, value, device)
         if self.spoilt is not None and span.nbytes > self.spoilt.nbytes and self.spoilt.address < span.nbytes:
-            super().fill(Span(span.address + self.spoilt.address, self.spoilt.nbytes), 0xEE, device)
+            super().fill(AddressRange(span.address + self.spoilt.address, self.spoilt.nbytes), 0xEE, device)
 
     def copy(self, target: int, source: int, nbytes: int, device: int = 0) -> None:
         self._interrupt("copy")
         super().copy(target, source, nbytes, device)
 
-    def read(self, span: Span) -> bytes:
+    def read(self, span: AddressRange) -> bytes:
         self._interrupt("read")
         return super().read(span)
 
-    def prefetch(self, spans: Sequence[Span], home: Any) -> None:
+    def prefetch(self, spans: Sequence[AddressRange], home: Any) -> None:
         self._interrupt("prefetch")
         super().prefetch(spans, home)
 
@@ -91,7 +91,7 @@ class WatchedSuperchip(Superchip):
                 raise KeyboardInterrupt
 
 
-def room(chip: Superchip, host_available: int | None = 40 * GIB) -> AvailableMemory:
+def room(chip: EmulatedSuperchip, host_available: int | None = 40 * GIB) -> AvailableMemory:
     device = chip.devices()[0]
     return AvailableMemory(
         gpu_bytes=device.total_bytes,
@@ -104,14 +104,14 @@ def room(chip: Superchip, host_available: int | None = 40 * GIB) -> AvailableMem
     )
 
 
-def bench(chip: Superchip, scale: float = 1.5, machine: str | None = None) -> AllocationTest:
+def bench(chip: EmulatedSuperchip, scale: float = 1.5, machine: str | None = None) -> AllocationTest:
     planned = plan_allocation_test(room(chip), scale)
     assert isinstance(planned, AllocationTestPlan)
     row = MACHINES[machine] if machine else None
     return AllocationTest(chip, chip.devices()[0], row, planned, lambda: chip.seconds, NullSink())
 
 
-def trial(chip: Superchip, scale: float = 1.5, machine: str | None = None) -> AllocationTestResult:
+def trial(chip: EmulatedSuperchip, scale: float = 1.5, machine: str | None = None) -> AllocationTestResult:
     return bench(chip, scale, machine).run()
 
 
@@ -212,7 +212,7 @@ def test_figures_stand_against_the_table_and_eviction_costs() -> None:
 @pytest.mark.parametrize("at", [0, 2 * MIB - 64])
 def test_a_wrong_value_in_a_block_is_found(at: int) -> None:
     chip = WatchedSuperchip(TINY)
-    chip.spoilt = Span(at, 64)
+    chip.spoilt = AddressRange(at, 64)
     found = trial(chip)
     assert not found.passed and found.verified_blocks == 0
     assert "block 0 of 48: the host reads ee ee ee ee … at byte" in found.wrong_values[0]
@@ -226,7 +226,7 @@ def test_wrong_values_spoil_the_examination_whatever_was_required(tmp_path: Path
     chip = WatchedSuperchip(TINY)
     found = situation(tmp_path, *chip.devices())
     assert not DoctorFindings(found, (), trial(chip)).memory_corrupted
-    chip.spoilt = Span(0, 64)
+    chip.spoilt = AddressRange(0, 64)
     assert DoctorFindings(found, (), trial(chip)).memory_corrupted
 
 
@@ -242,7 +242,7 @@ def test_a_copy_that_the_gpu_does_not_make_is_found() -> None:
 def test_a_copy_to_the_gpu_that_does_not_arrive_is_found() -> None:
     class OneWay(WatchedSuperchip):
         def copy(self, target: int, source: int, nbytes: int, device: int = 0) -> None:
-            if self.kind_of(target) is not Kind.DEVICE:
+            if self.memory_kind_at(target) is not MemoryKind.DEVICE:
                 super().copy(target, source, nbytes, device)
 
     found = trial(OneWay(TINY))
@@ -256,7 +256,7 @@ def test_a_copy_to_the_gpu_that_does_not_arrive_is_found() -> None:
 @pytest.mark.parametrize("verb", ["allocate", "fill", "copy", "read", "synchronize"])
 @pytest.mark.parametrize("first", [1, 3])
 def test_a_refusal_ends_the_test_with_the_drivers_word_and_nothing_is_kept(verb: str, first: int) -> None:
-    chip = WatchedSuperchip(TINY, faults=Faults((Fault(verb, "CUDA_ERROR_UNKNOWN", first=first, times=1),)))
+    chip = WatchedSuperchip(TINY, faults=FaultPlan((InjectedFault(verb, "CUDA_ERROR_UNKNOWN", first=first, times=1),)))
     found = trial(chip)
     assert chip.held == {}
     if found.refusal is None:  # synchronize's third call is after the last one that the test cannot do without
@@ -269,12 +269,14 @@ def test_a_refusal_ends_the_test_with_the_drivers_word_and_nothing_is_kept(verb:
 
 @pytest.mark.parametrize("verb", ["prefetch", "advise"])
 def test_a_refused_hint_costs_a_figure_and_not_the_test(verb: str) -> None:
-    found = trial(WatchedSuperchip(TINY, faults=Faults((Fault(verb, "CUDA_ERROR_NOT_SUPPORTED", times=99),))))
+    found = trial(
+        WatchedSuperchip(TINY, faults=FaultPlan((InjectedFault(verb, "CUDA_ERROR_NOT_SUPPORTED", times=99),)))
+    )
     assert found.passed and found.notes
 
 
 def test_memory_that_cannot_be_freed_is_said() -> None:
-    found = trial(WatchedSuperchip(TINY, faults=Faults((Fault("free", "CUDA_ERROR_ILLEGAL_ADDRESS"),))))
+    found = trial(WatchedSuperchip(TINY, faults=FaultPlan((InjectedFault("free", "CUDA_ERROR_ILLEGAL_ADDRESS"),))))
     assert any("not given back" in note for note in found.notes)
 
 

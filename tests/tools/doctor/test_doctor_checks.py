@@ -10,10 +10,10 @@ import pytest
 
 from supertuner.core.errors import OptionError
 from supertuner.core.types import GIB, KIB, MIB
-from supertuner.memory.driver import Missing
+from supertuner.memory.driver import NotAvailable
 from supertuner.tools.doctor.allocation_plan import AllocationTestSkipped
-from supertuner.tools.doctor.check import CheckResult, CheckStatus
-from supertuner.tools.doctor.checks import (
+from supertuner.tools.doctor.check_result import CheckResult, CheckStatus
+from supertuner.tools.doctor.requirements import (
     REQUIREMENTS,
     DoctorFindings,
     all_checks,
@@ -29,7 +29,7 @@ from supertuner.tools.doctor.screen import (
     to_ascii,
     visible_checks,
 )
-from supertuner.tools.doctor.situation import SystemSnapshot, figure_origin
+from supertuner.tools.doctor.system_snapshot import SystemSnapshot, figure_origin
 from supertuner.tools.doctor.torch_probe import TorchProbeResult, parse_answer, probe_torch
 from tests.memory.machine_files import GB10, GH200, H100, auxv, folder_host, in_gib, meminfo
 from tests.tools.doctor.doctoring import CPU_TORCH, STOCK, check, situation, troubles, without_gpu
@@ -215,7 +215,7 @@ def test_a_variable_says_what_it_gives(given: str, tmp_path: Path) -> None:
 
 
 def test_a_missing_plugin_is_a_warning_with_a_gpu_and_no_matter_without(tmp_path: Path) -> None:
-    missing = Missing("no compiler was there")
+    missing = NotAvailable("no compiler was there")
     assert (
         check(replace(situation(tmp_path / "a"), overflow=missing), "overflow allocator").status is CheckStatus.WARNING
     )
@@ -229,7 +229,7 @@ def test_every_remedy_of_a_complaint_names_a_command(tmp_path: Path) -> None:
     environ = {name: value for _, variables, _ in TRAPS.values() for name, value in variables.items()}
     worst = situation(tmp_path, files=everything, environ=environ, version=12040, torch=CPU_TORCH)
     poor = replace(worst.resources, shm_bytes=MIB, open_files=9, folder_free=1, compiler=None, host_available=MIB)
-    worst = replace(worst, around=poor, overflow=Missing("not built"))
+    worst = replace(worst, around=poor, overflow=NotAvailable("not built"))
     found = troubles(worst)
     assert len(found) >= 14
     for name, one in found.items():

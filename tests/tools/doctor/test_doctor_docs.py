@@ -10,7 +10,7 @@ from typer.main import get_command
 
 from supertuner.cli import app
 from supertuner.config.sources import key_path as place
-from supertuner.tools.doctor.checks import REQUIREMENTS, parse_requirements
+from supertuner.tools.doctor.requirements import REQUIREMENTS, parse_requirements
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 PAGES = ("doctor.md", "troubleshooting.md", "deployment.md")

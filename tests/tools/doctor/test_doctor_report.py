@@ -20,15 +20,15 @@ from supertuner.cli import app
 from supertuner.core.errors import SuperTunerError
 from supertuner.core.events import NullSink
 from supertuner.core.types import JSON
-from supertuner.memory.emulator.superchip import Superchip
+from supertuner.memory.emulator.superchip import EmulatedSuperchip
 from supertuner.memory.machines import MACHINES
-from supertuner.memory.telemetry.nvml import NvmlGpu
-from supertuner.tools.doctor import report
+from supertuner.memory.telemetry.nvml import NvmlGpuFacts
+from supertuner.tools.doctor import doctor_report as report
 from supertuner.tools.doctor.allocation import AllocationTestResult
 from supertuner.tools.doctor.allocation_checks import allocation_checks
 from supertuner.tools.doctor.allocation_plan import AllocationTestSkipped
-from supertuner.tools.doctor.checks import REQUIREMENTS, DoctorFindings, all_checks
-from supertuner.tools.doctor.machine import run_allocation_test
+from supertuner.tools.doctor.examination import run_allocation_test
+from supertuner.tools.doctor.requirements import REQUIREMENTS, DoctorFindings, all_checks
 from tests.fakes.building import environment
 from tests.memory.machine_files import folder_host, gh200_files
 from tests.tools.doctor.doctoring import situation, without_gpu
@@ -41,10 +41,10 @@ FREE_KEYS = ("host.uvm_parameters", "environment.allocator")
 
 def examined(root: Path) -> DoctorFindings:
     """A GH200 with everything in its report: NVML's word, an allocation test, on the modelled superchip."""
-    chip = Superchip(MACHINES["gh200-96"])
+    chip = EmulatedSuperchip(MACHINES["gh200-96"])
     named = [replace(device, name="NVIDIA GH200 480GB") for device in chip.devices()]
     found = situation(root / "machine", *named, environ={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
-    nvml = NvmlGpu(0, "NVIDIA GH200 480GB", "GPU-1", 96 << 30, 1980, 900.0)
+    nvml = NvmlGpuFacts(0, "NVIDIA GH200 480GB", "GPU-1", 96 << 30, 1980, 900.0)
     gpus = tuple(replace(gpu, nvml=nvml) for gpu in found.facts.gpus)
     found = replace(found, facts=replace(found.facts, gpus=gpus), behind=replace(found.driver, body="model"))
     trial = run_allocation_test(

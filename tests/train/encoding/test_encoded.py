@@ -14,10 +14,10 @@ from supertuner.core.errors import CacheError, ModelError
 from supertuner.core.events import MeasurementEvent, NullSink
 from supertuner.core.host import HostFacts
 from supertuner.core.types import MediaKind
-from supertuner.data.batching.batches import DecoderPool
+from supertuner.data.batching.decoder_pool import DecoderPool
 from supertuner.data.batching.render import caption_for_sample
-from supertuner.data.opened import open_corpus
-from supertuner.train.encoding.encoded import open_encoded_corpus
+from supertuner.data.corpus_loader import open_corpus
+from supertuner.train.encoding.encoded_corpus import open_encoded_corpus
 from tests.cache.encoding import (
     SoundEncoder,
     arenas,

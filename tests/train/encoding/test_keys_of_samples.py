@@ -10,18 +10,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from supertuner.arena.home import Home
+from supertuner.arena.home import ArenaHome
 from supertuner.cache.keys import CacheNamespace
 from supertuner.config.settings.data import CaptionSettings, DatasetSettings
 from supertuner.core.events import NullSink
 from supertuner.core.host import HostFacts
-from supertuner.data import content
+from supertuner.data import content_key as content
 from supertuner.data.batching.augment import AugmentationParams
 from supertuner.data.batching.caption_variants import DROPPED_CAPTION, choose_caption_index, possible_captions
 from supertuner.data.batching.captions import draw_caption
 from supertuner.data.batching.sample_rng import SampleRng
 from supertuner.data.corpus import Corpus, build_corpus
-from supertuner.data.staging.stage import DatasetStager
+from supertuner.data.staging.stager import DatasetStager
 from supertuner.step.precision import latent_storage_dtype
 from supertuner.train.encoding.media import media_keys
 from tests.cache.encoding import pictures, sounds, videos
@@ -33,7 +33,7 @@ SPACE = CacheNamespace("latents", "vae", "bfloat16")
 def corpus(tmp_path: Path, folder: Path, seed: int = 5, **settings) -> Corpus:
     given = {"id": "set", "resolution": 32, "bucket_step": 16, **settings}
     dataset = DatasetSettings.model_validate({**given, "instance_data_dir": folder})
-    stager = DatasetStager(Home(tmp_path / "ram"), HostFacts(), NullSink(), NullSink())
+    stager = DatasetStager(ArenaHome(tmp_path / "ram"), HostFacts(), NullSink(), NullSink())
     return build_corpus([(dataset, stager.open(dataset)[1])], seed=seed, batch_size=2)
 
 

@@ -12,7 +12,7 @@ import torch
 from supertuner.cache.epoch_rotation import EpochRotation
 from supertuner.core.errors import CacheError
 from supertuner.core.events import MeasurementEvent
-from supertuner.data.ordering.windows import MicroBatch
+from supertuner.data.ordering.micro_batches import MicroBatch
 from tests.cache.encoding import (
     arenas,
     batches,

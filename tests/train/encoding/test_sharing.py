@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from supertuner.config.settings.tree import RunConfig
+from supertuner.config.settings.run_config import RunConfig
 from tests.cache.encoding import (
     config_of,
     encoding_spec,

@@ -18,9 +18,9 @@ from supertuner.models.adapters.attach import (
     load_trainable_state,
     trainable_state,
 )
-from supertuner.models.adapters.initial_weights import load_initial_values, merge_frozen
+from supertuner.models.adapters.existing_adapters import load_initial_values, merge_frozen
 from supertuner.models.adapters.keys_schemes import KEY_SCHEMES
-from supertuner.models.quantise import quantize_blocks
+from supertuner.models.quantization import quantize_blocks
 from supertuner.train.export.adapter_files import convert_adapter, open_adapter, with_expert
 from supertuner.train.export.adapter_init import load_initial_adapters, load_layer_tensors
 from tests.models.adapters.modules import flux, flux_output, random_tensor, wan, wan_output

@@ -15,10 +15,10 @@ from supertuner.config.settings.optim import OptimizerSettings
 from supertuner.models.adapters import attach as adapters
 from supertuner.models.blocks import named_blocks
 from supertuner.models.objective.diffusion import TrainingObjective, sample_noise, sample_uniform
-from supertuner.models.quantise import quantize_blocks
+from supertuner.models.quantization import quantize_blocks
 from supertuner.models.spec import Expert, Tensors
 from supertuner.optim.ema import EmaWeights
-from supertuner.optim.table import build_optimizer
+from supertuner.optim.optimizer_registry import build_optimizer
 from supertuner.plan.placement.plan import ActivationPolicy, BlockPlan, MemoryPlan, OptimizerPlacement, WeightPlacement
 from supertuner.step.batch import StepBatch
 from supertuner.step.precision import ComputePrecision, PrecisionName

@@ -11,11 +11,11 @@ from supertuner.config.settings.model import AdapterSettings
 from supertuner.config.settings.optim import OptimizerSettings
 from supertuner.core.events import Event
 from supertuner.models.adapters.attach import TrainableExpert, attach
+from supertuner.models.family_registry import load_family
 from supertuner.models.objective.diffusion import TrainingObjective
 from supertuner.models.spec import ModelDescription, ModelSampler, ModelSource
-from supertuner.models.table import load_family
 from supertuner.optim.ema import EmaWeights
-from supertuner.optim.table import build_optimizer
+from supertuner.optim.optimizer_registry import build_optimizer
 from supertuner.plan.sample_requests import SampleSize, ValidationSamplePlan
 from supertuner.step.precision import ComputePrecision
 from supertuner.step.window import ExpertState, StepOptions, prepare_for_training, train_window

@@ -12,7 +12,7 @@ import torch
 from supertuner.core.events import DecisionEvent
 from supertuner.models.objective.diffusion import sample_noise
 from supertuner.models.spec import Expert, ModelSource
-from supertuner.sinks.training import HeldOutLoss
+from supertuner.sinks.training_events import HeldOutLoss
 from supertuner.step.batch import StepBatch
 from supertuner.train.validation.held_out_loss import (
     HeldOutBatch,

@@ -19,8 +19,8 @@ from torch import nn
 from supertuner.core.errors import TrainError
 from supertuner.core.events import MeasurementEvent, NullSink
 from supertuner.data.decode.video import decode_video
+from supertuner.models.family_registry import load_family
 from supertuner.models.spec import ModelSource, SampleRequest
-from supertuner.models.table import load_family
 from supertuner.plan.sample_requests import ValidationSamplePlan
 from supertuner.train.validation.sample_images import (
     EvaluationWeights,

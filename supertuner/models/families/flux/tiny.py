@@ -10,7 +10,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransfo
 
 from supertuner.models.families.tiny_text import VOCABULARY, byte_tokenizer, clip_encoder, t5_encoder, unigram_tokenizer
 from supertuner.models.families.tiny_vae import tiny_image_vae
-from supertuner.models.quiet import quiet_libraries
+from supertuner.models.library_logging import quiet_libraries
 
 
 @dataclass(frozen=True, slots=True)

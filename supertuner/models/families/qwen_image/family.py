@@ -12,14 +12,15 @@ from torch import nn
 
 from supertuner.core.errors import ModelError
 from supertuner.core.types import MediaKind
-from supertuner.models import loading, reading
+from supertuner.models import loading
+from supertuner.models import pipeline_files as reading
 from supertuner.models.adapters.targets import JOINT_ATTENTION, target_presets
 from supertuner.models.families.flux.shapes import pack_latents, token_count, unpack_latents
 from supertuner.models.families.qwen_image.encoders import build_media_encoder, build_text_encoder, pad_text
 from supertuner.models.families.qwen_image.sampler import COMPONENTS, build_sampler
 from supertuner.models.families.qwen_image.shapes import token_grid, unsupported_reason
 from supertuner.models.families.qwen_image.tiny import write_tiny_pipeline
-from supertuner.models.reading import ConfigDict
+from supertuner.models.pipeline_files import ConfigDict
 from supertuner.models.spec import Expert, Family, ModelDescription, ModelSource, Tensors
 
 NAME: Final = "qwen-image"

@@ -14,7 +14,7 @@ from diffusers import (
 )
 
 from supertuner.models.families.qwen_image.tiny_text import build_tokenizer, build_vision_language_encoder
-from supertuner.models.quiet import quiet_libraries
+from supertuner.models.library_logging import quiet_libraries
 
 
 @dataclass(frozen=True, slots=True)

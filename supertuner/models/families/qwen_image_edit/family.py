@@ -12,13 +12,13 @@ from torch import nn
 
 from supertuner.core.errors import ModelError
 from supertuner.core.types import MediaKind
-from supertuner.models import reading
+from supertuner.models import pipeline_files as reading
 from supertuner.models.families.flux.shapes import pack_latents, unpack_latents
 from supertuner.models.families.qwen_image import family as qwen_image
 from supertuner.models.families.qwen_image.sampler import COMPONENTS
 from supertuner.models.families.qwen_image.shapes import token_grid
 from supertuner.models.families.qwen_image_edit import sampler as qwen_image_edit_sampler
-from supertuner.models.families.qwen_image_edit.text import build_text_encoder
+from supertuner.models.families.qwen_image_edit.encoders import build_text_encoder
 from supertuner.models.families.qwen_image_edit.tiny import write_tiny_pipeline
 from supertuner.models.spec import Expert, ModelDescription, ModelSampler, ModelSource, Tensors
 

@@ -22,7 +22,7 @@ from supertuner.models.families.flux.shapes import pack_latents, unpack_latents
 from supertuner.models.families.qwen_image.encoders import QwenMediaEncoder
 from supertuner.models.families.qwen_image.sampler import COMPONENTS, too_few_steps_reason
 from supertuner.models.families.qwen_image.shapes import pixels_per_latent, unsupported_reason
-from supertuner.models.families.qwen_image_edit.text import QwenEditTextEncoder, load_processor
+from supertuner.models.families.qwen_image_edit.encoders import QwenEditTextEncoder, load_processor
 from supertuner.models.spec import ModelDescription, SampleRequest, Tensors
 
 FamilyDenoise = Callable[[ModelDescription, nn.Module, torch.Tensor, torch.Tensor, Tensors, Tensors], torch.Tensor]

@@ -8,8 +8,8 @@ from pathlib import Path
 from transformers import Qwen2VLImageProcessorPil
 
 from supertuner.models.families.qwen_image.tiny import TinyQwen, build_pipeline
-from supertuner.models.quiet import quiet_libraries
-from supertuner.models.reading import INDEX_NAME
+from supertuner.models.library_logging import quiet_libraries
+from supertuner.models.pipeline_files import INDEX_NAME
 
 
 def write_pipeline(folder: Path, sizes: TinyQwen, seed: int) -> None:

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from supertuner.core.types import MediaKind
-from supertuner.models import loading, reading
+from supertuner.models import loading
+from supertuner.models import pipeline_files as reading
 from supertuner.models.adapters.targets import JOINT_ATTENTION, target_presets
 from supertuner.models.families import image_common as pictures
 from supertuner.models.families.sd35.encoders import build_text_encoder

@@ -16,7 +16,7 @@ from supertuner.models.families.tiny_text import (
     unigram_tokenizer,
 )
 from supertuner.models.families.tiny_vae import tiny_image_vae
-from supertuner.models.quiet import quiet_libraries
+from supertuner.models.library_logging import quiet_libraries
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,16 +12,17 @@ from torch import nn
 
 from supertuner.core.errors import ModelError
 from supertuner.core.types import MediaKind
-from supertuner.models import loading, reading
+from supertuner.models import loading
+from supertuner.models import pipeline_files as reading
 from supertuner.models.adapters.targets import SELF_ATTENTION, target_presets
 from supertuner.models.families import image_common as pictures
 from supertuner.models.families.sdxl.encoders import build_text_encoder, pad_text
 from supertuner.models.families.sdxl.sampler import COMPONENTS, build_sampler, unsupported_reason
 from supertuner.models.families.sdxl.tiny import write_tiny_pipeline
+from supertuner.models.library_logging import quiet_libraries
 from supertuner.models.objective.diffusion import timestep_index
 from supertuner.models.objective.snr import scheduler_alphas_cumprod
-from supertuner.models.quiet import quiet_libraries
-from supertuner.models.reading import ConfigDict
+from supertuner.models.pipeline_files import ConfigDict
 from supertuner.models.spec import Expert, Family, ModelDescription, ModelSource, PredictionType, Tensors
 
 NAME: Final = "sdxl"

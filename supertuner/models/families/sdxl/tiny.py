@@ -10,7 +10,7 @@ from diffusers import EulerDiscreteScheduler, StableDiffusionXLPipeline, UNet2DC
 
 from supertuner.models.families.tiny_text import byte_tokenizer, clip_encoder, clip_encoder_with_projection
 from supertuner.models.families.tiny_vae import tiny_image_vae
-from supertuner.models.quiet import quiet_libraries
+from supertuner.models.library_logging import quiet_libraries
 from supertuner.models.spec import PredictionType
 
 

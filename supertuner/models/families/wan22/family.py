@@ -11,13 +11,14 @@ from torch import nn
 
 from supertuner.core.errors import ModelError
 from supertuner.core.types import MediaKind
-from supertuner.models import loading, reading
+from supertuner.models import loading
+from supertuner.models import pipeline_files as reading
 from supertuner.models.adapters.targets import SELF_ATTENTION, target_presets
 from supertuner.models.families.wan22.encoders import MAX_TEXT_TOKENS, build_media_encoder, build_text_encoder
 from supertuner.models.families.wan22.sampler import build_sampler
 from supertuner.models.families.wan22.shapes import token_count, unsupported_reason
 from supertuner.models.families.wan22.tiny import write_tiny_pipeline
-from supertuner.models.reading import ConfigDict
+from supertuner.models.pipeline_files import ConfigDict
 from supertuner.models.spec import Expert, Family, ModelDescription, ModelSource, Tensors
 
 NAME: Final = "wan2.2"

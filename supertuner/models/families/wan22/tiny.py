@@ -16,7 +16,7 @@ from diffusers import (
 )
 
 from supertuner.models.families.tiny_text import VOCABULARY, umt5_encoder, unigram_tokenizer
-from supertuner.models.quiet import quiet_libraries
+from supertuner.models.library_logging import quiet_libraries
 
 TinyWanKind = Literal["t2v", "i2v", "ti2v"]
 

@@ -1,0 +1,79 @@
+"""What state an arena's folder is in and whether its time is over, told by its files and locks; changes nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from supertuner.arena import locks
+from supertuner.arena.folder import BUILDER_FILE, HEAD_FILE, INDEX_FILE, ArenaFolder
+from supertuner.arena.format import ArenaHead, ArenaLifetime
+from supertuner.arena.sealed import open_sealed, read_head
+from supertuner.core.errors import ArenaDamagedError
+from supertuner.core.types import JSON
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaInfo:
+    name: str
+    state: Literal["sealed", "building", "remains", "damaged"]
+    nbytes: int
+    """Bytes really taken."""
+    units: int | None = None
+    """None while it is not sealed."""
+    created: float | None = None
+    life: ArenaLifetime | None = None
+    users: bool = False
+    """Whether anyone builds it or is attached."""
+    meta: Mapping[str, JSON] | None = None
+    problem: str = ""
+
+
+def describe_arena(folder: ArenaFolder) -> ArenaInfo:
+    name, nbytes, users = folder.path.name, folder.stored_bytes(), locks.is_held(folder.fd)
+    foreign_name = folder.find_foreign_name()
+    if foreign_name is not None:
+        return ArenaInfo(name, "damaged", nbytes, problem=f"{folder.path}: is not an arena: it holds {foreign_name!r}")
+    try:
+        if folder.has(INDEX_FILE):
+            head, catalog = open_sealed(folder)
+            return ArenaInfo(name, "sealed", nbytes, len(catalog.keys), head.created, head.life, users, catalog.meta)
+        state: Literal["building", "remains"] = "building" if is_building(folder) else "remains"
+        if not folder.has(HEAD_FILE):
+            return ArenaInfo(name, state, nbytes, users=users)
+        head = read_head(folder)
+        return ArenaInfo(name, state, nbytes, None, head.created, head.life, users)
+    except ArenaDamagedError as error:
+        return ArenaInfo(name, "damaged", nbytes, users=users, problem=str(error))
+
+
+def has_expired(folder: ArenaFolder, now: float) -> bool:
+    """Whether an arena that nobody has open should go: remains of a dead builder, or a life that is over."""
+    if not folder.names():  # not even a lock of a builder: nothing says that it is ours, and it takes no room
+        return False
+    head = try_read_head(folder)
+    if head is None:  # a sealed arena with a damaged head is the user's to remove; unsealed, nothing of it can be used
+        return not folder.has(INDEX_FILE)
+    if not isinstance(head.life, str) and now > head.created + head.life * 3600:
+        return True
+    return head.life == "run" if folder.has(INDEX_FILE) else not head.resumable
+
+
+def try_read_head(folder: ArenaFolder) -> ArenaHead | None:
+    """The head, or None where a build had not come so far or it cannot be trusted."""
+    try:
+        return read_head(folder)
+    except ArenaDamagedError:
+        return None
+
+
+def is_building(folder: ArenaFolder) -> bool:
+    if not folder.has(BUILDER_FILE):
+        return False
+    fd = folder.open_file(BUILDER_FILE)
+    try:
+        return locks.is_held(fd)
+    finally:
+        os.close(fd)

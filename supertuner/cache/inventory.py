@@ -1,0 +1,122 @@
+"""What a folder holds of caches, and what of it a configuration uses: looked at, never changed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from supertuner.arena.arena_info import ArenaInfo
+from supertuner.arena.home import ArenaHome
+from supertuner.cache.keys import KEY_WIDTH, CacheNamespace, EntryKeys
+from supertuner.core.errors import ArenaBusyError, ArenaDamagedError, ArenaMissingError
+from supertuner.core.events import Progress
+
+_ARENA_NAME = re.compile(r"(latents|text)-[0-9a-f]{8}-([0-9a-f]{8}-epoch[0-9]+-)?[0-9]{1,9}")
+
+
+@dataclass(frozen=True, slots=True)
+class RequiredEntries:
+    """What a configuration needs of one encoder."""
+
+    space: CacheNamespace
+    keys: EntryKeys
+    """Each once."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheArenaStatus:
+    """One arena of a cache."""
+
+    home: ArenaHome
+    info: ArenaInfo
+    kind: str
+    encoder_fingerprint: str
+    used_entries: int
+    """Entries that the configuration uses: of those that were made again, the last."""
+    is_stale: bool
+    """Made by another encoder, in another number format, or in another version of ours."""
+
+    @property
+    def name(self) -> str:
+        return self.info.name
+
+    @property
+    def usage(self) -> str:
+        """In words: what it is to this configuration."""
+        if self.info.state == "damaged":
+            return "damaged"
+        if self.info.state != "sealed":
+            return "being built" if self.info.state == "building" else "unfinished"
+        if self.used_entries:
+            return "used" if self.used_entries == self.info.units else "partly used"
+        return "stale" if self.is_stale else "unused"
+
+
+def list_cache_arenas(homes: Sequence[ArenaHome], required: Sequence[RequiredEntries]) -> list[CacheArenaStatus]:
+    """All arenas of caches in these folders."""
+    required_by_name = {one.space.name: one for one in required}
+    statuses: list[CacheArenaStatus] = []
+    for home in {home.path: home for home in homes}.values():
+        counted_keys: dict[str, EntryKeys] = {}
+        newest_first = sorted(filter(_is_cache_arena, home.list_arenas()), key=lambda info: -_arena_number(info.name))
+        home_statuses = [_arena_status(home, info, required_by_name, counted_keys) for info in newest_first]
+        statuses += sorted(home_statuses, key=lambda one: (one.name.rpartition("-")[0], _arena_number(one.name)))
+    return statuses
+
+
+def _arena_number(name: str) -> int:
+    last = name.rpartition("-")[2]
+    return int(last) if last.isdigit() else -1
+
+
+def verify_cache_arena(held: CacheArenaStatus, progress: Progress) -> str | None:
+    """Check every byte of a sealed arena; what is wrong, or None."""
+    if held.info.state == "damaged":
+        return held.info.problem
+    if held.info.state != "sealed":
+        return None
+    try:
+        with held.home.attach(held.name) as reader:
+            reader.verify(progress)
+    except ArenaDamagedError as error:
+        return f"{error.file}: {error.description}"
+    except (ArenaMissingError, ArenaBusyError):
+        return None  # removed since it was listed
+    return None
+
+
+def _is_cache_arena(info: ArenaInfo) -> bool:
+    return info.meta.get("holds") == "cache" if info.meta is not None else bool(_ARENA_NAME.fullmatch(info.name))
+
+
+def _arena_status(
+    home: ArenaHome,
+    info: ArenaInfo,
+    required_by_name: Mapping[str, RequiredEntries],
+    counted_keys: dict[str, EntryKeys],
+) -> CacheArenaStatus:
+    """`taken` are keys, by space, of which a later arena has the entries."""
+    meta = info.meta or {}
+    kind = str(meta.get("what") or info.name.partition("-")[0])
+    required = next((one for name, one in required_by_name.items() if info.name.startswith(f"{name}-")), None)
+    used_entries = (
+        _count_used(home, info, required, counted_keys) if required is not None and info.state == "sealed" else 0
+    )
+    return CacheArenaStatus(home, info, kind, str(meta.get("identity", "")), used_entries, required is None)
+
+
+def _count_used(home: ArenaHome, info: ArenaInfo, required: RequiredEntries, counted_keys: dict[str, EntryKeys]) -> int:
+    try:
+        with home.attach(info.name) as reader:
+            keys = reader.fixed_width_keys(KEY_WIDTH)
+            if keys is None:
+                return 0
+            earlier = counted_keys.get(required.space.name, keys[:0])
+            used = keys[np.isin(keys, required.keys) & ~np.isin(keys, earlier)]
+            counted_keys[required.space.name] = np.concatenate([earlier, used])
+            return len(used)
+    except (ArenaMissingError, ArenaBusyError, ArenaDamagedError):
+        return 0  # removed or damaged since it was listed

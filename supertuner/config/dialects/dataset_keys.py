@@ -1,0 +1,139 @@
+"""Foreign keys of datasets: what SimpleTuner and ai-toolkit call a dataset's setting, and what becomes of it here."""
+
+from __future__ import annotations
+
+from supertuner.config.dialects import conversions as to_ours
+from supertuner.config.dialects.conversions import rename_to, unless_null
+from supertuner.config.dialects.dialect_keys import AI_TOOLKIT, SIMPLETUNER, DialectKey, converted_keys, ignored_keys
+
+NOT_NEEDED = "has no effect: staging does this by itself"
+NO_PAIRS = "has no effect yet: paired data come later"
+NO_REG = "has no effect: a dataset of regularisation is one like others; prior and loss_weight say what it is for"
+NO_SIZES = "has no effect: no sample is left out for its size; `upscale: false` keeps small ones from being enlarged"
+
+INHERITED_ROOT_KEYS = {
+    SIMPLETUNER: {
+        "resolution": "resolution",
+        "resolution_type": "resolution_type",
+        "caption_strategy": "caption_strategy",
+        "instance_prompt": "instance_prompt",
+        "prepend_instance_prompt": "prepend_instance_prompt",
+        "only_instance_prompt": "only_instance_prompt",
+        "caption_dropout_probability": "captions.dropout",
+        "aspect_bucket_alignment": "bucket_step",
+    },
+    AI_TOOLKIT: {"trigger_word": "captions.trigger_word"},
+}
+"""Keys of the root that every dataset without its own inherits, under these names."""
+
+DATASET_KEYS = (
+    *converted_keys(
+        SIMPLETUNER,
+        {
+            "type": to_ours.backend_type,
+            "disabled": to_ours.disabled,
+            "disable": to_ours.disabled,
+            "crop": to_ours.crop,
+            "crop_style": to_ours.crop_style,
+            "crop_aspect": to_ours.crop_aspect,
+            "resolution_type": to_ours.resolution_type,
+            "maximum_aspect_ratio": rename_to("max_aspect_ratio"),
+            "caption_strategy": to_ours.caption_strategy,
+            "instance_prompt": to_ours.instance_prompt,
+            "prepend_instance_prompt": to_ours.used_by_key("instance_prompt"),
+            "only_instance_prompt": to_ours.used_by_key("instance_prompt"),
+            "disable_multiline_split": to_ours.used_by_key("caption_strategy"),
+            "caption_shuffle.enable": rename_to("captions.shuffle_tags"),
+            "caption_shuffle.position_start": rename_to("captions.keep_tags"),
+            "caption_shuffle.split_on": to_ours.split_on,
+            "parquet.path": rename_to("captions.metadata_file"),
+            "parquet.filename_column": rename_to("captions.file_column"),
+            "parquet.caption_column": rename_to("captions.caption_column"),
+            "cache_dir_vae": to_ours.cache_dir,
+            "cache_dir": to_ours.cache_dir,
+            "vae_cache_clear_each_epoch": to_ours.refresh_each_epoch,
+            "probability": rename_to("weight"),
+            "is_regularisation_data": rename_to("prior"),
+            "video.num_frames": to_ours.frames,
+            "audio.max_duration_seconds": rename_to("audio.max_seconds"),
+            "audio.duration_interval": rename_to("audio.step_seconds"),
+        },
+    ),
+    DialectKey(SIMPLETUNER, "id", to_ours.dataset_id, in_dialect_only=True),
+    DialectKey(SIMPLETUNER, "repeats", to_ours.repeats, in_dialect_only=True),
+    DialectKey(SIMPLETUNER, "resolution", to_ours.resolution, in_dialect_only=True),
+    *ignored_keys(SIMPLETUNER, NO_SIZES, "minimum_image_size maximum_image_size target_downsample_size"),
+    *ignored_keys(
+        SIMPLETUNER,
+        "has no effect: samples of every shape are used, cropped to max_aspect_ratio",
+        "minimum_aspect_ratio",
+    ),
+    *ignored_keys(
+        SIMPLETUNER,
+        NOT_NEEDED,
+        "metadata_backend metadata_update_interval skip_file_discovery preserve_data_backend_cache crop_aspect_buckets "
+        "text_embeds image_embeds default write_batch_size max_upscale_threshold hash_filenames vae_cache_ondemand",
+    ),
+    *ignored_keys(SIMPLETUNER, NO_PAIRS, "conditioning_data conditioning"),
+    *ignored_keys(SIMPLETUNER, NOT_NEEDED, "min_frames max_frames is_i2v bucket_strategy frame_interval", "video"),
+    *ignored_keys(
+        SIMPLETUNER,
+        NOT_NEEDED,
+        "bucket_strategy truncation_mode auto_split allow_zero_audio source_from_video",
+        "audio",
+    ),
+    *ignored_keys(
+        SIMPLETUNER,
+        "has no effect: each epoch shuffles anew, from run.seed",
+        "count seed include_original",
+        "caption_shuffle",
+    ),
+    *ignored_keys(
+        SIMPLETUNER,
+        NOT_NEEDED,
+        "width_column height_column fallback_caption_column identifier_includes_extension",
+        "parquet",
+    ),
+    *converted_keys(
+        AI_TOOLKIT,
+        {
+            "folder_path": rename_to("instance_data_dir"),
+            "dataset_path": rename_to("instance_data_dir"),
+            "caption_ext": to_ours.caption_extension,
+            "caption_dropout_rate": rename_to("captions.dropout"),
+            "shuffle_tokens": rename_to("captions.shuffle_tags"),
+            "keep_tokens": rename_to("captions.keep_tags"),
+            "trigger_word": rename_to("captions.trigger_word"),
+            "num_repeats": rename_to("repeats"),
+            "control_path": unless_null("conditioning_dir"),
+            "mask_path": unless_null("mask_dir"),
+            "mask_min_value": to_ours.mask_floor,
+            "prior_reg": rename_to("prior"),
+            "num_frames": to_ours.frames,
+            "flip_x": to_ours.flip_horizontal,
+            "random_crop": to_ours.random_crop,
+            "bucket_tolerance": rename_to("bucket_step"),
+            "cache_latents_to_disk": to_ours.cache_location("vae", "disk", memory_key="cache_latents"),
+            "cache_latents": to_ours.cache_location("vae", "unified_memory"),
+            "cache_text_embeddings": to_ours.cache_location("text", "unified_memory"),
+        },
+    ),
+    DialectKey(AI_TOOLKIT, "resolution", to_ours.resolution_list, in_dialect_only=True),
+    DialectKey(AI_TOOLKIT, "type", to_ours.folder_type, in_dialect_only=True),
+    *ignored_keys(
+        AI_TOOLKIT,
+        NOT_NEEDED,
+        "buckets num_workers prefetch_factor augmentation_cache_epoch shrink_video_to_frames scale",
+    ),
+    *ignored_keys(AI_TOOLKIT, NO_PAIRS, "alpha_mask network_weight"),
+    *ignored_keys(AI_TOOLKIT, NO_REG, "is_reg"),
+    *ignored_keys(AI_TOOLKIT, "has no effect: the model says whether it starts from an image", "do_i2v"),
+    *ignored_keys(
+        AI_TOOLKIT, "has no effect: see the captions block", "default_caption token_dropout_rate random_triggers poi"
+    ),
+    *ignored_keys(
+        AI_TOOLKIT,
+        "has no effect: what is changed in a sample is set by the `augment` block",
+        "augments augmentations shuffle_augmentations flip_y random_scale",
+    ),
+)

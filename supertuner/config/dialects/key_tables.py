@@ -1,0 +1,52 @@
+"""The tables of foreign names by what is looked up in them: a root's keys, a dataset's, and whose dataset it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+
+from supertuner.config.dialects.dataset_keys import DATASET_KEYS, INHERITED_ROOT_KEYS
+from supertuner.config.dialects.dialect_keys import AI_TOOLKIT, SIMPLETUNER, DialectKey
+from supertuner.config.dialects.run_keys import RUN_KEYS
+
+__all__ = [
+    "AI_TOOLKIT",
+    "DATASET_KEYS",
+    "RUN_KEYS",
+    "SIMPLETUNER",
+    "DialectKey",
+    "dataset_keys",
+    "detect_dialect",
+    "inherited_keys",
+    "run_keys",
+]
+
+
+@cache
+def run_keys() -> Mapping[str, DialectKey]:
+    """Rows of the root by their written path."""
+    return {row.key: row for row in RUN_KEYS}
+
+
+@cache
+def dataset_keys(dialect: str) -> Mapping[str, DialectKey]:
+    """Rows of a dataset entry that is read as `dialect` ("" where none is certain)."""
+    table = {row.key: row for row in DATASET_KEYS if not row.in_dialect_only}
+    return table | {row.key: row for row in DATASET_KEYS if row.in_dialect_only and row.dialect == dialect}
+
+
+def inherited_keys() -> Mapping[str, tuple[str, str]]:
+    """Root keys that datasets inherit → (dialect, the name in the dataset)."""
+    return {name: (dialect, inner) for dialect, table in INHERITED_ROOT_KEYS.items() for name, inner in table.items()}
+
+
+def detect_dialect(entry: Mapping[str, object]) -> str:
+    """Whose dataset entry this is, by the first key that only one dialect has; "" if there is none."""
+    shared = {"type", "crop", "audio"}
+    keys = dataset_keys("")
+    for name in entry:
+        if name not in shared:
+            for key, dialect_key in keys.items():
+                if key == name or key.startswith(f"{name}."):
+                    return dialect_key.dialect
+    return ""

@@ -1,0 +1,59 @@
+"""A window of the order cut for training: pure; whatever the cut, each position of the window is used exactly once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from supertuner.data.ordering.buckets import Bucket
+from supertuner.data.ordering.sample_order import SampleDraws, SampleOrder
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class MicroBatch:
+    """Samples of one bucket that go through the model together, in the order of their positions."""
+
+    bucket: Bucket
+    draws: SampleDraws
+
+    def __len__(self) -> int:
+        return len(self.draws)
+
+
+def shard_window(window: range, rank: int, world_size: int) -> range:
+    """The positions of `window` that process `rank` of `ranks` works on; shares differ by one sample at most.
+
+    Shares are contiguous: neighbours in the order share a bucket, and so a micro-batch.
+    """
+    assert 0 <= rank < world_size, f"rank {rank} of {world_size}"
+    bounds = [window.start + len(window) * r // world_size for r in (rank, rank + 1)]
+    return range(bounds[0], bounds[1])
+
+
+def micro_batches(order: SampleOrder, window: range, size: int) -> list[MicroBatch]:
+    """Single-bucket pieces of at most `size` samples that cover `window`, buckets in the order of first appearance.
+
+    Samples of a bucket are gathered from the whole window, across datasets and epochs, so that no more than one piece
+    of each bucket is smaller than `size`.
+    """
+    return split_micro_batches(order, order.slice(window.start, window.stop), size)
+
+
+def split_micro_batches(order: SampleOrder, draws: SampleDraws, size: int) -> list[MicroBatch]:
+    """The same of draws that are at hand."""
+    rows_by_bucket: dict[Bucket, list[int]] = {}
+    for row, group in enumerate(draws.group):
+        rows_by_bucket.setdefault(order.groups[group].bucket, []).append(row)
+    return [
+        MicroBatch(bucket, draws.take(np.array(bucket_rows[begin : begin + size])))
+        for bucket, bucket_rows in rows_by_bucket.items()
+        for begin in range(0, len(bucket_rows), size)
+    ]
+
+
+def single_micro_batch(order: SampleOrder, draws: SampleDraws) -> MicroBatch:
+    """Draws that are of one bucket already, as the order's own batches are."""
+    bucket = order.groups[int(draws.group[0])].bucket
+    assert all(order.groups[group].bucket == bucket for group in np.unique(draws.group)), "a batch has one bucket"
+    return MicroBatch(bucket, draws)

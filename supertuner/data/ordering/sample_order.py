@@ -1,0 +1,211 @@
+"""The order of samples as a pure function of seed, epoch and datasets: any position is computed, none is replayed.
+
+A group is the samples of one dataset in one bucket. Its draws are an endless stream in which every run of n draws (a
+cycle) is a fresh shuffle of its n samples; an epoch takes the next rate × n draws of each group, so that a fractional
+weight loses nobody and shows nobody early. How an epoch's draws are put in order is `layout`'s matter. Positions
+number the samples from the start of the first epoch on, through all epochs, whatever the number of processes.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from supertuner.core.errors import SourceError
+from supertuner.data.ordering.bijection import derive_keys, hash_key, permute
+from supertuner.data.ordering.buckets import Bucket
+from supertuner.data.ordering.epoch_layout import I64, EpochLayout, build_epoch_layout, locate_positions
+
+MAX_WEIGHT_DENOMINATOR = 1_000_000
+"""Rates are exact fractions with denominators up to this; sums of draws over epochs then fit 64 bits."""
+
+SLOTS_PER_CALL = 256
+"""Slots computed together when batches are listed: large enough that numpy's cost per call does not count."""
+
+
+def draws_per_epoch(repeats: int, weight: float) -> Fraction:
+    """Draws of each sample per epoch. A weight is read as it is written: 0.1 is a tenth."""
+    return repeats * Fraction(str(weight)).limit_denominator(MAX_WEIGHT_DENOMINATOR)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class BucketGroup:
+    """The samples of one dataset that share a bucket."""
+
+    dataset_index: int
+    """The dataset's place in the list of datasets."""
+    dataset_id: str
+    bucket: Bucket
+    sample_indices: NDArray[np.uint32]
+    """Sample numbers, ascending; a view of memory that all processes share."""
+    draws_per_epoch: Fraction = Fraction(1)
+
+
+@dataclass(frozen=True, slots=True)
+class SampleDraw:
+    """One position of the order."""
+
+    position: int
+    epoch: int
+    dataset_index: int
+    sample: int
+    bucket: Bucket
+    cycle: int
+    """How often the sample's group was gone through before; equal to the epoch at repeats 1 and weight 1."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class SampleDraws:
+    """Several positions, as arrays of one length."""
+
+    position: I64
+    epoch: I64
+    group: I64
+    sample: I64
+    cycle: I64
+
+    def __len__(self) -> int:
+        return len(self.position)
+
+    def take(self, rows: I64 | slice) -> SampleDraws:
+        return SampleDraws(self.position[rows], self.epoch[rows], self.group[rows], self.sample[rows], self.cycle[rows])
+
+
+class SampleOrder:
+    """One global order of samples. It holds the groups and what follows from them; nothing changes after birth."""
+
+    def __init__(self, groups: Sequence[BucketGroup], *, seed: int, batch_size: int, drop_last: bool = False) -> None:
+        self.groups = tuple(
+            sorted((g for g in groups if len(g.sample_indices)), key=lambda g: (g.dataset_id, g.bucket))
+        )
+        self.seed, self.batch_size, self.drop_last = seed, batch_size, drop_last
+        self._group_sizes = np.array([len(g.sample_indices) for g in self.groups], np.int64)
+        whole_and_remainder = [
+            divmod(len(g.sample_indices) * g.draws_per_epoch.numerator, g.draws_per_epoch.denominator)
+            for g in self.groups
+        ]
+        self._whole_draws = np.array([whole for whole, _ in whole_and_remainder], np.int64)
+        self._remainder_draws = np.array([remainder for _, remainder in whole_and_remainder], np.int64)
+        self._rate_denominators = np.array([g.draws_per_epoch.denominator for g in self.groups], np.int64)
+        names: list[tuple[int | str, ...]] = [(g.dataset_id, str(g.bucket.kind), *g.bucket.shape) for g in self.groups]
+        self._group_keys = np.array([hash_key("group", seed, *name) for name in names], np.uint64)
+        # Groups whose fractions would all round up in the same epoch are given different beginnings.
+        phase = [
+            hash_key("phase", seed, *n) % g.draws_per_epoch.denominator for n, g in zip(names, self.groups, strict=True)
+        ]
+        self._phase = np.array(phase, np.int64)
+        self.epoch_layout = lru_cache(maxsize=4)(self._build_layout)
+        if len(self.never_drawn()) == len(self.groups):
+            raise SourceError(self._empty_order_message())
+
+    def never_drawn(self) -> list[BucketGroup]:
+        """Groups that cannot fill one batch in any epoch, and are therefore dropped by `drop_last` for good."""
+        max_draws = self._drop_partial_batches(self._whole_draws + (self._remainder_draws > 0))
+        return [group for group, draws in zip(self.groups, max_draws, strict=True) if not draws]
+
+    def epoch_begin(self, epoch: int) -> int:
+        """Global position of the epoch's first sample: a closed form, so that a resumed run computes where it is."""
+        drawn = self._stream_begin(epoch)
+        longer = drawn - epoch * self._whole_draws  # an epoch takes `whole` draws of a group, and in so many one more
+        return int(
+            (
+                (epoch - longer) * self._drop_partial_batches(self._whole_draws)
+                + longer * self._drop_partial_batches(self._whole_draws + 1)
+            ).sum()
+        )
+
+    def epoch_length(self, epoch: int) -> int:
+        return self.epoch_begin(epoch + 1) - self.epoch_begin(epoch)
+
+    def epoch_at(self, position: int) -> int:
+        """The epoch that a global position lies in."""
+        assert position >= 0, "positions start at 0"
+        high = 1
+        while self.epoch_begin(high) <= position:
+            high *= 2
+        return bisect_right(range(high), position, key=self.epoch_begin) - 1
+
+    def draw_at(self, position: int) -> SampleDraw:
+        draws = self.slice(position, position + 1)
+        group = self.groups[int(draws.group[0])]
+        return SampleDraw(
+            position, int(draws.epoch[0]), group.dataset_index, int(draws.sample[0]), group.bucket, int(draws.cycle[0])
+        )
+
+    def slice(self, begin: int, end: int) -> SampleDraws:
+        """Positions from `begin` to `end`, through as many epochs as it takes."""
+        parts: list[tuple[EpochLayout, I64]] = []
+        epoch = self.epoch_at(begin)
+        while begin < end:
+            layout = self.epoch_layout(epoch)
+            stop = min(end, layout.begin + layout.length)
+            if stop > begin:
+                parts.append((layout, np.arange(begin - layout.begin, stop - layout.begin)))
+                begin = stop
+            epoch += 1
+        return self._draws(parts) if parts else SampleDraws(*[np.zeros(0, np.int64)] * 5)
+
+    def batches(self, begin: int = 0, end: int | None = None) -> Iterator[SampleDraws]:
+        """Batches of one bucket from `begin` on: the order's own chunks, the first one cut where `begin` is inside."""
+        epoch = self.epoch_at(begin)
+        while end is None or begin < end:
+            layout = self.epoch_layout(epoch)
+            for batch in self._epoch_batches(layout, begin - layout.begin):
+                remaining = len(batch) if end is None else end - begin
+                if remaining <= 0:
+                    return
+                yield batch if remaining >= len(batch) else batch.take(slice(0, remaining))
+                begin += min(remaining, len(batch))
+            epoch += 1
+
+    def _epoch_batches(self, layout: EpochLayout, begin: int) -> Iterator[SampleDraws]:
+        first = int(layout.slot_at(np.array([begin]))[0])
+        for slot in range(first, layout.slot_count, SLOTS_PER_CALL):
+            edges = layout.slot_begin(np.arange(slot, min(slot + SLOTS_PER_CALL, layout.slot_count) + 1))
+            edges[0] = max(int(edges[0]), begin)
+            draws = self._draws([(layout, np.arange(edges[0], edges[-1]))])
+            for left, right in zip(edges[:-1] - edges[0], edges[1:] - edges[0], strict=True):
+                yield draws.take(slice(int(left), int(right)))
+
+    def _draws(self, parts: Sequence[tuple[EpochLayout, I64]]) -> SampleDraws:
+        """Positions of several epochs, which count from their epoch's begin."""
+        group, stream_index = locate_positions(parts)
+        cycle, index_in_group = np.divmod(stream_index, self._group_sizes[group])
+        keys = derive_keys(self._group_keys[group], cycle.astype(np.uint64))
+        index_in_group = permute(
+            index_in_group.astype(np.uint64), self._group_sizes[group].astype(np.uint64), keys
+        ).astype(np.int64)
+        sample = np.empty(len(group), np.int64)
+        for group_index in np.unique(group):
+            rows = group == group_index
+            sample[rows] = self.groups[group_index].members[index_in_group[rows]]
+        position = np.concatenate([layout.begin + within for layout, within in parts])
+        epoch = np.concatenate([np.full(len(within), layout.epoch) for layout, within in parts])
+        return SampleDraws(position, epoch, group, sample, cycle)
+
+    def _build_layout(self, epoch: int) -> EpochLayout:
+        first = self._stream_begin(epoch)
+        draws = self._drop_partial_batches(self._stream_begin(epoch + 1) - first)
+        key = hash_key("chunks", self.seed, epoch)
+        return build_epoch_layout(epoch, self.epoch_begin(epoch), self.batch_size, key, first, draws)
+
+    def _stream_begin(self, epoch: int) -> I64:
+        """Draws taken from each group's stream before `epoch`: ⌊epoch · n · rate + phase⌋, exactly."""
+        return epoch * self._whole_draws + (epoch * self._remainder_draws + self._phase) // self._rate_denominators
+
+    def _drop_partial_batches(self, draws: I64) -> I64:
+        return draws - draws % self.batch_size if self.drop_last else draws
+
+    def _empty_order_message(self) -> str:
+        if not self.groups:
+            return "no sample is left to train on; see the list of samples that were set aside"
+        return (
+            f"loader.drop_last leaves nothing: no bucket has {self.batch_size} samples (train.batch_size); "
+            "lower the batch size or set drop_last to false"
+        )

@@ -1,0 +1,115 @@
+"""Reading what was listed, safely: only regular files, never blocking, and only if they are still what they were."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Callable, Sequence
+
+from supertuner.core.bulk_io import READ_FLAGS, BulkReader, FileReadResult
+from supertuner.core.errors import BrokenMediaError
+from supertuner.data.sources.caption_parsing import MAX_CAPTION_BYTES, parse_caption_file, parse_caption_json
+from supertuner.data.sources.listing import FileSpan, SourceItem
+
+_ALIGNMENT = 64
+"""Spans begin at such places of the buffer: a cache line each."""
+
+
+def open_span(span: FileSpan) -> int:
+    """A descriptor of the span's file; BrokenMedia if it is gone or unreadable. Never waits, whatever is there now."""
+    try:
+        return os.open(span.path, READ_FLAGS)
+    except OSError as error:
+        raise _unreadable(error.errno or 0) from error
+
+
+def require_unchanged(status: os.stat_result, span: FileSpan) -> None:
+    """BrokenMedia unless the open file is the one that was listed. Asked after reading, it covers both changes before
+    and changes meanwhile; the listing already left out whatever is not a regular file."""
+    _require_as_listed(FileReadResult(0, status.st_size, status.st_mtime_ns, stat.S_ISREG(status.st_mode)), span)
+
+
+def buffer_bytes(spans: Sequence[FileSpan]) -> int:
+    """Bytes of a buffer that `spans` take."""
+    return sum([-(-span.nbytes // _ALIGNMENT) * _ALIGNMENT for span in spans])
+
+
+class SpanBuffer:
+    """Spans that were read together into one buffer, to be taken one by one until the next are read."""
+
+    def __init__(self, buffer: BulkReader) -> None:
+        self._buffer = buffer
+        self._loaded_spans: dict[FileSpan, tuple[int, FileReadResult]] = {}
+
+    def load(self, spans: Sequence[FileSpan]) -> None:
+        """Read all of them, instead of those before; what is wrong with one is said when it is taken."""
+        offsets_in_buffer, at = [], 0
+        for span in spans:
+            offsets_in_buffer.append(at)
+            at += -(-span.nbytes // _ALIGNMENT) * _ALIGNMENT
+        paths, offsets, sizes = [s.path for s in spans], [s.offset for s in spans], [s.nbytes for s in spans]
+        read_results = self._buffer.read(paths, offsets, sizes, offsets_in_buffer)
+        self._loaded_spans = dict(zip(spans, zip(offsets_in_buffer, read_results, strict=True), strict=True))
+
+    def offset_of(self, span: FileSpan) -> int:
+        """Where the span's bytes are in the buffer. BrokenMedia if they are not what was listed."""
+        at, read_result = self._loaded_spans[span]
+        if read_result.error:
+            raise _unreadable(read_result.error)
+        _require_as_listed(read_result, span)
+        return at
+
+    def view(self, span: FileSpan) -> memoryview:
+        """The span's bytes: from the shelf, or read now if it is not there."""
+        if span not in self._loaded_spans:
+            return read_span(span)
+        at = self.offset_of(span)
+        return self._buffer.view[at : at + span.nbytes]
+
+
+def read_span(span: FileSpan) -> memoryview:
+    """All bytes of a span, in private memory of their own."""
+    span_buffer = SpanBuffer(BulkReader(max(1, buffer_bytes([span])), None))
+    span_buffer.load([span])
+    return span_buffer.view(span).toreadonly()
+
+
+def _unreadable(error: int) -> BrokenMediaError:
+    if error == errno.ENOENT:
+        return BrokenMediaError("vanished after it was listed")
+    return BrokenMediaError(f"unreadable: {os.strerror(error)}")
+
+
+def _require_as_listed(read_result: FileReadResult, span: FileSpan) -> None:
+    if read_result.file_bytes < span.file_bytes:
+        raise BrokenMediaError("became shorter after it was listed")
+    if read_result.file_bytes != span.file_bytes or read_result.mtime_ns != span.mtime_ns or not read_result.is_regular:
+        raise BrokenMediaError("changed after it was listed")
+
+
+def read_captions(
+    item: SourceItem,
+    syntax: str,
+    column: str,
+    *,
+    one_per_line: bool,
+    read: Callable[[FileSpan], memoryview] = read_span,
+) -> tuple[str, ...]:
+    """An item's captions; empty if it has none. BrokenMedia says what is wrong with its caption file."""
+    caption = item.caption
+    if not isinstance(caption, FileSpan):
+        return caption or ()
+    if caption.nbytes > MAX_CAPTION_BYTES:
+        raise BrokenMediaError(f"caption of {caption.nbytes} bytes; at most {MAX_CAPTION_BYTES} are allowed")
+    if caption.file_bytes < 0:
+        raise BrokenMediaError("its caption file: not a file that can be read")
+    try:
+        content = bytes(read(caption))
+    except BrokenMediaError as error:
+        raise BrokenMediaError(f"its caption file: {error}") from error
+    return (
+        parse_caption_file(content, one_per_line=one_per_line)
+        if syntax == "text"
+        else parse_caption_json(content, column) or ()
+    )

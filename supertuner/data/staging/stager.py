@@ -1,0 +1,321 @@
+"""Staging: a dataset's files become one arena of this node, or the arena that already holds them is reused."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from supertuner.arena.build import ArenaBuild
+from supertuner.arena.format import ArenaLifetime
+from supertuner.arena.home import ArenaHome, default_home
+from supertuner.arena.node_peers import NO_PEERS, NodePeers
+from supertuner.arena.reader import ArenaReader, VerifyMode
+from supertuner.config.settings.data import DatasetSettings
+from supertuner.core import bulk_io as many
+from supertuner.core.errors import ArenaFullError, DoesNotFitError, SourceError
+from supertuner.core.events import DecisionEvent, MeasurementEvent, Progress, SetAsideEvent, Sink, WarningEvent
+from supertuner.core.host import HostFacts
+from supertuner.core.types import GIB, JSON, MIB, bytes_text
+from supertuner.data.sources import open_source
+from supertuner.data.sources.listing import DataSource, SkippedFile, SourceListing
+from supertuner.data.staged_dataset import SET_ASIDE_TABLE, StagedDataset
+from supertuner.data.staging import budget as fit
+from supertuner.data.staging import codec_trial as trial
+from supertuner.data.staging.acquire import acquire_arena, find_older_versions
+from supertuner.data.staging.budget_meter import BudgetMeter
+from supertuner.data.staging.capacity import measure_capacity
+from supertuner.data.staging.columns import CAPTION_INDEX, build_tables
+from supertuner.data.staging.compress import RAW_CODEC, CodecChoice
+from supertuner.data.staging.fingerprint import STAGED_VERSION, arena_name, dataset_fingerprint, origin_digest
+from supertuner.data.staging.follower import announce_arena, announce_staged
+from supertuner.data.staging.result import FormatFigures, StageResult, require_few_broken
+from supertuner.data.staging.reuse import find_staged_arena
+from supertuner.data.staging.thread_pool import ChunkThreadPool, split_chunks
+from supertuner.data.staging.worker import StageWorker, StagingJob
+
+MAX_THREADS = 72
+_CHUNK_FILES = 64
+_CHUNK_BYTES = 4 * MIB
+"""As much as a worker reads at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetStager:
+    """Where datasets are staged on this node, and who is told about it."""
+
+    home: ArenaHome
+    host: HostFacts
+    sink: Sink
+    progress: Progress
+    life: ArenaLifetime = "until_removed"
+    verify: VerifyMode = "on_demand"
+    library: Path | None = field(default_factory=many.find_native_library)
+    """What lets threads read small files at the same time, if it was built."""
+    peers: NodePeers = NO_PEERS
+    """Processes of this node that follow; this one stages for them."""
+
+    def stage(self, dataset: DatasetSettings, key_path: str = "") -> StageResult:
+        """Stage `dataset`, or find it staged. An arena kept for "run" only ends here: use `open` to work with it.
+
+        Nobody reads it here, so checks that reading would bring are made now: all of an arena that is reused.
+        """
+        result, staged = self.open(dataset, key_path)
+        with staged:
+            if result.reused and self.verify != "on_demand":
+                staged.verify(self.progress)
+        return result
+
+    def open(self, dataset: DatasetSettings, key_path: str = "") -> tuple[StageResult, StagedDataset]:
+        """Stage or reuse, and hold. `place` is what the dataset's block is called in the configuration."""
+        began = time.perf_counter()
+        key_path = key_path or f"datasets[{dataset.id}]"
+        staged_arena = find_staged_arena(self.home.path, dataset)
+        if staged_arena is not None:
+            name, reuse_reason = staged_arena.name, "its source is gone, and everything is in the arena"
+            staged = StagedDataset.open(self.home, name, verify=self.verify)
+        else:
+            staged, name, reuse_reason = self._stage_from_source(dataset, key_path)
+        try:
+            result = self._build_result(dataset, staged, began, name, reuse_reason)
+            self._report(dataset, result, key_path)
+            announce_staged(self.peers, dataset.id, name)
+        except BaseException:
+            staged.close()
+            raise
+        return result, staged
+
+    def _stage_from_source(self, dataset: DatasetSettings, key_path: str) -> tuple[StagedDataset, str, str]:
+        """The dataset as its source is now, the arena's name, and why it was reused; "" for a fresh one."""
+        source = open_source(dataset)
+        with self.progress.phase(f"listing {dataset.id}"):
+            fingerprint = dataset_fingerprint(dataset, source.fingerprint_parts())
+        name = arena_name(dataset.id, fingerprint)
+        announce_arena(self.peers, dataset.id, name)
+        reader_or_build = acquire_arena(self.home, name, self.life, self.verify, self.progress)
+        if isinstance(reader_or_build, ArenaReader):
+            return StagedDataset.from_reader(reader_or_build), name, "nothing has changed since it was staged"
+        with reader_or_build as build:
+            _StagingRun(self, dataset, source, build, fingerprint, key_path).run()
+            return StagedDataset.open(self.home, name, verify=self.verify), name, ""
+
+    def _build_result(
+        self, dataset: DatasetSettings, staged: StagedDataset, began: float, name: str, reuse_reason: str
+    ) -> StageResult:
+        """The figures as the arena itself holds them, so that a reused one reports what a fresh one did."""
+        meta = staged.meta
+        arenas = self.home.list_arenas()
+        return StageResult(
+            dataset=dataset.id,
+            kind=staged.kind,
+            arena=name,
+            home=str(self.home.path),
+            fingerprint=staged.fingerprint,
+            reused=bool(reuse_reason),
+            reuse_reason=reuse_reason,
+            files=len(staged),
+            nbytes=int(meta["bytes"]),
+            stored_bytes=next(arena.nbytes for arena in arenas if arena.name == name),
+            seconds=time.perf_counter() - began,
+            formats=dict(meta["formats"]),
+            set_aside=tuple(SetAsideEvent(dataset.id, file, reason) for file, reason in staged.set_aside()),
+            without_caption=int(meta["without_caption"]),
+            older_arenas=tuple((old.name, old.nbytes) for old in find_older_versions(arenas, dataset, name)),
+        )
+
+    def _report(self, dataset: DatasetSettings, result: StageResult, key_path: str) -> None:
+        """What the user should know of a dataset that is there now, fresh or reused."""
+        name = f"datasets[{dataset.id}]"
+        if not result.reused:
+            self.sink.emit(DecisionEvent(f"{name}.arena", result.arena, "staged: no arena held it as it is now"))
+        else:
+            self.sink.emit(DecisionEvent(f"{name}.arena", f"{result.arena} reused", result.reuse_reason))
+            self._warn_over_limit(dataset, result)
+            for broken in result.set_aside:
+                self.sink.emit(broken)
+            require_few_broken(dataset, result.set_aside, result.files, key_path)
+        if result.without_caption and dataset.captions.source != "none":
+            text = f"{result.without_caption} of {result.files} samples have no caption; they get an empty one"
+            self.sink.emit(WarningEvent(f"{name}.captions", text))
+        if result.older_arenas:
+            names = " ".join(old for old, _ in result.older_arenas)
+            versions = (
+                "an older version is"
+                if len(result.older_arenas) == 1
+                else f"{len(result.older_arenas)} older versions are"
+            )
+            size = bytes_text(sum(nbytes for _, nbytes in result.older_arenas))
+            home_option = "" if self.home.path == default_home() else f" --home {shlex.quote(str(self.home.path))}"
+            text = f"{versions} still kept ({size}): `supertuner arena rm{home_option} {names}`"
+            self.sink.emit(WarningEvent(f"{name}.arena", text))
+        self.sink.emit(MeasurementEvent(f"{name}.staging", result.figures()))
+
+    def _warn_over_limit(self, dataset: DatasetSettings, result: StageResult) -> None:
+        """A limit bounds what is stored; what lies there already is not thrown away for it, but it is told."""
+        limit = fit.memory_limit_bytes(dataset.in_memory.memory_limit_gb)
+        if dataset.type == "in_memory" and limit is not None and result.stored_bytes > limit:
+            size, allowed = bytes_text(result.stored_bytes), bytes_text(limit)
+            text = f"allows {allowed}, and the arena that is there already takes {size}; it is used all the same"
+            self.sink.emit(WarningEvent(f"datasets[{dataset.id}].in_memory.memory_limit_gb", text))
+
+
+class _StagingRun:
+    """One dataset on its way into an arena that is being built."""
+
+    def __init__(
+        self,
+        stager: DatasetStager,
+        dataset: DatasetSettings,
+        source: DataSource,
+        build: ArenaBuild,
+        fingerprint: str,
+        key_path: str,
+    ) -> None:
+        self._stager = stager
+        self._dataset = dataset
+        self._name = f"datasets[{dataset.id}]"
+        self._source = source
+        self._build = build
+        self._fingerprint = fingerprint
+        self._key_path = key_path
+
+    def run(self) -> None:
+        """List, decide, copy, judge, seal. An error on the way leaves nothing behind: the build is abandoned."""
+        listing = self._list_source()
+        codecs = self._choose_codecs(listing)
+        workers = self._copy_files(listing, codecs)
+        set_aside = self._report_broken(listing, workers)
+        staged_count = sum(len(worker.columns) for worker in workers)
+        require_few_broken(self._dataset, set_aside, staged_count, self._key_path)
+        self._seal(listing, workers, set_aside)
+
+    def _list_source(self) -> SourceListing:
+        listing = self._source.list_items()
+        for note in listing.notes:
+            self._stager.sink.emit(WarningEvent(self._name, note))
+        if not listing.items and not listing.skipped:
+            notes = "".join(f"; {note}" for note in listing.notes)
+            directory = self._dataset.instance_data_dir
+            raise SourceError(f"{self._name}: no {self._dataset.dataset_type} files in {str(directory)!r}{notes}")
+        caption_source, _, why = listing.caption_origin.partition(": ")
+        self._decide("captions", caption_source, why or "as configured")
+        return listing
+
+    def _choose_codecs(self, listing: SourceListing) -> dict[str, CodecChoice]:
+        """Codecs by format, with their reasons; none if everything is to be stored as it is."""
+        setting = self._dataset.in_memory.compression
+        choices = trial.choose_codecs(setting, listing.items, self._source)
+        for choice in choices.values():
+            self._decide(f"in_memory.compression.{choice.format}", choice.codec, choice.reason)
+            if setting != "auto" and not choice.is_worthwhile:
+                text = f"{choice.codec} gains nothing on {choice.format} ({choice.reason}), and every read pays for it"
+                self._warn("in_memory.compression", f'{text}; leave it out or set "auto"')
+        return {} if all(choice.codec == RAW_CODEC for choice in choices.values()) else choices
+
+    def _copy_files(self, listing: SourceListing, codecs: Mapping[str, CodecChoice]) -> list[StageWorker]:
+        sizes = [item.nbytes for item in listing.items]
+        threads = self._choose_threads()
+        meter = self._create_meter(listing, sizes, threads, sizes_known=not codecs)
+        chunks = split_chunks(sizes, files=_CHUNK_FILES, nbytes=_CHUNK_BYTES)
+        title = f"staging {self._dataset.id}"
+        with self._stager.progress.phase(title, items=len(sizes), nbytes=sum(sizes)) as phase:
+            job = StagingJob(
+                self._dataset, self._source, listing, self._build, meter, codecs, phase, self._bulk_library()
+            )
+            try:
+                return ChunkThreadPool(lambda: StageWorker(job), chunks, threads).run()
+            except ArenaFullError as error:
+                raise DoesNotFitError(meter.out_of_space_message(str(error))) from error
+
+    def _create_meter(
+        self, listing: SourceListing, sizes: Sequence[int], threads: int, *, sizes_known: bool
+    ) -> BudgetMeter:
+        """What watches over the budget; DoesNotFit at once if the files are stored as they are and are too large."""
+        capacity, budget = self._measure_budget()
+        overhead = fit.overhead_bytes(len(sizes), listing.key_bytes(), listing.caption_bytes(), threads)
+        if sizes_known:
+            needed_bytes = sum(map(fit.stored_bytes, sizes)) + overhead
+            fit.require_fits(self._dataset.id, needed_bytes, len(sizes), budget)
+        host = self._stager.host if capacity.in_memory else None
+        return BudgetMeter(self._dataset.id, budget, host, len(sizes), sum(sizes), overhead_bytes=overhead)
+
+    def _measure_budget(self) -> tuple[fit.StagingCapacity, fit.StagingBudget]:
+        """How much may be stored; says so where that is less than the user asked for."""
+        settings = self._dataset.in_memory
+        capacity = measure_capacity(self._stager.home.path, self._stager.host, settings.memory_limit_gb)
+        lowered = fit.lowered_memory_limit(capacity)
+        if lowered is not None:
+            text = f"is {settings.memory_limit_gb:g}, and this machine can give {bytes_text(lowered)}; lowered to that"
+            self._warn("in_memory.memory_limit_gb", text)
+            self._decide("in_memory.memory_limit_gb", round(lowered / GIB, 3), text)
+        if not capacity.in_memory and settings.memory_limit_gb is not None:
+            self._warn("in_memory.memory_limit_gb", "has no effect: this dataset's arena lies on a disk")
+        if not capacity.in_memory and self._dataset.type == "in_memory":
+            self._warn("type", f"is in_memory, and arena.home {self._stager.home.path} is on a disk; name one on tmpfs")
+        return capacity, fit.compute_budget(capacity)
+
+    def _bulk_library(self) -> Path | None:
+        """The stager's; told if it is not there."""
+        if self._stager.library is None:
+            text = "the package was installed without a C compiler: small files are staged by one thread at a time"
+            self._warn("in_memory.num_workers", f"{text}; install one and reinstall to use more")
+        return self._stager.library
+
+    def _choose_threads(self) -> int:
+        configured = self._dataset.in_memory.num_workers
+        threads = configured or min(MAX_THREADS, self._stager.host.cpus())
+        reason = "as configured" if configured else f"the CPUs this process may use, at most {MAX_THREADS}"
+        self._decide("in_memory.num_workers", threads, reason)
+        return threads
+
+    def _report_broken(self, listing: SourceListing, workers: Sequence[StageWorker]) -> list[SetAsideEvent]:
+        """Everything broken, in one order whatever the threads did, and told."""
+        skipped: list[SkippedFile] = [*listing.skipped, *(one for worker in workers for _, one in worker.skipped)]
+        broken = [SetAsideEvent(self._dataset.id, one.file, one.reason) for one in sorted(skipped)]
+        for one in broken:
+            self._stager.sink.emit(one)
+        return broken
+
+    def _seal(self, listing: SourceListing, workers: Sequence[StageWorker], set_aside: Sequence[SetAsideEvent]) -> None:
+        columns = build_tables([worker.columns for worker in workers])
+        for table, values in columns.items():
+            self._build.put_table(table, values)
+        self._build.put_table(SET_ASIDE_TABLE, _json_column([[one.file, one.reason] for one in set_aside]))
+        formats: dict[str, FormatFigures] = {}
+        for worker in workers:
+            for format, figures in worker.formats.items():
+                format_figures = formats.setdefault(format, FormatFigures(codec=figures.codec))
+                format_figures.add(figures.files, figures.nbytes, figures.stored_bytes)
+        self._build.seal(
+            {
+                "holds": "staged dataset",
+                "version": STAGED_VERSION,
+                "dataset": self._dataset.id,
+                "kind": self._dataset.dataset_type.value,
+                "fingerprint": self._fingerprint,
+                "source": str(self._dataset.instance_data_dir),
+                "origin": origin_digest(self._dataset),
+                "bytes": sum(figures.nbytes for figures in formats.values()),
+                "formats": {format: figures.as_json() for format, figures in sorted(formats.items())},
+                "captions": listing.caption_origin,
+                "set_aside": len(set_aside),
+                "without_caption": int(np.count_nonzero(np.diff(columns[CAPTION_INDEX]) == 0)),
+            }
+        )
+
+    def _decide(self, setting: str, value: JSON, reason: str) -> None:
+        self._stager.sink.emit(DecisionEvent(f"{self._name}.{setting}", value, reason))
+
+    def _warn(self, setting: str, text: str) -> None:
+        self._stager.sink.emit(WarningEvent(f"{self._name}.{setting}", text))
+
+
+def _json_column(value: JSON) -> NDArray[Any]:
+    return np.frombuffer(json.dumps(value).encode(), np.uint8)

@@ -1,0 +1,309 @@
+"""The two memories of the software superchip: who takes how much of them, and who must leave when the GPU's is full.
+
+Device memory is taken and never moved. Managed blocks are evicted to the host, least recently used first and whole.
+System pages take what is free, evict nobody and stay. On a one-pool machine there is one account and no movement.
+Counts stay exact: `gpu_used` is device memory plus, page by page, what is on the GPU.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from supertuner.memory.driver import DriverError, MemoryKind
+from supertuner.memory.emulator.configuration import ERROR_CODES, EmulatedMachine, EmulatorParameters
+from supertuner.memory.emulator.eviction_sweep import EvictionPass, SweepResult, run_starts, sweep_blocks
+from supertuner.memory.emulator.page_table import AT_HOST, ON_GPU, MemoryRegion, PageMask, PageNumbers
+
+FEW_BLOCKS: Final = 4
+"""A pass over so few is quicker one by one."""
+
+
+@dataclass(slots=True)
+class MoveCounts:
+    """What one operation sent over the link, in pages, and how many pages came anew to whoever asked."""
+
+    to_device: int = 0
+    to_host: int = 0
+    evicted: int = 0
+    arrived: int = 0
+    unplaced: int = 0
+    """Wanted on the GPU, and left with the host for want of room."""
+
+
+class PageResidency:
+    def __init__(self, machine: EmulatedMachine, parameters: EmulatorParameters, page_bytes: int) -> None:
+        self._machine, self._parameters, self._page_bytes = machine, parameters, page_bytes
+        self.gpu_used = 0
+        self.host_used = 0
+        self.movable_bytes = 0
+        """Managed and system memory that exists, populated or not."""
+        self._has_copies = False
+        """Some page may be on both sides."""
+        self._evictable_bytes = 0
+        """Of `gpu_used`, what managed pages hold."""
+        self._lru_blocks: OrderedDict[int, MemoryRegion] = OrderedDict()
+        """Managed blocks with a page on the GPU, by their number in the address space; the first goes first."""
+
+    @property
+    def gpu_free(self) -> int:
+        return self._machine.gpu_bytes - self.gpu_used
+
+    # ── device memory, and memory that is set aside ──────────────────────────────────────────────────────────────
+
+    def reserve(self, nbytes: int, moved: MoveCounts) -> bool:
+        """Take GPU memory for good, evicting managed blocks if need be; False, and nothing done, if too little."""
+        if nbytes > self.gpu_free + self._evictable_bytes:
+            return False
+        while nbytes > self.gpu_free:
+            self._evict_oldest(moved)
+        self.gpu_used += nbytes
+        return True
+
+    def unreserve(self, nbytes: int) -> None:
+        self.gpu_used -= nbytes
+
+    def add_region(self, region: MemoryRegion) -> None:
+        """A region whose pages may be on either side now exists."""
+        self.movable_bytes += region.pages * self._page_bytes
+
+    def remove_region(self, region: MemoryRegion) -> None:
+        """It ends: all its pages are given back."""
+        self.movable_bytes -= region.pages * self._page_bytes
+        self.discard_pages(region, np.arange(region.pages, dtype=np.int64))
+
+    # ── pages ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def populate_pool(self, region: MemoryRegion, pages: slice) -> None:
+        """One pool: pages come into being in it, for everybody. Beyond it a real machine hangs; this one refuses."""
+        missing = region.state[pages] == 0
+        nbytes = int(np.count_nonzero(missing)) * self._page_bytes
+        if nbytes > self.gpu_free:
+            raise _out_of_memory("the pool")
+        self.gpu_used += nbytes
+        region.state[pages][missing] = AT_HOST
+
+    def move_to_gpu(
+        self, region: MemoryRegion, pages: PageNumbers, duplicate: PageMask | None, moved: MoveCounts
+    ) -> None:
+        """Have these pages on the GPU, in this order; what is there already is used again.
+
+        Those that are `duplicate` keep their copy with the host; None: no page does.
+        """
+        self._has_copies = self._has_copies or (duplicate is not None and bool(duplicate.any()))
+        missing = (region.state[pages] & ON_GPU) == 0
+        need = int(np.count_nonzero(missing)) * self._page_bytes
+        if region.kind is MemoryKind.SYSTEM:
+            self._move_what_fits(region, pages[missing], moved)
+        elif self._has_fixed_place(region) or need <= self.gpu_free:
+            self._put_on_gpu(region, pages[missing], _select(duplicate, missing), moved)
+            self._mark_recent(region, pages if self._parameters.hits_refresh else pages[missing])
+        elif pages[0] // region.block_pages == pages[-1] // region.block_pages:
+            self._move_block(region, pages, duplicate, moved)
+        else:
+            self._move_under_pressure(region, pages, duplicate, moved)
+
+    def mark_used(self, region: MemoryRegion, blocks: slice) -> None:
+        """The GPU used blocks of managed memory that it has."""
+        if self._parameters.hits_refresh and not self._has_fixed_place(region):
+            for block in range(region.first_block + blocks.start, region.first_block + blocks.stop):
+                self._lru_blocks.move_to_end(block)
+
+    def move_to_host(
+        self, region: MemoryRegion, pages: PageNumbers, duplicate: PageMask | None, moved: MoveCounts
+    ) -> None:
+        """Have these pages with the host; those that are `duplicate` stay on the GPU too."""
+        self._has_copies = self._has_copies or (duplicate is not None and bool(duplicate.any()))
+        state = region.state[pages]
+        absent = (state & AT_HOST) == 0
+        self._charge_host(int(np.count_nonzero(absent)))
+        moved.to_host += int(np.count_nonzero(absent & (state != 0)))
+        moved.arrived += int(np.count_nonzero(absent))
+        region.state[pages] |= AT_HOST
+        self._remove_from_gpu(region, pages if duplicate is None else pages[~duplicate])
+
+    def discard_pages(self, region: MemoryRegion, pages: PageNumbers) -> None:
+        """These pages hold nothing any more, anywhere."""
+        if self._machine.one_pool:
+            self.gpu_used -= int(np.count_nonzero(region.state[pages])) * self._page_bytes
+            region.state[pages] = 0
+            return
+        self._remove_from_gpu(region, pages)
+        self._remove_from_host(region, pages)
+
+    def keep_only_on_gpu(self, region: MemoryRegion, pages: PageNumbers) -> None:
+        """Copies with the host end, for pages that have one on both sides."""
+        if self._has_copies:
+            self._remove_from_host(region, pages[region.state[pages] == AT_HOST | ON_GPU])
+
+    def keep_only_at_host(self, region: MemoryRegion, pages: PageNumbers) -> None:
+        if self._has_copies:
+            self._remove_from_gpu(region, pages[region.state[pages] == AT_HOST | ON_GPU])
+
+    # ── below ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _has_fixed_place(self, region: MemoryRegion) -> bool:
+        """Without concurrent access, managed memory has its place on the GPU from the beginning, and keeps it."""
+        return region.kind is MemoryKind.MANAGED and not self._machine.concurrent
+
+    def _move_under_pressure(
+        self, region: MemoryRegion, pages: PageNumbers, duplicate: PageMask | None, moved: MoveCounts
+    ) -> None:
+        """All at once as far as that is exact; block by block where pages have copies or the host is short."""
+        eviction_pass, done = EvictionPass.from_pages(region, pages), 0
+        if len(eviction_pass.blocks) > FEW_BLOCKS and not self._has_copies and self._host_has_room_for_all():
+            swept = sweep_blocks(
+                self._lru_blocks, eviction_pass, self.gpu_free // self._page_bytes, self._parameters.hits_refresh
+            )
+            self._apply_sweep(eviction_pass, swept, moved)
+            done = swept.blocks_done
+        for number in range(done, len(eviction_pass.blocks)):
+            where = slice(eviction_pass.ends[number - 1] if number else 0, eviction_pass.ends[number])
+            self._move_block(region, pages[where], _select(duplicate, where), moved)
+
+    def _apply_sweep(self, eviction_pass: EvictionPass, swept: SweepResult, moved: MoveCounts) -> None:
+        """Put the pages where a sweep left their blocks."""
+        owners: dict[int, tuple[MemoryRegion, list[int]]] = {}
+        for key, owner in swept.evicted.items():
+            owners.setdefault(id(owner), (owner, []))[1].append(key - owner.first_block)
+        for owner, blocks in owners.values():
+            pages = owner.pages_of_blocks(np.array(blocks, np.int64))
+            state = owner.state[pages]
+            owner.state[pages] = np.where(state & ON_GPU, AT_HOST, state)
+            owner.gpu_pages[blocks] = 0
+        region, pages_done = (
+            eviction_pass.region,
+            eviction_pass.pages[: eviction_pass.ends[swept.blocks_done - 1] if swept.blocks_done else 0],
+        )
+        on_gpu = np.zeros(len(region.gpu_pages), np.bool_)  # by block
+        resident_blocks = [key - region.first_block for key in swept.resident_blocks]
+        on_gpu[resident_blocks] = True
+        region.gpu_pages[resident_blocks] = list(swept.resident_blocks.values())
+        region.state[pages_done] = np.where(on_gpu[pages_done // region.block_pages], ON_GPU, AT_HOST)
+        self._charge_gpu(region, self.gpu_free // self._page_bytes - swept.free_pages)
+        self.host_used += (swept.to_host - swept.to_device) * self._page_bytes
+        moved.to_device += swept.to_device
+        moved.to_host += swept.to_host
+        moved.evicted += swept.to_host
+        moved.arrived += swept.arrived
+
+    def _host_has_room_for_all(self) -> bool:
+        """Whatever leaves the GPU finds room: nothing can be refused half way."""
+        return self._machine.host_bytes is None or self.movable_bytes <= self._machine.host_bytes
+
+    def _move_block(
+        self, region: MemoryRegion, pages: PageNumbers, duplicate: PageMask | None, moved: MoveCounts
+    ) -> None:
+        """Bring pages of one block, evicting older blocks; if there are none left, the rest stays with the host."""
+        missing = (region.state[pages] & ON_GPU) == 0
+        block = region.first_block + int(pages[0]) // region.block_pages
+        if block in self._lru_blocks and (self._parameters.hits_refresh or missing.any()):
+            self._lru_blocks.move_to_end(block)
+        missing_pages, duplicate_missing = pages[missing], _select(duplicate, missing)
+        while len(missing_pages) * self._page_bytes > self.gpu_free:
+            if next(iter(self._lru_blocks), block) == block:  # nobody is left but the block itself
+                break
+            self._evict_oldest(moved)
+        room = self.gpu_free // self._page_bytes
+        self._put_on_gpu(region, missing_pages[:room], _select(duplicate_missing, slice(room)), moved)
+        self._keep_on_host(region, missing_pages[room:], moved)
+        if region.gpu_pages[block - region.first_block]:
+            self._lru_blocks[block] = region
+
+    def _move_what_fits(self, region: MemoryRegion, pages: PageNumbers, moved: MoveCounts) -> None:
+        room = self.gpu_free // self._page_bytes
+        self._put_on_gpu(region, pages[:room], None, moved)
+        self._keep_on_host(region, pages[room:], moved)
+
+    def _put_on_gpu(
+        self, region: MemoryRegion, pages: PageNumbers, duplicate: PageMask | None, moved: MoveCounts
+    ) -> None:
+        """Pages that are not on the GPU come there; there is room."""
+        if not len(pages):
+            return
+        state = region.state[pages]
+        moved.to_device += int(np.count_nonzero(state))
+        moved.arrived += len(pages)
+        region.state[pages] = state | ON_GPU
+        self._count_gpu_pages(region, pages, 1)
+        self._remove_from_host(region, pages if duplicate is None else pages[~duplicate])
+
+    def _keep_on_host(self, region: MemoryRegion, pages: PageNumbers, moved: MoveCounts) -> None:
+        if not len(pages):
+            return
+        moved.unplaced += len(pages)
+        fresh = pages[region.state[pages] == 0]
+        self._charge_host(len(fresh))
+        region.state[fresh] = AT_HOST
+
+    def _evict_oldest(self, moved: MoveCounts) -> None:
+        block, region = next(iter(self._lru_blocks.items()))
+        where = region.pages_of_block(block - region.first_block)
+        state = region.state[where]
+        on_gpu = (state & ON_GPU) != 0
+        evicted_pages, without_host_copy = int(np.count_nonzero(on_gpu)), int(np.count_nonzero(state == ON_GPU))
+        self._charge_host(without_host_copy)
+        region.state[where] = np.where(on_gpu, AT_HOST, state)
+        region.gpu_pages[block - region.first_block] = 0
+        self._charge_gpu(region, -evicted_pages)
+        moved.to_host += without_host_copy
+        moved.evicted += without_host_copy
+        del self._lru_blocks[block]
+
+    def _remove_from_gpu(self, region: MemoryRegion, pages: PageNumbers) -> None:
+        leaving = pages[(region.state[pages] & ON_GPU) != 0]
+        if not len(leaving):
+            return
+        region.state[leaving] &= AT_HOST
+        self._count_gpu_pages(region, leaving, -1)
+        for block in np.unique(leaving // region.block_pages).tolist():
+            if not region.gpu_pages[block]:
+                self._lru_blocks.pop(region.first_block + block, None)
+
+    def _remove_from_host(self, region: MemoryRegion, pages: PageNumbers) -> None:
+        leaving = pages[(region.state[pages] & AT_HOST) != 0]
+        region.state[leaving] &= ON_GPU
+        self.host_used -= len(leaving) * self._page_bytes
+
+    def _count_gpu_pages(self, region: MemoryRegion, pages: PageNumbers, sign: int) -> None:
+        self._charge_gpu(region, sign * len(pages))
+        first, last = int(pages[0]) // region.block_pages, int(pages[-1]) // region.block_pages
+        if first == last:
+            region.gpu_pages[first] += sign * len(pages)
+            return
+        counts = np.bincount(pages // region.block_pages - first)
+        region.gpu_pages[first : last + 1] += (sign * counts).astype(np.int32)
+
+    def _mark_recent(self, region: MemoryRegion, pages: PageNumbers) -> None:
+        """The blocks of these pages were used last, in the order of their addresses."""
+        if self._has_fixed_place(region) or not len(pages):
+            return
+        blocks = pages // region.block_pages + region.first_block
+        for block in blocks[run_starts(blocks)].tolist():
+            self._lru_blocks[block] = region
+            self._lru_blocks.move_to_end(block)
+
+    def _charge_gpu(self, region: MemoryRegion, pages: int) -> None:
+        if self._has_fixed_place(region):
+            return
+        self.gpu_used += pages * self._page_bytes
+        if region.kind is MemoryKind.MANAGED:
+            self._evictable_bytes += pages * self._page_bytes
+
+    def _charge_host(self, pages: int) -> None:
+        nbytes = pages * self._page_bytes
+        if self._machine.host_bytes is not None and self.host_used + nbytes > self._machine.host_bytes:
+            raise _out_of_memory("the host's memory")
+        self.host_used += nbytes
+
+
+def _select(mask: PageMask | None, where: PageMask | slice) -> PageMask | None:
+    return None if mask is None else mask[where]
+
+
+def _out_of_memory(where: str) -> DriverError:
+    name = "CUDA_ERROR_OUT_OF_MEMORY"
+    return DriverError(f"placing a page in {where}", name, ERROR_CODES[name])

@@ -1,0 +1,204 @@
+"""Where a model's files are on this machine, and what its config files say; weights are named here, not opened.
+
+A name on the hub is pinned to a commit when its index is read: whatever is read later is of the same revision.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+from supertuner.core.errors import ModelError
+from supertuner.models import hub
+from supertuner.models.family_registry import FAMILY_BY_PIPELINE
+from supertuner.models.spec import ModelDescription, ModelSource
+
+ConfigDict: TypeAlias = Mapping[str, Any]
+
+INDEX_NAME: Final = "model_index.json"
+CONFIG_NAMES: Final = ("config.json", "scheduler_config.json", "tokenizer_config.json")
+WEIGHT_STEMS: Final = ("diffusion_pytorch_model", "model")
+"""Names of weight files: of diffusers, and of transformers."""
+CONFIG_SUFFIXES: Final = (".json", ".txt", ".model", ".jinja")
+"""Endings of configs and vocabularies."""
+
+
+def read_index(source: ModelSource, family: str) -> tuple[ModelSource, ConfigDict]:
+    """The pipeline's index, which must be of that family, and the source with its revision pinned."""
+    if (folder := _local_folder(source)) is None:
+        folder = hub.download_snapshot(source, (INDEX_NAME, *(f"*/{name}" for name in CONFIG_NAMES)))
+        source = replace(source, revision=folder.name)
+    if not (folder / INDEX_NAME).is_file():
+        raise ModelError(f"{source.path} has no {INDEX_NAME}: {_layout_problem(folder)}")
+    index = _read_json(folder / INDEX_NAME)
+    _require_family(source, str(index.get("_class_name")), family)
+    for component, file in source.single_files.items():
+        if file.suffix != ".safetensors" or not file.is_file():
+            raise ModelError(f"{file}, the weights of {component}, is not a .safetensors file")
+    return source, index
+
+
+def read_component_configs(
+    source: ModelSource, index: ConfigDict, components: Sequence[str]
+) -> Mapping[str, ConfigDict]:
+    """Config of each of these parts by its name, and the index as `""`."""
+    folder = _local_folder(source) or hub.download_snapshot(
+        source, tuple(f"{component}/{name}" for component in components for name in CONFIG_NAMES)
+    )
+    configs = {"": index}
+    for part in components:
+        class_entry = index.get(part)
+        if not isinstance(class_entry, list) or None in class_entry:
+            raise ModelError(f"{source.path}: its {INDEX_NAME} names no {part}, which this family needs")
+        configs[part] = _read_json(_config_file(folder, part))
+    return configs
+
+
+def positive_number(
+    source: ModelSource, configs: Mapping[str, ConfigDict], component: str, keys: Sequence[str], default: float
+) -> float:
+    """The first of these entries that a part's config has; a number above 0, or an error that names it."""
+    key = next((key for key in keys if configs[component].get(key) is not None), None)
+    value = default if key is None else configs[component][key]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ModelError(f"{source.path}: the config of {component}: {key} is {value!r}, not a number above 0")
+    return float(value)
+
+
+def pipeline_folder(source: ModelSource, components: Sequence[str]) -> Path:
+    """The folder of the pipeline, with every file of these parts in it."""
+    if (local := _local_folder(source)) is not None:
+        return local
+    config_patterns = tuple(f"{part}/*{ending}" for part in components for ending in CONFIG_SUFFIXES)
+    folder = hub.download_snapshot(source, config_patterns)
+    weight_patterns = tuple(name for part in components for name in _weight_names(folder, part, source.variant))
+    return hub.download_snapshot(source, (*config_patterns, *weight_patterns))
+
+
+def component_files(source: ModelSource, components: Sequence[str]) -> tuple[Path, ...]:
+    """The files that decide what these parts compute: configs, vocabularies, and the weights that are loaded."""
+    folder = pipeline_folder(source, components)
+    files: list[Path] = []
+    for component in components:
+        files += sorted(
+            file for file in (folder / component).iterdir() if file.suffix in CONFIG_SUFFIXES and file.is_file()
+        )
+        if "tokenizer" not in component:
+            files += weight_files(source, folder, component)
+    return tuple(files)
+
+
+def vae_files(model: ModelDescription) -> tuple[Path, ...]:
+    """The files that decide what the VAE computes."""
+    return component_files(model.source, ("vae",))
+
+
+def largest_shift(source: ModelSource, configs: Mapping[str, ConfigDict], max_shift: float) -> float:
+    """The scheduler's shift. With dynamic shifting it grows with the picture; this is that of the largest, 1024×1024,
+    the exponential of `max_shift` where the config names no other."""
+    if configs["scheduler"].get("use_dynamic_shifting"):
+        return math.exp(positive_number(source, configs, "scheduler", ("max_shift",), max_shift))
+    return positive_number(source, configs, "scheduler", ("shift",), 1.0)
+
+
+def weight_files(source: ModelSource, folder: Path, component: str) -> tuple[Path, ...]:
+    """The .safetensors files with a part's weights; all of them are there."""
+    if component in source.single_files:
+        return (source.single_files[component],)
+    files = [folder / name for name in _weight_names(folder, component, source.variant)]
+    if any(file.parent.name == component and file.name.count("-of-") for file in files):
+        missing = [file.name for file in files if not file.is_file()]
+        if missing:
+            raise ModelError(
+                f"{folder / component}: {', '.join(missing)} of its weights is missing; fetch the model again"
+            )
+        return tuple(files)
+    present = [file for file in files if file.is_file()]
+    if not present:
+        raise ModelError(_no_weights_message(folder / component, source.variant))
+    return (present[0],)
+
+
+def _weight_names(folder: Path, component: str, variant: str | None) -> Iterator[str]:
+    """Relative to the folder: the shards that an index file names, else the names that a single file may have."""
+    for stem in WEIGHT_STEMS:
+        index = (
+            folder
+            / component
+            / (f"{stem}.safetensors.index.{variant}.json" if variant else f"{stem}.safetensors.index.json")
+        )
+        if index.is_file():
+            shards = sorted(set(_read_json(index).get("weight_map", {}).values()))
+            if any(Path(shard).name != shard for shard in shards):
+                raise ModelError(f"{index}: names a file outside its folder")
+            yield from (f"{component}/{shard}" for shard in shards)
+            return
+    yield from (
+        f"{component}/{stem}.{variant}.safetensors" if variant else f"{component}/{stem}.safetensors"
+        for stem in WEIGHT_STEMS
+    )
+
+
+def _no_weights_message(folder: Path, variant: str | None) -> str:
+    weight_names = sorted(
+        file.name for file in folder.iterdir() if file.suffix in (".safetensors", ".bin", ".pt", ".ckpt")
+    )
+    if variant and weight_names:
+        return f"model.variant is {variant!r}: {folder} has no such weights, but {', '.join(weight_names)}"
+    if any(not name.endswith(".safetensors") for name in weight_names):
+        return f"{folder} has {', '.join(weight_names)}: such files can run code when they are opened; only .safetensors is read"
+    return f"{folder} has no .safetensors file; fetch the model again"
+
+
+def _local_folder(source: ModelSource) -> Path | None:
+    """The folder that is meant, or None if it can only be a name on the hub."""
+    path = Path(source.path).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_file():
+        raise ModelError(
+            f"model.path is the file {source.path}; it names the folder of a whole diffusers pipeline, "
+            "and weights of the denoiser alone go into model.single_file"
+        )
+    if path.is_absolute() or source.path.startswith((".", "~")) or source.path.count("/") > 1:
+        raise ModelError(f"model.path is {source.path!r}: there is no such folder")
+    return None
+
+
+def _require_family(source: ModelSource, pipeline_class: str, family: str) -> None:
+    matching_family = FAMILY_BY_PIPELINE.get(pipeline_class)
+    if matching_family == family:
+        return
+    accepted = ", ".join(name for name, of in FAMILY_BY_PIPELINE.items() if of == family)
+    remedy = f'set model.family to "{matching_family}"' if matching_family else f"{family} takes {accepted}"
+    raise ModelError(f"{source.path} is a {pipeline_class}, and model.family is {family!r}; {remedy}")
+
+
+def _layout_problem(folder: Path) -> str:
+    if (folder / "config.json").is_file():
+        return "it is one part of a pipeline; give the folder above it"
+    if any((folder / name).is_dir() for name in ("high_noise_model", "low_noise_model")):
+        return "it has the layout of the model's own authors; use the repository whose name ends in -Diffusers"
+    return "it is not the folder of a diffusers pipeline"
+
+
+def _config_file(folder: Path, component: str) -> Path:
+    for name in CONFIG_NAMES:
+        if (folder / component / name).is_file():
+            return folder / component / name
+    problem = "has no config file" if (folder / component).is_dir() else "is missing"
+    raise ModelError(f"{folder / component} {problem}, and the pipeline's {INDEX_NAME} names it; fetch the model again")
+
+
+def _read_json(file: Path) -> ConfigDict:
+    try:
+        content = json.loads(file.read_bytes())
+    except (ValueError, OSError) as error:
+        raise ModelError(f"{file} cannot be read as JSON ({error}); fetch the model again") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{file} does not hold a JSON object; fetch the model again")
+    return content

@@ -1,0 +1,236 @@
+"""Architectures of published models as public facts: enough to know a step of them without downloading anything.
+
+A table entry is what the model's own config files say, where that differs from its classes' defaults; what decides no
+shape (norms of latents, schedules, vocabularies) is left out, so a model from here can be forecast and not trained.
+A folder's own files, or those in the hub's cache, come first.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+from supertuner.config.settings.model import ModelSettings
+from supertuner.core.errors import ModelError
+from supertuner.models.family_registry import FAMILY_BY_PIPELINE
+from supertuner.models.family_registry import load_family as family_of
+from supertuner.models.pipeline_files import CONFIG_NAMES, INDEX_NAME
+from supertuner.models.spec import Family, ModelDescription, ModelSource
+
+ComponentEntry: TypeAlias = tuple[str, str, Mapping[str, Any]]
+"""Library, class, config."""
+
+
+def describe_model(settings: ModelSettings) -> tuple[Family, ModelDescription, str]:
+    """The model that the settings name, all of whose parts are hollow, and where what is known of it comes from."""
+    family = family_of(settings.family)
+    path = settings.path
+    if path is None:
+        raise ModelError('model.path is not set; name a folder, a model on the hub, or "tiny"')
+    if path == "tiny":
+        with tempfile.TemporaryDirectory() as temp_dir:
+            family.write_tiny_pipeline(Path(temp_dir) / "tiny", 0)
+            return (
+                family,
+                _without_weights(family.read_model(ModelSource(str(Path(temp_dir) / "tiny"))), path),
+                "made now, as a run would",
+            )
+    if Path(path).expanduser().is_dir() or Path(path).is_absolute():
+        return family, _without_weights(family.read_model(ModelSource(path)), path), f"the config files in {path}"
+    try:
+        model = family.read_model(ModelSource(path, settings.revision, offline=True))
+    except ModelError as error:
+        if (entry := PUBLISHED.get(path.lower())) is None:
+            raise ModelError(_unknown_model_message(path, family.name)) from error
+        return (
+            family,
+            _without_weights(_read_published(family, entry), path),
+            "what is published about it: a table, nothing downloaded",
+        )
+    return family, _without_weights(model, path), f"the config files of {path} in the hub's cache"
+
+
+def _read_published(family: Family, entry: Mapping[str, Any]) -> ModelDescription:
+    """The family's own reader, on a folder that holds what the table says."""
+    with tempfile.TemporaryDirectory() as temp_dir:
+        folder = Path(temp_dir)
+        components: Mapping[str, ComponentEntry] = entry["parts"]
+        index = {**entry["index"], **{name: [library, kind] for name, (library, kind, _) in components.items()}}
+        (folder / INDEX_NAME).write_text(json.dumps(index))
+        for name, (_, _, config) in components.items():
+            (folder / name).mkdir()
+            (folder / name / CONFIG_NAMES[0]).write_text(json.dumps(config))
+        return family.read_model(ModelSource(str(folder)))
+
+
+def _without_weights(model: ModelDescription, path: str) -> ModelDescription:
+    return replace(model, source=ModelSource(path, without_weights=True))
+
+
+def _unknown_model_message(path: str, family: str) -> str:
+    names = [name for name, known in PUBLISHED.items() if FAMILY_BY_PIPELINE[known["index"]["_class_name"]] == family]
+    guess = get_close_matches(path.lower(), names, n=1, cutoff=0.85)
+    hint = f"did you mean {guess[0]}?" if guess else f"of {family} are known without a download: {', '.join(names)}"
+    return (
+        f"model.path is {path!r}: there is no such folder here, it is not in the hub's cache, and {hint}; a folder "
+        "with the config files of its parts is enough for a forecast"
+    )
+
+
+_WAN: Final = {"num_attention_heads": 40, "attention_head_dim": 128, "num_layers": 40, "ffn_dim": 13824}
+_WAN_5B: Final = {
+    "num_attention_heads": 24, "attention_head_dim": 128, "num_layers": 30, "ffn_dim": 14336,
+    "in_channels": 48, "out_channels": 48,
+}  # fmt: skip
+_WAN_1B: Final = {"num_attention_heads": 12, "attention_head_dim": 128, "num_layers": 30, "ffn_dim": 8960}
+_WAN_VAE_5B: Final = {
+    "base_dim": 160, "decoder_base_dim": 256, "z_dim": 48, "is_residual": True, "patch_size": 2, "in_channels": 12,
+    "out_channels": 12, "scale_factor_spatial": 16, "latents_mean": [0.0] * 48, "latents_std": [1.0] * 48,
+}  # fmt: skip
+_T5: Final = {
+    "d_model": 4096, "d_ff": 10240, "d_kv": 64, "num_heads": 64, "num_layers": 24, "feed_forward_proj": "gated-gelu",
+    "tie_word_embeddings": False, "is_encoder_decoder": False,
+}  # fmt: skip
+_CLIP_L: Final = {
+    "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
+    "projection_dim": 768, "hidden_act": "quick_gelu", "vocab_size": 49408,
+}  # fmt: skip
+_CLIP_G: Final = {
+    "hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 32, "num_attention_heads": 20,
+    "projection_dim": 1280, "hidden_act": "gelu", "vocab_size": 49408,
+}  # fmt: skip
+_QWEN_TEXT: Final = {
+    "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+    "num_key_value_heads": 4, "vocab_size": 152064, "max_position_embeddings": 128000, "rms_norm_eps": 1e-6,
+    "rope_parameters": {"type": "default", "rope_type": "default", "mrope_section": [16, 24, 24], "rope_theta": 1e6},
+}  # fmt: skip
+_QWEN_VISION: Final = {
+    "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 3584,
+    "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 112,
+    "fullatt_block_indexes": [7, 15, 23, 31],
+}  # fmt: skip
+_QWEN_VL: Final = {"text_config": _QWEN_TEXT, "vision_config": _QWEN_VISION, "tie_word_embeddings": False}
+_KL: Final = {
+    "block_out_channels": [128, 256, 512, 512], "layers_per_block": 2, "sample_size": 1024,
+    "down_block_types": ["DownEncoderBlock2D"] * 4, "up_block_types": ["UpDecoderBlock2D"] * 4,
+}  # fmt: skip
+_KL_16: Final = {**_KL, "latent_channels": 16, "use_quant_conv": False, "use_post_quant_conv": False}
+_SD35: Final = {
+    "sample_size": 128, "attention_head_dim": 64, "joint_attention_dim": 4096, "pooled_projection_dim": 2048,
+    "in_channels": 16, "out_channels": 16, "qk_norm": "rms_norm",
+}  # fmt: skip
+_SD35_MEDIUM: Final = {
+    **_SD35, "num_layers": 24, "num_attention_heads": 24, "caption_projection_dim": 1536, "pos_embed_max_size": 384,
+    "dual_attention_layers": list(range(13)),
+}  # fmt: skip
+_SD35_LARGE: Final = {
+    **_SD35, "num_layers": 38, "num_attention_heads": 38, "caption_projection_dim": 2432, "pos_embed_max_size": 192,
+}  # fmt: skip
+_SDXL: Final = {
+    "sample_size": 128, "block_out_channels": [320, 640, 1280], "layers_per_block": 2,
+    "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
+    "up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"], "cross_attention_dim": 2048,
+    "transformer_layers_per_block": [1, 2, 10], "attention_head_dim": [5, 10, 20], "use_linear_projection": True,
+    "addition_embed_type": "text_time", "addition_time_embed_dim": 256, "projection_class_embeddings_input_dim": 2816,
+}  # fmt: skip
+_DDPM: Final = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
+
+
+def _tokenizers(*classes: str) -> dict[str, ComponentEntry]:
+    names = ("tokenizer", "tokenizer_2", "tokenizer_3")
+    return {name: ("transformers", kind, {}) for name, kind in zip(names, classes, strict=False)}
+
+
+def _wan(kind: str, denoiser: Mapping[str, Any], vae: Mapping[str, Any], **index: Any) -> Mapping[str, Any]:
+    experts = ("transformer", "transformer_2") if index.get("boundary_ratio") else ("transformer",)
+    return {
+        "index": {"_class_name": kind, **index},
+        "parts": {
+            **{name: ("diffusers", "WanTransformer3DModel", denoiser) for name in experts},
+            "vae": ("diffusers", "AutoencoderKLWan", vae),
+            "text_encoder": ("transformers", "UMT5EncoderModel", {**_T5, "vocab_size": 256384}),
+            **_tokenizers("T5TokenizerFast"),
+            "scheduler": ("diffusers", "UniPCMultistepScheduler", {}),
+        },
+    }
+
+
+def _flux(guidance_embeds: bool) -> Mapping[str, Any]:
+    return {
+        "index": {"_class_name": "FluxPipeline"},
+        "parts": {
+            "transformer": ("diffusers", "FluxTransformer2DModel", {"guidance_embeds": guidance_embeds}),
+            "vae": ("diffusers", "AutoencoderKL", {**_KL_16, "scaling_factor": 0.3611, "shift_factor": 0.1159}),
+            "text_encoder": ("transformers", "CLIPTextModel", _CLIP_L),
+            "text_encoder_2": ("transformers", "T5EncoderModel", {**_T5, "vocab_size": 32128}),
+            **_tokenizers("CLIPTokenizer", "T5TokenizerFast"),
+            "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler", {}),
+        },
+    }
+
+
+def _qwen(kind: str, **processor: ComponentEntry) -> Mapping[str, Any]:
+    return {
+        "index": {"_class_name": kind},
+        "parts": {
+            "transformer": ("diffusers", "QwenImageTransformer2DModel", {}),
+            "vae": ("diffusers", "AutoencoderKLQwenImage", {}),
+            "text_encoder": ("transformers", "Qwen2_5_VLForConditionalGeneration", _QWEN_VL),
+            **_tokenizers("Qwen2Tokenizer"),
+            "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler", {}),
+            **processor,
+        },
+    }
+
+
+def _sd35(denoiser: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {
+        "index": {"_class_name": "StableDiffusion3Pipeline"},
+        "parts": {
+            "transformer": ("diffusers", "SD3Transformer2DModel", denoiser),
+            "vae": ("diffusers", "AutoencoderKL", {**_KL_16, "scaling_factor": 1.5305, "shift_factor": 0.0609}),
+            "text_encoder": ("transformers", "CLIPTextModelWithProjection", _CLIP_L),
+            "text_encoder_2": ("transformers", "CLIPTextModelWithProjection", _CLIP_G),
+            "text_encoder_3": ("transformers", "T5EncoderModel", {**_T5, "vocab_size": 32128}),
+            **_tokenizers("CLIPTokenizer", "CLIPTokenizer", "T5TokenizerFast"),
+            "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler", {}),
+        },
+    }
+
+
+def _sdxl() -> Mapping[str, Any]:
+    return {
+        "index": {"_class_name": "StableDiffusionXLPipeline"},
+        "parts": {
+            "unet": ("diffusers", "UNet2DConditionModel", _SDXL),
+            "vae": ("diffusers", "AutoencoderKL", {**_KL, "latent_channels": 4, "scaling_factor": 0.13025}),
+            "text_encoder": ("transformers", "CLIPTextModel", _CLIP_L),
+            "text_encoder_2": ("transformers", "CLIPTextModelWithProjection", _CLIP_G),
+            **_tokenizers("CLIPTokenizer", "CLIPTokenizer"),
+            "scheduler": ("diffusers", "EulerDiscreteScheduler", _DDPM),
+        },
+    }
+
+
+_T2V, _I2V = "WanPipeline", "WanImageToVideoPipeline"
+_EDIT_PROCESSOR: Final[ComponentEntry] = ("transformers", "Qwen2VLProcessor", {})
+PUBLISHED: Final[Mapping[str, Mapping[str, Any]]] = {
+    "wan-ai/wan2.2-t2v-a14b-diffusers": _wan(_T2V, _WAN, {}, boundary_ratio=0.875),
+    "wan-ai/wan2.2-i2v-a14b-diffusers": _wan(_I2V, {**_WAN, "in_channels": 36}, {}, boundary_ratio=0.9),
+    "wan-ai/wan2.2-ti2v-5b-diffusers": _wan(_T2V, _WAN_5B, _WAN_VAE_5B, expand_timesteps=True),
+    "wan-ai/wan2.1-t2v-14b-diffusers": _wan(_T2V, _WAN, {}),
+    "wan-ai/wan2.1-t2v-1.3b-diffusers": _wan(_T2V, _WAN_1B, {}),
+    "qwen/qwen-image": _qwen("QwenImagePipeline"),
+    "qwen/qwen-image-edit": _qwen("QwenImageEditPipeline", processor=_EDIT_PROCESSOR),
+    "black-forest-labs/flux.1-dev": _flux(guidance_embeds=True),
+    "black-forest-labs/flux.1-schnell": _flux(guidance_embeds=False),
+    "stabilityai/stable-diffusion-3.5-medium": _sd35(_SD35_MEDIUM),
+    "stabilityai/stable-diffusion-3.5-large": _sd35(_SD35_LARGE),
+    "stabilityai/stable-diffusion-xl-base-1.0": _sdxl(),
+}
+"""Name on the hub, in small letters → what its configs say."""

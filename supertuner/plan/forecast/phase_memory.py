@@ -1,0 +1,103 @@
+"""The memory of each phase of a known run, by class, at its fullest moment: encoding, training, samples."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from supertuner.core.types import MediaKind
+from supertuner.data.ordering.buckets import Bucket
+from supertuner.plan import sample_requests as sample_plan
+from supertuner.plan.forecast.results import PhaseForecast
+from supertuner.plan.forecast.run_model import ExpertForecast, RunModel
+from supertuner.plan.placement.timeline import IDLE_EXPERTS
+from supertuner.plan.trace.caching_allocator import simulate_allocator
+from supertuner.plan.trace.execution_trace import ExecutionTrace, TensorKind
+
+ENCODERS = "encoders"
+WAITING_EXPERT = "the expert that waits"
+
+
+def forecast_phases(run: RunModel) -> tuple[PhaseForecast, ...]:
+    """In the order of the run. Encoders come one after the other, before any denoiser is loaded."""
+    forecasts = [
+        _phase_at_peak(run, run.traces.text_trace()),
+        _phase_at_peak(run, run.traces.media_trace(run.largest_bucket), certain=False),
+    ]
+    forecasts += [_training_phase(run, one) for one in run.experts]
+    if makes_samples(run):
+        forecasts.append(_sampling_phase(run))
+    return tuple(forecasts)
+
+
+def makes_samples(run: RunModel) -> bool:
+    settings = run.config.validation
+    return settings.at_start or settings.at_end or settings.every_steps is not None
+
+
+def validation_bucket(run: RunModel) -> Bucket:
+    """As validation says, and where it does not, that of the bucket with the most pixels."""
+    settings = run.config.validation
+    size = sample_plan.largest_sample_size(run.buckets)
+    width, height = settings.width or size.width, settings.height or size.height
+    frames = settings.frames or size.frames
+    kind = MediaKind.VIDEO if frames > 1 else MediaKind.IMAGE
+    return Bucket(kind, width, height, frames, channels=3)
+
+
+def _training_phase(run: RunModel, expert_forecast: ExpertForecast) -> PhaseForecast:
+    certain = not run.traces.is_convolutional(expert_forecast.expert)
+    phase = _phase_at_peak(
+        run, expert_forecast.trace, idle_bytes=expert_forecast.steps.table.idle_bytes, certain=certain
+    )
+    if run.micro_batches > 1:
+        gradients = sum(block.gradient_bytes for block in expert_forecast.steps.table.blocks)
+        phase = _add_bytes(
+            phase, TensorKind.GRADIENT.label, max(0, gradients - phase.gpu.get(TensorKind.GRADIENT.label, 0))
+        )
+    return replace(_add_bytes(phase, ENCODERS, run.encoder_bytes), plan=expert_forecast.steps.plan)
+
+
+def _sampling_phase(run: RunModel) -> PhaseForecast:
+    """At a validation everything is on the GPU at once, but for an expert that waits in host memory by the plan."""
+    phase = _phase_at_peak(run, run.traces.sampling_trace(validation_bucket(run)).trace, certain=False)
+    plans = [one.steps.plan for one in run.experts if one.steps.plan is not None]
+    if not any(plan.idle_at_home for plan in plans):
+        return phase
+    waiting_bytes = min(one.steps.table.idle_bytes for one in run.experts)
+    return replace(
+        _add_bytes(phase, TensorKind.FROZEN.label, -min(waiting_bytes, phase.gpu[TensorKind.FROZEN.label])),
+        host={WAITING_EXPERT: waiting_bytes},
+    )
+
+
+def _add_bytes(phase: PhaseForecast, class_name: str, nbytes: int) -> PhaseForecast:
+    """The phase with so much more of a class."""
+    if not nbytes:
+        return phase
+    reserved_bytes = None if phase.reserved_bytes is None else phase.reserved_bytes + nbytes
+    return replace(
+        phase, gpu={**phase.gpu, class_name: phase.gpu.get(class_name, 0) + nbytes}, reserved_bytes=reserved_bytes
+    )
+
+
+def _phase_at_peak(run: RunModel, trace: ExecutionTrace, *, idle_bytes: int = 0, certain: bool = True) -> PhaseForecast:
+    """At its fullest moment; and what the allocator has of the GPU by then, giving back what it can if it must."""
+    live_bytes = trace.live_bytes_by_kind(trace.peak()[1])
+    gpu = {kind.label: nbytes for kind, nbytes in live_bytes.items() if nbytes} | (
+        {IDLE_EXPERTS: idle_bytes} if idle_bytes else {}
+    )
+    notes, reserved_bytes = trace.notes, None
+    if not run.capacity.on_cpu:
+        gpu_bytes = run.capacity.gpu_bytes
+        allocator_peaks = simulate_allocator(
+            trace, limit_bytes=None if gpu_bytes is None else max(0, gpu_bytes - idle_bytes)
+        )
+        if not allocator_peaks.fits:
+            allocator_peaks = simulate_allocator(trace)
+        elif allocator_peaks.retries:
+            notes = (
+                *notes,
+                f"{trace.phase}: the allocator gives memory back {allocator_peaks.retries} times to find room",
+            )
+        reserved_bytes = allocator_peaks.reserved_bytes + idle_bytes
+    return PhaseForecast(trace.phase, gpu, reserved_bytes, notes=notes, certain=certain)

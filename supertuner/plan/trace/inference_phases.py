@@ -1,0 +1,238 @@
+"""The other phases of a run on fake tensors: encoding media and captions for the caches, and making a sample.
+
+What is traced is the family's own encoders and denoiser. A sample's loop is not run: its schedulers decide by values.
+Instead its parts are, in the order of the loop, with everything in memory that a validation finds there: text encoder,
+one prediction of each expert, VAE. `SampleTrace` says what of it is repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from supertuner.config.settings.run_config import RunConfig
+from supertuner.core.events import NullSink
+from supertuner.models import loading
+from supertuner.models.blocks import named_blocks
+from supertuner.models.spec import Family, MediaEncoder, ModelDescription, TextEncoder
+from supertuner.plan.placement.step_table import OperatorWork
+from supertuner.plan.trace.encoder_shapes import CPU, BatchShape, EncoderShapeProbe, without_weights
+from supertuner.plan.trace.execution_trace import ExecutionTrace, TensorKind
+from supertuner.plan.trace.recorder import PlainCpuDevice, TracedDevice, TraceRecorder
+from supertuner.plan.trace.training_step import (
+    build_fake_expert_state,
+    fake_batch,
+    register_optimizer_state,
+    traceable_config,
+)
+from supertuner.step.expert_setup import build_step_options, selected_experts
+from supertuner.step.precision import ComputePrecision
+from supertuner.step.window import ExpertState
+
+ENCODE_MEDIA, ENCODE_TEXT, SAMPLING = "encode media", "encode text", "sample"
+PREDICTION, ENCODE_AND_DECODE = "prediction", "rest"
+"""Parts of the work of a sample."""
+
+
+def trace_media_encoding(
+    family: Family, model: ModelDescription, media_shape: tuple[int, ...], *, device: TracedDevice | None = None
+) -> ExecutionTrace:
+    """One sample of this shape (CHW or CFHW) through the media encoder: samples are encoded one by one."""
+    recorder = TraceRecorder(device or PlainCpuDevice(), threads=1)
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        encoder: MediaEncoder = family.build_media_encoder(without_weights(model), CPU)
+        _track_encoder(recorder, encoder)
+        pixels = torch.empty(1, *media_shape, dtype=torch.uint8)
+        with recorder.device.emulate_dispatch(), recorder:
+            encoded = encoder.encode(pixels)
+        del encoded
+    return recorder.build_trace(ENCODE_MEDIA)
+
+
+def trace_text_encoding(
+    config: RunConfig,
+    family: Family,
+    model: ModelDescription,
+    *,
+    reference_shape: tuple[int, ...] | None = None,
+    text_tokens: int | None = None,
+    device: TracedDevice | None = None,
+) -> ExecutionTrace:
+    """One caption, as long as it can be, through the text encoders."""
+    recorder = TraceRecorder(device or PlainCpuDevice(), threads=1)
+    shape_probe = EncoderShapeProbe(config, family, model, text_tokens)
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        encoder: TextEncoder = family.build_text_encoder(
+            without_weights(model, text_tokens), CPU, _compute_dtype(config)
+        )
+        _track_encoder(recorder, encoder)
+        with recorder.device.emulate_dispatch(), recorder:
+            encoded = shape_probe.encode_fake_caption(encoder, reference_shape)
+        del encoded
+    notes = ("what the text encoder sees of pictures is left out",) if reference_shape is not None else ()
+    return recorder.build_trace(ENCODE_TEXT, notes=notes)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class SampleTrace:
+    """A validation's sample, and the work of making it."""
+
+    trace: ExecutionTrace
+
+    @property
+    def prediction_work(self) -> OperatorWork:
+        """One denoising step, with guidance; of the expert that works most."""
+        return dict(self.trace.work_by_part)[PREDICTION]
+
+    @property
+    def encode_and_decode_work(self) -> OperatorWork:
+        """Encoding the prompt, and decoding the latents: once."""
+        return dict(self.trace.work_by_part)[ENCODE_AND_DECODE]
+
+    def total_work(self, steps: int) -> OperatorWork:
+        prediction = self.prediction_work
+        scaled = OperatorWork(
+            prediction.matmul_flops * steps,
+            prediction.other_flops * steps,
+            prediction.gpu_bytes * steps,
+            prediction.operators * steps,
+        )
+        return self.encode_and_decode_work + scaled
+
+
+def trace_sampling(
+    config: RunConfig, family: Family, model: ModelDescription, shape: BatchShape, *, device: TracedDevice | None = None
+) -> SampleTrace:
+    """A sample of the batch's shape, made in the middle of training: what is trained, its optimizer's state, and all
+    parts of the pipeline are in memory at once."""
+    config, model = traceable_config(config, checkpointing=False), without_weights(model)
+    precision = ComputePrecision(config.train.mixed_precision, CPU)
+    guided = config.validation.guidance_scale > 1
+    guides_in_one_batch = family.batched_guidance and guided
+    batch_shape = replace(shape, samples=2 if guides_in_one_batch else 1, loss_inputs={})
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    recorder = TraceRecorder(device or PlainCpuDevice())
+    with torch.no_grad():
+        expert_states = [
+            build_fake_expert_state(config, family, model, expert, mode) for expert in selected_experts(config, model)
+        ]
+        with mode:
+            denoisers = _build_denoisers(config, family, model, expert_states)
+            for trainee in expert_states:
+                _prime_optimizer(trainee)
+            for name, module in denoisers.items():
+                module.eval()
+                recorder.track_module(module, named_blocks(module), f"{name}.")
+            for trainee in expert_states:
+                register_optimizer_state(recorder, trainee, f"{trainee.expert.component}.")
+            vae = loading.load_module(model, "vae", torch.float32)
+            encoder: TextEncoder = family.build_text_encoder(model, CPU, precision.dtype)
+            _track_encoder(recorder, encoder)
+            recorder.track_module(vae, {})
+            options = build_step_options(config, family, model, precision, NullSink())
+            batch = fake_batch(batch_shape)
+            for tensor in batch.tensors():
+                recorder.register_tensor(tensor, TensorKind.BATCH)
+            with recorder.device.emulate_dispatch(), recorder:
+                work_meter = _WorkMeter(recorder)
+                reference_shape = (3, *(side * 8 for side in shape.latents[-2:])) if model.edits_images else None
+                prompts = [
+                    EncoderShapeProbe(config, family, model).encode_fake_caption(encoder, reference_shape)
+                    for _ in range(1 + guided)
+                ]
+                text_work = work_meter.work_since_last_call()
+                predictions = []
+                for module in denoisers.values():
+                    outputs = []
+                    for _ in range(1 + guided - guides_in_one_batch):
+                        with options.precision.autocast():
+                            outputs.append(
+                                options.denoise(
+                                    module, batch.latents, batch.sigmas, dict(batch.text), dict(batch.conditions)
+                                )
+                            )
+                    predictions.append(work_meter.work_since_last_call())
+                    del outputs
+                decoded = _decode_latents(vae, batch.latents[:1].float())
+                encode_and_decode = text_work + work_meter.work_since_last_call()
+                del prompts, decoded
+    notes = ("the sampler's own arithmetic between predictions is left out",)
+    largest_prediction = max(predictions, key=lambda one: one.matmul_flops)
+    return SampleTrace(
+        replace(
+            recorder.build_trace(SAMPLING, notes=notes),
+            work_by_part=((PREDICTION, largest_prediction), (ENCODE_AND_DECODE, encode_and_decode)),
+        )
+    )
+
+
+class _WorkMeter:
+    """The work of a recorder's stretches, taken piece by piece."""
+
+    def __init__(self, recorder: TraceRecorder) -> None:
+        self._recorder, self._before = recorder, OperatorWork()
+
+    def work_since_last_call(self) -> OperatorWork:
+        """What was worked since this was asked last."""
+        total = self._recorder.work_so_far()
+        before, self._before = self._before, total
+        return OperatorWork(
+            total.matmul_flops - before.matmul_flops,
+            total.other_flops - before.other_flops,
+            total.gpu_bytes - before.gpu_bytes,
+            total.operators - before.operators,
+        )
+
+
+def _build_denoisers(
+    config: RunConfig, family: Family, model: ModelDescription, expert_states: Sequence[ExpertState]
+) -> dict[str, nn.Module]:
+    """All experts by part: those in training, and those that the sampler loads for itself."""
+    denoisers = {trainee.expert.component: trainee.module for trainee in expert_states}
+    for expert in model.experts:
+        if expert.component not in denoisers:
+            denoisers[expert.component] = family.load_denoiser(model, expert, _compute_dtype(config))
+    return denoisers
+
+
+def _prime_optimizer(expert_state: ExpertState) -> None:
+    """One step of the optimizer with gradients of nothing: what it keeps is there."""
+    for parameter in expert_state.parameters.values():
+        parameter.grad = torch.empty_like(parameter)
+    expert_state.optimizer.step()
+    expert_state.optimizer.zero_grad(set_to_none=True)
+
+
+def _decode_latents(vae: Any, latents: torch.Tensor) -> torch.Tensor:
+    """Pixels of latents; a VAE of films takes a picture as a film of one frame."""
+    is_video_vae = any(isinstance(part, nn.Conv3d) for part in vae.modules())
+    if is_video_vae and latents.ndim == 4:
+        latents = latents.unsqueeze(2)
+    pixels: torch.Tensor = vae.decode(latents, return_dict=False)[0]
+    return pixels
+
+
+def _track_encoder(recorder: TraceRecorder, encoder: object) -> None:
+    """Count the weights of every module that an encoder holds."""
+    for module in _find_modules(vars(encoder)):
+        recorder.track_module(module, {})
+
+
+def _find_modules(value: object) -> Iterator[nn.Module]:
+    if isinstance(value, nn.Module):
+        yield value
+    elif isinstance(value, dict):
+        for one in value.values():
+            yield from _find_modules(one)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _find_modules(one)
+
+
+def _compute_dtype(config: RunConfig) -> torch.dtype:
+    return ComputePrecision(config.train.mixed_precision, CPU).dtype

@@ -1,0 +1,126 @@
+"""A traced step as the table that plans are made from: block by block, what is kept, how much is worked. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+
+import numpy as np
+from numpy.typing import NDArray
+
+from supertuner.plan.placement.step_table import BlockCosts, OperatorWork, StepTable
+from supertuner.plan.trace.execution_trace import (
+    AFTER_BLOCKS,
+    BEFORE_BLOCKS,
+    ExecutionTrace,
+    StepPass,
+    TensorKind,
+    TraceSpan,
+)
+
+
+def build_step_table(trace: ExecutionTrace, *, micro_batches: int = 1, idle_bytes: int = 0) -> StepTable:
+    """The step of a trace in which nothing is recomputed, for windows of so many micro-batches."""
+    assert not any(one.step_pass is StepPass.RECOMPUTE for one in trace.spans), "a table is of a step that keeps all"
+    owner = _owning_blocks(trace)
+    allocated = trace.allocated_bytes()
+
+    def bytes_by_block(kind: TensorKind) -> NDArray[np.int64]:
+        return _sum_by_block(trace, allocated, owner, trace.kind == kind)
+
+    saved = bytes_by_block(TensorKind.ACTIVATION)
+    inputs = _sum_by_block(trace, allocated, owner, owner != trace.block)
+    columns = {
+        kind: bytes_by_block(kind)
+        for kind in (TensorKind.FROZEN, TensorKind.TRAINED, TensorKind.GRADIENT, TensorKind.STATE)
+    }
+    temporaries = trace.live_bytes_of_kind(TensorKind.TEMPORARY)
+    transient, saved_so_far = temporaries + trace.live_bytes_of_kind(TensorKind.ACTIVATION), np.cumsum(saved)
+    turns = _backward_turns(trace)
+    blocks = tuple(
+        BlockCosts(
+            name=name,
+            frozen_bytes=int(columns[TensorKind.FROZEN][number]),
+            trained_bytes=int(columns[TensorKind.TRAINED][number]),
+            gradient_bytes=int(columns[TensorKind.GRADIENT][number]),
+            state_bytes=int(columns[TensorKind.STATE][number]),
+            saved_bytes=int(saved[number]),
+            input_bytes=int(inputs[number]),
+            forward=_block_work(trace, StepPass.FORWARD, number),
+            backward=_block_work(trace, StepPass.BACKWARD, number),
+            forward_peak_bytes=max(
+                _peak_live_bytes(transient, trace.spans_in(StepPass.FORWARD, number)) - int(saved_so_far[number]), 0
+            ),
+            backward_peak_bytes=max(_peak_live_bytes(transient, turns[number]) - int(saved_so_far[number]), 0),
+            recomputable=name not in (BEFORE_BLOCKS, AFTER_BLOCKS),
+        )
+        for number, name in enumerate(trace.blocks)
+    )
+    return StepTable(
+        phase=trace.phase,
+        blocks=blocks,
+        batch_bytes=int(allocated[trace.kind == TensorKind.BATCH].sum()),
+        micro_batches=micro_batches,
+        update=trace.total_work(StepPass.UPDATE),
+        update_peak_bytes=max(
+            (int(temporaries[s.begin : s.end + 1].max()) for s in trace.spans if s.step_pass is StepPass.UPDATE),
+            default=0,
+        ),
+        idle_bytes=idle_bytes,
+    )
+
+
+def _owning_blocks(trace: ExecutionTrace) -> NDArray[np.int64]:
+    """For each tensor the block that it is counted with: what blocks are given is counted with the first of them, as it
+    is what that one would be recomputed from. What is made before all blocks, saved, and given to several stays where
+    it was made: no recomputation begins there."""
+    owner = trace.block.astype(np.int64)
+    input_tensors, receiving_blocks = trace.block_inputs[:, 0], trace.block_inputs[:, 1].astype(np.int64)
+    first = np.full(len(owner), len(trace.blocks), dtype=np.int64)
+    np.minimum.at(first, input_tensors, receiving_blocks)
+    shared = np.bincount(input_tensors, minlength=len(owner)) > 1
+    saved = trace.kind == TensorKind.ACTIVATION
+    moves = (first < len(trace.blocks)) & (saved | (trace.kind == TensorKind.TEMPORARY))
+    moves &= ~(shared & saved & (trace.block == 0)) & (first != trace.block)
+    owner[moves] = first[moves]
+    return owner
+
+
+def _sum_by_block(
+    trace: ExecutionTrace, allocated: NDArray[np.int64], owner: NDArray[np.int64], mask: NDArray[np.bool_]
+) -> NDArray[np.int64]:
+    totals = np.zeros(len(trace.blocks), dtype=np.int64)
+    np.add.at(totals, owner[mask], allocated[mask])
+    return totals
+
+
+def _block_work(trace: ExecutionTrace, step_pass: StepPass, block: int) -> OperatorWork:
+    return sum((one.work for one in trace.spans_in(step_pass, block)), OperatorWork())
+
+
+def _backward_turns(trace: ExecutionTrace) -> list[list[TraceSpan]]:
+    """For each block what the backward pass does while it is there: until the next block's turn. What belongs to no
+    block is done in between too, while earlier blocks still have their activations: gradients of what several blocks
+    are given are added up so."""
+    turns: list[list[TraceSpan]] = [[] for _ in trace.blocks]
+    for step_pass, one_pass in groupby(trace.spans, key=lambda stretch: stretch.step_pass):
+        if step_pass is StepPass.BACKWARD:
+            for turn, stretch in _assign_turns(list(one_pass), len(trace.blocks) - 1):
+                turns[turn].append(stretch)
+    return turns
+
+
+def _assign_turns(one_pass: Sequence[TraceSpan], last: int) -> Iterator[tuple[int, TraceSpan]]:
+    """With the block whose turn it is. The end of the pass is no block's, whosever its last operators are."""
+    inner = [number for number, stretch in enumerate(one_pass) if 0 < stretch.block < last]
+    begin = inner[0] if inner else len(one_pass)
+    yield from ((last, stretch) for stretch in one_pass[:begin])
+    turn = 0
+    for stretch in reversed(one_pass[begin:]):
+        turn = max(turn, stretch.block) if stretch.block < last else turn
+        yield turn, stretch
+
+
+def _peak_live_bytes(live: NDArray[np.int64], spans: Iterable[TraceSpan]) -> int:
+    """The most bytes of a kind while these run, whoever made them."""
+    return max((int(live[one.begin : one.end + 1].max()) for one in spans), default=0)

@@ -1,0 +1,157 @@
+"""A window of the configured run at full size on fake tensors: the run's own code, no weights, no GPU, no network.
+
+The module is made from its config alone, adapters, optimizer and objective as the run makes them (`step/expert_setup.py`),
+and the function that is traced is the one that the loop calls (`step/window.py`). Nothing is computed, so values are
+unknown: what is asked of one (a norm, an optimizer's own estimate) is answered with 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from supertuner.config.settings.run_config import RunConfig
+from supertuner.core.events import NullSink
+from supertuner.models.blocks import named_blocks
+from supertuner.models.meta_modules import MetaDeviceMode, fill_with_fake_tensors
+from supertuner.models.spec import Expert, Family, ModelDescription
+from supertuner.plan.trace.encoder_shapes import CPU, BatchShape, BatchTensorSpec, without_weights
+from supertuner.plan.trace.execution_trace import ExecutionTrace, TensorKind
+from supertuner.plan.trace.recorder import PlainCpuDevice, TracedDevice, TraceRecorder
+from supertuner.step.batch import StepBatch
+from supertuner.step.expert_setup import (
+    build_expert_state,
+    build_step_options,
+    build_trainable_expert,
+    quantize_base_weights,
+    weight_dtype,
+)
+from supertuner.step.precision import ComputePrecision
+from supertuner.step.window import ExpertState, train_window
+
+
+def trace_training_step(
+    config: RunConfig,
+    family: Family,
+    model: ModelDescription,
+    expert: Expert,
+    shape: BatchShape,
+    *,
+    checkpointing: bool | None = None,
+    micro_batches: int = 1,
+    device: TracedDevice | None = None,
+) -> ExecutionTrace:
+    """One optimizer step of an expert. `checkpointing`: instead of what the configuration says."""
+    original_config, config, model = config, traceable_config(config, checkpointing), without_weights(model)
+    device = device or PlainCpuDevice()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    expert_state = build_fake_expert_state(config, family, model, expert, mode)
+    recorder = TraceRecorder(device)
+    with mode:
+        recorder.learn_engine_use_counts()
+        recorder.track_module(expert_state.module, named_blocks(expert_state.module))
+        batch = fake_batch(shape)
+        for tensor in batch.tensors():
+            recorder.register_tensor(tensor, TensorKind.BATCH)
+        register_optimizer_state(recorder, expert_state)
+
+        def fetch(figures: torch.Tensor) -> list[float]:
+            for name, parameter in expert_state.parameters.items():
+                if parameter.grad is not None:
+                    recorder.register_tensor(parameter.grad, TensorKind.GRADIENT, recorder.block_of_parameter(name))
+            return [1.0] * len(figures)
+
+        with device.emulate_dispatch(), recorder:
+            train_window(
+                expert_state,
+                recorder.mark_micro_batches(batch for _ in range(micro_batches)),
+                samples=shape.samples * micro_batches,
+                learning_rate=expert_state.optimizer.base_learning_rate,
+                options=build_step_options(
+                    config, family, model, ComputePrecision(config.train.mixed_precision, CPU), NullSink()
+                ),
+                copy_to_host=fetch,
+            )
+        register_optimizer_state(recorder, expert_state)
+    return recorder.build_trace(
+        f"train {expert.name}", micro_batches=micro_batches, notes=_untraced_settings(original_config)
+    )
+
+
+def build_fake_expert_state(
+    config: RunConfig, family: Family, model: ModelDescription, expert: Expert, mode: FakeTensorMode
+) -> ExpertState:
+    """An expert in training, made as a run makes it, of fake tensors."""
+    meta_precision = ComputePrecision(config.train.mixed_precision, torch.device("meta"))
+    with MetaDeviceMode():
+        module = family.load_denoiser(model, expert, weight_dtype(config, meta_precision))
+        quantize_base_weights(config, module, meta_precision, NullSink())
+        trained = build_trainable_expert(config, family, expert, module, meta_precision, NullSink())
+    adapter_names = {id(parameter): name for name, parameter in trained.parameters.items()}
+    names_in_module = {
+        name: adapter_names[id(parameter)]
+        for name, parameter in module.named_parameters()
+        if id(parameter) in adapter_names
+    }
+    fill_with_fake_tensors(module, mode, CPU)
+    fake_parameters = dict(module.named_parameters())
+    parameters = {own: fake_parameters[name] for name, own in names_in_module.items()}
+    with mode:
+        precision = ComputePrecision(config.train.mixed_precision, CPU)
+        return build_expert_state(config, expert, replace(trained, parameters=parameters), precision)
+
+
+def traceable_config(config: RunConfig, checkpointing: bool | None) -> RunConfig:
+    """The configuration without what changes no memory of the step and cannot run on fake tensors."""
+    train = config.train
+    if checkpointing is not None:
+        train = train.model_copy(update={"gradient_checkpointing": checkpointing})
+    return config.model_copy(
+        update={"train": train, "model": config.model.model_copy(update={"compile": False, "attention": "native"})}
+    )
+
+
+def _untraced_settings(config: RunConfig) -> tuple[str, ...]:
+    """What the configuration says and a trace does not follow."""
+    notes = []
+    if config.model.compile:
+        notes.append("model.compile: traced as the blocks run without it; compiled, they need less")
+    if config.model.attention != "native":
+        notes.append(f'model.attention "{config.model.attention}": traced as torch\'s own; others save as much')
+    return tuple(notes)
+
+
+def fake_batch(shape: BatchShape) -> StepBatch:
+    """A batch of nothing."""
+
+    def empty_tensor(one: BatchTensorSpec) -> torch.Tensor:
+        return torch.empty(shape.samples, *one.shape, dtype=one.dtype)
+
+    latents = torch.empty(shape.samples, *shape.latents, dtype=shape.latents_dtype)
+    return StepBatch(
+        latents=latents,
+        noise=torch.empty(latents.shape),
+        sigmas=torch.empty(shape.samples),
+        text={name: empty_tensor(one) for name, one in shape.text.items()},
+        conditions={name: empty_tensor(one) for name, one in shape.conditions.items()},
+        loss_inputs={name: empty_tensor(one) for name, one in shape.loss_inputs.items()},
+    )
+
+
+def register_optimizer_state(recorder: TraceRecorder, expert_state: ExpertState, prefix: str = "") -> None:
+    """Tell the recorder what the optimizer and the averages keep. The prefix is that of the module's names."""
+    names = {id(parameter): name for name, parameter in expert_state.parameters.items()}
+    for parameter, state in expert_state.optimizer.torch_optimizer.state.items():
+        block_number = recorder.block_of_parameter(prefix + names.get(id(parameter), ""))
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                recorder.register_tensor(value, TensorKind.STATE, block_number)
+    extra_values = [] if expert_state.ema is None else [expert_state.ema.averages]
+    extra_values += getattr(expert_state.base_weights, "args", ())[
+        1:
+    ]  # the values that keep the prior: `adapters.applied`'s second
+    for values in extra_values:
+        for name, value in values.items():
+            recorder.register_tensor(value, TensorKind.STATE, recorder.block_of_parameter(prefix + name))

@@ -1,0 +1,176 @@
+"""Runs a configuration's training for some steps, several times over, and keeps what it took.
+
+Each repeat is a process of its own that trains as `supertuner train` does. A short one comes first: it stages and
+encodes what is not there yet, so that the repeats start alike.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from secrets import token_hex
+from typing import Any, Final
+
+from supertuner.config.settings.run_config import RunConfig
+from supertuner.config.sources.launcher import read_launcher_environment
+from supertuner.config.sources.load import load_config as load_config
+from supertuner.core.durable import write_json
+from supertuner.core.errors import OptionError
+from supertuner.core.events import Progress
+from supertuner.core.host import HostFacts
+from supertuner.sinks.jsonlines import now_text
+from supertuner.tools.baseline import code_versions as code
+from supertuner.tools.baseline import machine_facts as machine
+from supertuner.tools.baseline import nvidia_smi
+from supertuner.tools.baseline.baseline_report import baseline_report
+from supertuner.tools.baseline.job import EVENTS_FILE
+from supertuner.tools.baseline.measured_process import JobCommand, exit_on_sigterm, run_job, scratch_dir
+from supertuner.tools.baseline.record import MeasuredJob, MeasurementRequest
+from supertuner.tools.baseline.store import Baseline, new_baseline_path, save_baseline
+
+DEFAULT_STEPS: Final = 1000
+DEFAULT_REPEATS: Final = 3
+PREPARATION_STEPS: Final = 5
+TRACE_FILE: Final = "trace.json.gz"
+TRACE_STEPS: Final = 10
+MEMORY_SAMPLES: Final = 50
+"""Memory events of a measured run, about."""
+
+
+@dataclass(frozen=True, slots=True)
+class BaselineScenario:
+    """What is run: settings, for so many steps. The run's folders are of names that nobody else has, and go away."""
+
+    config: Path
+    sets: tuple[str, ...]
+    steps: int
+    output_dir: Path
+    name: str
+
+    def request(self, out: Path, label: str, stop_after: int = 0) -> MeasurementRequest:
+        sets = (
+            *self.sets,
+            f"run.name={self.name}-{label}",
+            f"train.max_steps={self.steps}",
+            "train.num_epochs=null",
+            "checkpoints.resume=never",
+            "report.wandb=null",
+            f"report.memory_every_steps={max(1, self.steps // MEMORY_SAMPLES)}",
+        )
+        config = str(self.config.absolute())
+        return MeasurementRequest(out=str(out / label), begun=0.0, config=config, sets=sets, stop_after=stop_after)
+
+    def remove_run_folders(self) -> None:
+        """Remove the folders of its runs."""
+        for folder in self.output_dir.glob(f"{self.name}-*"):
+            shutil.rmtree(folder)
+
+
+@dataclass(frozen=True, slots=True)
+class ScenarioSettings:
+    """A configuration as it was given and as it is in force."""
+
+    explicit: Mapping[str, Any]
+    config: RunConfig
+
+
+def load_settings(config: Path, sets: Sequence[str]) -> ScenarioSettings:
+    loaded = load_config(config, sets=sets)
+    return ScenarioSettings(loaded.config.model_dump(mode="json", exclude_unset=True), loaded.config)
+
+
+def build_scenario(config: Path, sets: Sequence[str], steps: int, settings: RunConfig, name: str) -> BaselineScenario:
+    run = f"baseline-{name}-{token_hex(4)}"
+    return BaselineScenario(config, tuple(sets), steps, settings.run.output_dir, run)
+
+
+def require_single_process(environ: Mapping[str, str]) -> None:
+    if read_launcher_environment(environ).world_size > 1:
+        raise OptionError("a baseline starts its processes itself; give the command without torchrun or accelerate")
+
+
+def capture_baseline(
+    folder: Path,
+    name: str,
+    config: Path,
+    *,
+    sets: Sequence[str] = (),
+    steps: int = DEFAULT_STEPS,
+    repeats: int = DEFAULT_REPEATS,
+    replace_old: bool = False,
+    profile: bool = False,
+    environ: Mapping[str, str],
+    progress: Progress,
+) -> tuple[Path, Baseline]:
+    """Measure and keep; nothing is kept of a capture that fails or is stopped."""
+    require_single_process(environ)
+    path = new_baseline_path(folder, name, replace_old)
+    if profile and steps < TRACE_STEPS:
+        raise OptionError(f"--profile needs {TRACE_STEPS} steps, and --steps is {steps}")
+    settings = load_settings(config, sets)
+    baseline_scenario = build_scenario(config, sets, steps, settings.config, name)
+    with ExitStack() as stack:
+        stack.enter_context(exit_on_sigterm())
+        out = Path(stack.enter_context(scratch_dir()))
+        stack.callback(baseline_scenario.remove_run_folders)
+        report = machine.doctor_report(HostFacts(), environ)
+        write_json(out / "diagnostics.json", report)
+        log = out / nvidia_smi.LOG_FILE
+        not_logged_reason = stack.enter_context(nvidia_smi.log_gpus(log, environ))
+        command = code.current_code(environ)
+        preparation = run_preparation(command, baseline_scenario, out, progress)
+        jobs = [measure_repeat(command, baseline_scenario, out, at, repeats, progress) for at in range(1, repeats + 1)]
+        trace = profile_run(command, baseline_scenario, out, progress) if profile else None
+        notes = (not_logged_reason,) if not_logged_reason is not None else tuple(nvidia_smi.summarize_log(log))
+        baseline = Baseline(
+            name=name,
+            captured_at=now_text(),
+            steps=min(len(job.steps) for job in jobs),
+            jobs=tuple(jobs),
+            cold_start_s=preparation.start.first_step_s if preparation.start.cold else None,
+            machine=machine.comparable_facts(report),
+            commit=code.current_commit(),
+            config=settings.explicit,
+            resolved=settings.config.model_dump(mode="json"),
+            environment=machine.compared_variables(environ),
+            notes=notes,
+        )
+        extras = {"diagnostics.json": out / "diagnostics.json", EVENTS_FILE: out / "1" / EVENTS_FILE}
+        extras |= {nvidia_smi.LOG_FILE: log} if log.is_file() else {}
+        extras |= {TRACE_FILE: trace} if trace is not None else {}
+        save_baseline(path, baseline, baseline_report(baseline, sorted(extras)), extras)
+    return path, baseline
+
+
+def run_preparation(
+    command: JobCommand, scenario: BaselineScenario, out: Path, progress: Progress, label: str = "prepare"
+) -> MeasuredJob:
+    """The first few steps of the run, which leave caches filled for all of it, and files in memory."""
+    with progress.phase(f"preparing data and caches, {command.title}"):
+        return _run_once(command, scenario, scenario.request(out, label, min(scenario.steps, PREPARATION_STEPS)))
+
+
+def measure_repeat(
+    command: JobCommand, scenario: BaselineScenario, out: Path, repeat: int, repeats: int, progress: Progress
+) -> MeasuredJob:
+    with progress.phase(f"measuring {scenario.steps:,} steps, {repeat} of {repeats}"):
+        return _run_once(command, scenario, scenario.request(out, str(repeat)))
+
+
+def profile_run(command: JobCommand, scenario: BaselineScenario, out: Path, progress: Progress) -> Path:
+    """A run of its own under torch's profiler: being watched takes time."""
+    trace = out / TRACE_FILE
+    with progress.phase(f"tracing {TRACE_STEPS} steps"):
+        request = scenario.request(out, "trace", TRACE_STEPS)
+        _run_once(command, scenario, replace(request, trace=str(trace)))
+    return trace
+
+
+def _run_once(command: JobCommand, scenario: BaselineScenario, request: MeasurementRequest) -> MeasuredJob:
+    """One run, whose folder goes away at once: its checkpoint may be large, and others follow."""
+    job = run_job(command, request)
+    scenario.remove_run_folders()
+    return job

@@ -1,0 +1,65 @@
+"""What decides how fast a step is beside code and settings: the machine, as the doctor knows it, and variables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from supertuner.core.events import NullSink
+from supertuner.core.host import HostFacts
+from supertuner.core.types import JSON
+
+COMPARED_VARIABLES: Final = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "CUDA_VISIBLE_DEVICES",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "CUDA_LAUNCH_BLOCKING",
+    "LD_PRELOAD",
+)
+COMPARED_FACTS: Final = ("cpu", "cpus", "arch", "gpus")
+"""Facts that must be the same for times to be compared."""
+
+
+def doctor_report(host: HostFacts, environ: Mapping[str, str]) -> dict[str, JSON]:
+    """The doctor's report; it looks and takes nothing."""
+    from supertuner.tools.doctor.doctor_report import build_report
+    from supertuner.tools.doctor.examination import examine_machine
+
+    return build_report(examine_machine(host, environ, None, NullSink(), lambda checks: None), (), ())
+
+
+def comparable_facts(report: Mapping[str, Any]) -> dict[str, JSON]:
+    """The few of them by which machines are told apart."""
+    host, driver = report["host"], report["driver"]
+    return {
+        "title": None if report["machine"] is None else report["machine"]["title"],
+        "cpu": host["cpu_name"],
+        "cpus": host["cpus"],
+        "arch": host["arch"],
+        "kernel": host["kernel"],
+        "memory_bytes": host["memory_total"],
+        "gpus": [gpu["name"] for gpu in report["gpus"]],
+        "driver": driver["kernel_driver"],
+        "cuda": driver["cuda_version"],
+    }
+
+
+def differences(old: Mapping[str, JSON], new: Mapping[str, JSON], names: Iterable[str] = COMPARED_FACTS) -> list[str]:
+    """In what two machines, or their variables, differ that a step's time depends on."""
+    return [
+        f"{name} was {_value_text(old.get(name))}, is {_value_text(new.get(name))}"
+        for name in names
+        if old.get(name) != new.get(name)
+    ]
+
+
+def compared_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    return {name: environ[name] for name in COMPARED_VARIABLES if environ.get(name)}
+
+
+def _value_text(value: JSON) -> str:
+    return (
+        "not set" if value is None else ", ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
+    )
