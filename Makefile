@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test phantom test-phantom check bench baseline-check torture clean
+.PHONY: help setup quickstart test phantom test-phantom check docs wheel bench baseline-check torture clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -30,6 +30,12 @@ check: setup  ## Lint, format, types, and wheels for aarch64
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python scripts/check_aarch64.py
+
+docs: setup  ## Build the documentation site in build/site; broken links and references are errors
+	@$(BIN)/mkdocs build --quiet
+
+wheel: setup  ## Build sdist and wheel in dist/, install the wheel into an empty environment and try it
+	@scripts/try_wheel.sh $(BIN)/python dist
 
 bench: setup  ## Print our speed as ratios against peers (minutes); BENCH="gather" runs only that one
 	@scripts/setup_bench.sh $(VENV) .venv-bench

@@ -15,7 +15,7 @@ import torch
 from benchmarks.harness import ClaimRow, FigureSpread, at_most, in_memory_folder, interleave, report, say
 from benchmarks.runs import SingleScaleModel, denoise_with_scale, lighten, opened, rewind, write_config
 from supertuner.train.loop import train
-from supertuner.train.run import TrainingRun
+from supertuner.train.run.training_run import TrainingRun
 
 STEPS, MICRO, BATCH = 100, 4, 8
 OVERHEAD_LIMIT_MS = 1.0

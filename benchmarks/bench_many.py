@@ -35,7 +35,7 @@ from benchmarks.ranks import (
     timed,
 )
 from benchmarks.runs import SingleScaleModel, denoise_with_scale
-from supertuner.train.run import TrainingRun
+from supertuner.train.run.training_run import TrainingRun
 
 LIMIT_MS = 1.0
 

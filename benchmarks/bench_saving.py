@@ -26,7 +26,7 @@ from supertuner.optim.optimizer_registry import build_optimizer
 from supertuner.step.window import ExpertState
 from supertuner.train import loop
 from supertuner.train.checkpoint.async_saver import CheckpointSaver
-from supertuner.train.run import TrainingRun
+from supertuner.train.run.training_run import TrainingRun
 
 STEP_S = 0.5
 STATE_BYTES = 16 << 20

@@ -32,7 +32,7 @@ from benchmarks.ranks import (
     timed,
 )
 from benchmarks.runs import denoise_with_scale
-from supertuner.train.run import TrainingRun
+from supertuner.train.run.training_run import TrainingRun
 
 RANKS = 2
 LIMIT_MS = 1.0

@@ -15,7 +15,7 @@ from supertuner.core.events import Event, NullSink, TeeSink
 from supertuner.core.host import HostFacts
 from supertuner.memory.driver import NotAvailable
 from supertuner.memory.probe import probe_machine
-from supertuner.memory.telemetry.sampler import MemorySampler
+from supertuner.memory.telemetry.sampler import GpuTelemetry, MemorySampler
 from supertuner.sinks.jsonlines import JsonLinesFile
 from supertuner.sinks.tensorboard import TensorBoardSink
 
@@ -28,7 +28,7 @@ MISSING = NotAvailable("no GPU in this benchmark")
 
 def sampler(hints: Callable[[], Mapping[str, int]] | None = None) -> MemorySampler:
     host = HostFacts()
-    return MemorySampler(probe_machine(host, MISSING, MISSING), host, MISSING, MISSING, hints=hints)
+    return MemorySampler(probe_machine(host, MISSING, MISSING), host, GpuTelemetry(MISSING, MISSING), hints=hints)
 
 
 def each_s(act: Callable[[int], object], calls: int) -> float:

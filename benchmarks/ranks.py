@@ -27,7 +27,7 @@ from benchmarks.runs import write_config
 from supertuner.config.sources.launcher import LauncherEnvironment
 from supertuner.core.events import Event, MeasurementEvent
 from supertuner.sinks.training_events import TRAIN_STEP
-from supertuner.train.run import TrainingRun
+from supertuner.train.run.training_run import TrainingRun
 
 TURN, MICRO, BATCH = 8, 4, 4
 """Windows of a turn, micro-batches of a window and process, samples of a micro-batch."""

@@ -19,7 +19,7 @@ from supertuner.optim.optimizer_registry import build_optimizer
 from supertuner.step.window import ExpertState
 from supertuner.tools.session import RunSession, open_session
 from supertuner.tools.training import open_report_sinks
-from supertuner.train.run import TrainingRun
+from supertuner.train.run.training_run import TrainingRun
 from supertuner.train.setup import RunContext, open_run
 
 SIDE = 256

@@ -60,7 +60,7 @@ def runtime_requirements(project: Mapping[str, Any]) -> list[str]:
     """What a user installs: the dependencies and every extra but the developers' own."""
     extras = project.get("optional-dependencies", {})
     return sorted(
-        {*project["dependencies"], *(line for name, lines in extras.items() if name != "dev" for line in lines)}
+        {*project["dependencies"], *(line for name, lines in extras.items() if name not in ("dev", "docs") for line in lines)}
     )
 
 

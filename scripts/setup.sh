@@ -43,7 +43,7 @@ torch=$(grep -E '^torch==' constraints.txt)
 echo "setup: installing $torch (the largest part; minutes on a slow line)"
 pip install -qq -c constraints.txt "$torch"
 echo "setup: installing SuperTuner and its tools (about a minute the first time)"
-pip install -qq -c constraints.txt -e '.[dev]'
+pip install -qq -c constraints.txt -e '.[train,dev,docs]'
 
 echo "$digest" > "$stamp"
 echo "setup: done"

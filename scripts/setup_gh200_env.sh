@@ -4,7 +4,7 @@
 #
 # What is set already keeps its value, an empty one too. It changes no option of the shell, defines no function and no
 # variable but these four, never exits, needs no Python, and sets nothing that a stock PyTorch refuses.
-# The values are those of supertuner/config/settings/gh200_exports.py (`supertuner env`); tests/tools/test_env.py compares them.
+# The values are those of supertuner/config/sources/gh200_exports.py (`supertuner env`); tests/tools/test_env.py compares them.
 # shellcheck shell=sh
 
 : "${SIMPLETUNER_GH200_ENABLE_UVM_HINTS=1}"

@@ -10,7 +10,7 @@ from typing import Literal
 from supertuner.arena import locks
 from supertuner.arena.folder import BUILDER_FILE, HEAD_FILE, INDEX_FILE, ArenaFolder
 from supertuner.arena.format import ArenaHead, ArenaLifetime
-from supertuner.arena.sealed import open_sealed, read_head
+from supertuner.arena.index import open_sealed, read_head
 from supertuner.core.errors import ArenaDamagedError
 from supertuner.core.types import JSON
 

@@ -27,10 +27,10 @@ from supertuner.arena.folder import (
     unless_abandoned,
 )
 from supertuner.arena.format import ArenaHead, ArenaLifetime, check_arena_name, pack_head
+from supertuner.arena.index import open_sealed, read_head
 from supertuner.arena.live_reader import LiveArenaReader
 from supertuner.arena.mapping import map_segments
 from supertuner.arena.reader import ArenaReader, VerifyMode
-from supertuner.arena.sealed import open_sealed, read_head
 from supertuner.arena.segments import restore_segments
 from supertuner.core.bulk_io import write_all
 from supertuner.core.errors import ArenaBusyError, ArenaDamagedError, ArenaError, ArenaExistsError, ArenaMissingError

@@ -19,14 +19,21 @@ from numpy.typing import NDArray
 
 from supertuner.arena.catalog import KIND_ROW, ArenaCatalog, ArenaSegment, SortedKeys, next_segment_base
 from supertuner.arena.catalog_checks import check_catalog
-from supertuner.arena.folder import INDEX_FILE, INDEX_TEMPORARY_FILE, ArenaFolder, translate_os_errors
+from supertuner.arena.folder import HEAD_FILE, INDEX_FILE, INDEX_TEMPORARY_FILE, ArenaFolder, translate_os_errors
 from supertuner.arena.format import (
+    DATA_MAGIC,
+    HEAD_NBYTES,
     INDEX_MAGIC,
     INDEX_NBYTES,
     MAX_FIELDS,
     MAX_INFO_NBYTES,
+    PAGE,
+    ArenaHead,
+    check_segment_header,
     pack_header,
     round_up,
+    segment_name,
+    unpack_head,
     unpack_header,
 )
 from supertuner.core.bulk_io import write_all
@@ -127,6 +134,34 @@ def read_index(folder: ArenaFolder, uuid: bytes) -> ArenaCatalog:
     catalog = _build_catalog(file, uuid, counts, parts)
     check_catalog(file, catalog)
     return catalog
+
+
+def read_head(folder: ArenaFolder) -> ArenaHead:
+    return unpack_head(folder.file_path(HEAD_FILE), folder.read(HEAD_FILE, HEAD_NBYTES + 1))
+
+
+def open_sealed(folder: ArenaFolder) -> tuple[ArenaHead, ArenaCatalog]:
+    """Everything but the payloads' own bytes is checked."""
+    head = read_head(folder)
+    catalog = read_index(folder, head.uuid)
+    for segment in catalog.segments:
+        _check_data_file(folder, catalog.uuid, segment)
+    return head, catalog
+
+
+def _check_data_file(folder: ArenaFolder, uuid: bytes, segment: ArenaSegment) -> None:
+    name = segment_name(segment.number, "data")
+    fd = folder.open_file(name)
+    try:
+        with translate_os_errors(folder.file_path(name)):
+            size, page = os.fstat(fd).st_size, os.pread(fd, PAGE, 0)
+    finally:
+        os.close(fd)
+    kind = check_segment_header(folder.file_path(name), page, DATA_MAGIC, uuid, segment.number)
+    if kind != segment.kind:
+        raise ArenaDamagedError(folder.file_path(name), f"is of kind {kind}; the index says {segment.kind}")
+    if size != segment.nbytes:
+        raise ArenaDamagedError(folder.file_path(name), f"has {size} bytes; the index says {segment.nbytes}")
 
 
 def _check_header(file: object, same_arena: bool, counts: IndexCounts, size: int) -> None:

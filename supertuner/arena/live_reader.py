@@ -20,10 +20,10 @@ from supertuner.arena.format import (
     round_up,
     segment_name,
 )
+from supertuner.arena.index import open_sealed
 from supertuner.arena.journal import JournalReader
 from supertuner.arena.mapping import map_segments
 from supertuner.arena.reader import ArenaReader
-from supertuner.arena.sealed import open_sealed
 from supertuner.arena.verify import check_record
 from supertuner.core.errors import ArenaDamagedError, ArenaMissingError
 from supertuner.core.events import NullSink, Progress

@@ -12,8 +12,8 @@ from supertuner.arena.catalog import ArenaCatalog, ArenaSegment
 from supertuner.arena.catalog_checks import check_keys, check_records_used_once
 from supertuner.arena.folder import INDEX_FILE, ArenaFolder, translate_os_errors
 from supertuner.arena.format import PAGE, segment_name
+from supertuner.arena.index import open_sealed
 from supertuner.arena.mapping import map_segments
-from supertuner.arena.sealed import open_sealed
 from supertuner.core.errors import ArenaDamagedError
 from supertuner.core.events import ProgressPhase
 

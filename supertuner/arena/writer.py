@@ -25,9 +25,9 @@ from supertuner.arena.format import (
     round_up,
     segment_name,
 )
-from supertuner.arena.journal import JournalField, pack_entry
+from supertuner.arena.journal import JournalField, pack_entry, single_field_packer
 from supertuner.arena.payload import Payload, as_bytes, compressed_payload
-from supertuner.core.bulk_io import read_all, write_all
+from supertuner.core.bulk_io import BulkReader, read_all, write_all
 from supertuner.core.errors import ArenaBusyError, ArenaError, BrokenMediaError
 
 _CHUNK_BYTES = 256 << 10
@@ -216,6 +216,43 @@ class UnitWriter:
         packed_kind = self._writer._packed_kind(kind)
         self._fields.append(JournalField(field.encode(), packed_kind, offset, nbytes, raw_nbytes, checksum))
         self._end = record_end(offset, nbytes)
+
+
+class BulkUnitWriter:
+    """Adds units of one raw field to `writer`, from `buffer`. Flush before either is used in any other way."""
+
+    def __init__(self, writer: SegmentWriter, field: str, buffer: BulkReader) -> None:
+        self._writer = writer
+        self._buffer = buffer
+        self._pack_entry = single_field_packer(field.encode(), writer._packed_kind(RecordKind("uint8", None)))
+        self._entries: list[bytes] = []
+        self._payloads: list[tuple[int, int, int]] = []
+        self._end = writer._end
+        self._journal_end = writer._journal_end
+
+    def add(self, key: str, buffer_offset: int, nbytes: int) -> None:
+        """A unit of the `nbytes` at place `at` of the buffer, which must stay as they are until `flush`."""
+        writer, encoded = self._writer, encoded_key(key)
+        assert nbytes and writer._open_unit is None, "an empty payload, or a unit is open"
+        if not self._entries:  # the writer may have been used directly since
+            self._end, self._journal_end = writer._end, writer._journal_end
+        offset = next_record_offset(self._end, nbytes)
+        checksum = xxhash.xxh3_64_intdigest(self._buffer.view[buffer_offset : buffer_offset + nbytes])
+        entry = self._pack_entry(self._journal_end, encoded, offset, nbytes, checksum)
+        self._entries.append(entry)
+        self._payloads.append((buffer_offset, nbytes, offset))
+        self._end = record_end(offset, nbytes)
+        self._journal_end += len(entry)
+
+    def flush(self) -> None:
+        """Commit what was added: from here on it is there for every reader."""
+        if not self._entries:
+            return
+        entries, payloads = self._entries, self._payloads
+        self._entries, self._payloads = [], []
+        with translate_os_errors(self._writer._data_file):
+            self._buffer.write(self._writer._data, *zip(*payloads, strict=True))
+        self._writer._append_entries(b"".join(entries), self._end, units=len(entries))
 
 
 def open_segment(folder: ArenaFolder, uuid: bytes, kind: int) -> tuple[int, int, int]:

@@ -80,24 +80,21 @@ def capture(
     """
     from supertuner.config.sources import environment
     from supertuner.sinks.console import ConsoleSink
-    from supertuner.tools.baseline.baseline_capture import capture_baseline as run_capture
+    from supertuner.tools.baseline.baseline_capture import CaptureOptions, capture_baseline
     from supertuner.tools.baseline.baseline_report import baseline_summary
 
     if peer is not None:
         _refuse_options({"--profile": profile}, "with --peer only ratios are kept: leave out {}, or leave out --peer")
         from supertuner.tools.baseline import peer_ratios as ratios
-        from supertuner.tools.baseline.baseline_check import ComparisonOptions
+        from supertuner.tools.baseline.rounds import ComparisonOptions
 
         with ConsoleSink() as console:
-            options = ComparisonOptions(rounds=repeats, max_rounds=3 * repeats, steps=steps)
             captured_ratios = ratios.capture_ratios(
-                folder,
-                name,
+                ratios.new_ratios_path(folder, name, replace),
                 config,
                 peer,
-                options,
+                ComparisonOptions(rounds=repeats, max_rounds=3 * repeats, steps=steps),
                 sets=sets or (),
-                replace_old=replace,
                 environ=environment.current_environment(),
                 progress=console,
             )
@@ -105,15 +102,12 @@ def capture(
         typer.echo(f"\nkept in {folder / name}; `supertuner baseline check {name} {config} --peer {peer}` judges by it")
         return
     with ConsoleSink() as console:
-        path, baseline = run_capture(
+        path, baseline = capture_baseline(
             folder,
             name,
             config,
+            CaptureOptions(steps, repeats, replace, profile),
             sets=sets or (),
-            steps=steps,
-            repeats=repeats,
-            replace_old=replace,
-            profile=profile,
             environ=environment.current_environment(),
             progress=console,
         )
@@ -165,8 +159,9 @@ def check(
     from supertuner.config.sources import environment
     from supertuner.sinks.console import ConsoleSink
     from supertuner.tools.baseline import baseline_check as checking
+    from supertuner.tools.baseline.rounds import ComparisonOptions
 
-    options = checking.ComparisonOptions(limit / 100, repeats, most or 3 * repeats, steps)
+    options = ComparisonOptions(limit / 100, repeats, most or 3 * repeats, steps, against, stored)
     if peer is not None:
         from supertuner.tools.baseline import peer_ratios as ratios
 
@@ -193,8 +188,6 @@ def check(
             options,
             config=config,
             sets=sets or (),
-            against=against,
-            stored=stored,
             environ=environment.current_environment(),
             progress=console,
         )
@@ -223,6 +216,7 @@ def compare(
     from supertuner.sinks.console import ConsoleSink
     from supertuner.tools.baseline import baseline_check as checking
     from supertuner.tools.baseline.baseline_capture import DEFAULT_REPEATS
+    from supertuner.tools.baseline.rounds import ComparisonOptions
 
     if not again:
         unusable_options = {"--steps": steps is not None, "--repeats": repeats is not None, "--most": most is not None}
@@ -231,7 +225,7 @@ def compare(
             "{} says how to run both, and nothing runs without --again: give that too, or leave it out",
         )
     repeats = repeats or DEFAULT_REPEATS
-    options = checking.ComparisonOptions(limit / 100, repeats, most or 3 * repeats, steps)
+    options = ComparisonOptions(limit / 100, repeats, most or 3 * repeats, steps)
     if again:
         with ConsoleSink() as console:
             path, judgement = checking.compare_by_rerunning(

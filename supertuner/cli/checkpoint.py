@@ -82,7 +82,7 @@ def _checkpoint_folders(path: Path) -> list[Path]:
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a folder; name a checkpoint's folder or a run's")
     if not (path / RUN_FILE).is_file():
-        from supertuner.train.checkpoint.save import find_checkpoints
+        from supertuner.train.checkpoint.durable_save import find_checkpoints
 
         return [checkpoint.path for checkpoint in find_checkpoints(path)] or [path]
     folders = [one.path for one in _find_checkpoints(path)]

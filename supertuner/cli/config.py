@@ -96,7 +96,7 @@ def convert(
     sets: ConfigSetOption = None,
 ) -> None:
     """Write a configuration in our own names. Paths are relative to OUT, or without it to FILE's folder."""
-    from supertuner.config.render import canonical_tree, render_tree
+    from supertuner.config.sources.render import canonical_tree, render_tree
     from supertuner.core import durable
     from supertuner.core.errors import SuperTunerError
 
@@ -119,7 +119,7 @@ def convert(
 @app.command()
 def schema() -> None:
     """Print the JSON Schema of a configuration, for editors."""
-    from supertuner.config.schema import json_schema_text
+    from supertuner.config.settings.run_config import json_schema_text
 
     typer.echo(json_schema_text(), nl=False)
 

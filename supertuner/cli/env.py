@@ -17,7 +17,7 @@ def env(
     as_json: Annotated[bool, typer.Option("--json", help="Print values, defaults and readers as JSON.")] = False,
 ) -> None:
     """Print the exports of a GH200 job, for eval "$(supertuner env)". What is set already keeps its value."""
-    from supertuner.config.settings import gh200_exports as exports
+    from supertuner.config.sources import gh200_exports as exports
     from supertuner.config.sources import environment
 
     environ = environment.current_environment()

@@ -30,7 +30,7 @@ from supertuner.distributed.sharded_expert_swap import ShardedExpertSwap
 from supertuner.models.adapters.attach import RowShard, TrainableExpert
 from supertuner.models.blocks import named_blocks
 from supertuner.step.window import ExpertState
-from supertuner.train.out_of_memory import explain_out_of_memory
+from supertuner.memory.out_of_memory import explain_out_of_memory
 
 OUT_OF_MEMORY_REMEDY = "use more processes, or set parallel.cpu_offload: true"
 

@@ -10,9 +10,9 @@ import torch
 import xxhash
 
 import supertuner
-from supertuner.config.dialects.translate import iter_settings
+from supertuner.config.sources.translate import iter_settings
 from supertuner.config.settings.run_config import RunConfig
-from supertuner.config.sources import key_path as place
+from supertuner.config.settings import key_paths as place
 from supertuner.core.errors import ConfigError, ConfigProblem
 from supertuner.distributed.process_group import ProcessGroup
 

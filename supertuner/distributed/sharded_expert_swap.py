@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from supertuner.step.window import ExpertState
-from supertuner.train.offload.optimizer_state import HOST, ParameterState
+from supertuner.step.parameter_state import HOST, ParameterState
 
 MoveModule = Callable[[nn.Module, torch.device], object]
 """Have all of a module on a device."""

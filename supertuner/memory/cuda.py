@@ -11,11 +11,14 @@ since 13 and the suffix _v2 in 12.x, where the plain names take a device number 
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
+import os
+import platform
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 from uuid import UUID
 
 from supertuner.memory.driver import (
@@ -30,10 +33,12 @@ from supertuner.memory.driver import (
     MemoryLocation,
     NotAvailable,
 )
-from supertuner.memory.move_pages import MovePages, kernel_move_pages
 
 if TYPE_CHECKING:
     from types import ModuleType
+
+MovePages: TypeAlias = Callable[[Sequence[int]], list[int]]
+"""Addresses -> the NUMA node of each page, or a negative errno: -ENOENT for a page that was never touched."""
 
 LOCATION_API_VERSION = 12020
 """Before CUDA 12.2 a driver knows no locations; every superchip's driver is newer."""
@@ -44,6 +49,30 @@ _ADVICE_NAMES = {
     MemoryAdvice.ACCESSED_BY: "ACCESSED_BY",
     MemoryAdvice.READ_MOSTLY: "READ_MOSTLY",
 }
+_SYSCALL_NUMBERS = {"x86_64": 279, "aarch64": 239}
+
+
+def kernel_move_pages(addresses: Sequence[int]) -> list[int]:
+    """Asked by number: glibc has no such function, and libnuma is one dependency more.
+
+    A kernel that will not say (built without NUMA, or a sandbox that forbids the call) answers -ENOSYS for every page.
+    """
+    number = _SYSCALL_NUMBERS.get(platform.machine())
+    if number is None or not addresses:
+        return [-errno.ENOSYS] * len(addresses)
+    count = len(addresses)
+    pages = (ctypes.c_void_p * count)(*addresses)
+    status = (ctypes.c_int * count)()
+    libc = ctypes.CDLL(None, use_errno=True)
+    result = libc.syscall(
+        ctypes.c_long(number), ctypes.c_int(0), ctypes.c_ulong(count), pages, None, status, ctypes.c_int(0)
+    )
+    if result == 0:
+        return list(status)
+    code = ctypes.get_errno()
+    if code in (errno.ENOSYS, errno.EPERM, errno.EACCES, errno.ENODEV):
+        return [-errno.ENOSYS] * count
+    raise OSError(code, f"move_pages: {os.strerror(code)}")
 
 
 def open_cuda(move_pages: MovePages = kernel_move_pages) -> CudaDriver | NotAvailable:

@@ -18,7 +18,7 @@ from supertuner.core.host import HostFacts
 from supertuner.core.types import KIB
 from supertuner.memory.driver import DeviceProperties, Driver, NotAvailable
 from supertuner.memory.machines import MACHINES, MachineSpec, find_machine, find_machine_by_cpu
-from supertuner.memory.telemetry.nvml import NvmlGpuFacts, NvmlLibrary
+from supertuner.memory.nvml import NvmlGpuFacts, NvmlLibrary
 
 AT_PAGESZ: Final = 6
 """The key of the page size in the auxiliary vector that the kernel hands every process."""

@@ -9,7 +9,7 @@ import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend, dispatch_attention_fn
 from torch import nn
 
-from supertuner.config.problems import closest_match
+from supertuner.config.sources.problems import closest_match
 from supertuner.core.errors import ModelError
 from supertuner.models.library_logging import quiet_libraries
 

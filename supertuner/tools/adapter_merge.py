@@ -43,7 +43,7 @@ EXPERT_FOLDERS: Final = ("transformer", SECOND_EXPERT_FOLDER)
 def merge_adapters(files: Sequence[AdapterFile], base: Path, out: Path, strength: float = 1.0) -> dict[str, int]:
     """Write `base` with the adapters in it to `out`, which must not exist; part → layers that were changed. An expert
     for which there is no file stays as it is, and is told with 0."""
-    from supertuner.train.checkpoint.atomic_dir import atomic_folder
+    from supertuner.train.checkpoint.atomic_folder import atomic_folder
 
     if not (base / MODEL_INDEX_FILE).is_file():
         raise ModelError(

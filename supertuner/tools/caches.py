@@ -113,7 +113,7 @@ def open_cache_sets(
         from supertuner.data.corpus_loader import open_corpus, select_datasets
         from supertuner.step.precision import ComputePrecision
         from supertuner.train.encoding.corpus_caches import open_corpus_caches
-        from supertuner.train.memory import open_memory
+        from supertuner.train.run.memory_engine import open_memory
         from supertuner.train.model_source import open_model
         from supertuner.train.setup import build_encoding_spec, select_device
     device = select_device(config.train.device)

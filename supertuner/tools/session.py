@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from supertuner.arena.format import ArenaLifetime
-from supertuner.config.run_identity import CHANGEABLE_SETTINGS, setting_defaults
+from supertuner.config.settings.key_paths import CHANGEABLE_SETTINGS, setting_defaults
 from supertuner.config.settings.run_config import RunConfig
 from supertuner.config.sources.environment import strip_uvm_keys_for_torch
 from supertuner.config.sources.launcher import SINGLE_PROCESS_ENVIRONMENT, LauncherEnvironment

@@ -59,7 +59,7 @@ def train_in_session(
         from supertuner.tools.loss_curve import draw_curve
         from supertuner.train.export.export import export
         from supertuner.train.loop import train as run_loop
-        from supertuner.train.loss_log import LOSSES_FILE
+        from supertuner.train.run.loss_log import LOSSES_FILE
         from supertuner.train.setup import RunContext, open_run, select_device
     config, run_dir = run_session.config, run_session.run_dir
     device = select_device(config.train.device, run_session.launcher)

@@ -21,10 +21,10 @@ from supertuner.step.batch import StepBatch
 from supertuner.step.window import WindowResult, train_window
 from supertuner.train.checkpoint.async_saver import CheckpointSaver
 from supertuner.train.checkpoint.save_job import SaveCallback
-from supertuner.train.dataloader import TrainingWindow
-from supertuner.train.loss_log import LossRecord
-from supertuner.train.out_of_memory import explain_out_of_memory, release_unused_memory
-from supertuner.train.run import TrainingRun
+from supertuner.train.run.dataloader import TrainingWindow
+from supertuner.train.run.loss_log import LossRecord
+from supertuner.memory.out_of_memory import explain_out_of_memory, release_unused_memory
+from supertuner.train.run.training_run import TrainingRun
 from supertuner.train.signals import TrainingSignals
 from supertuner.train.validation.validate import validate
 

@@ -47,22 +47,22 @@ from supertuner.step.expert_setup import (
 )
 from supertuner.step.precision import ComputePrecision
 from supertuner.step.window import ExpertState
-from supertuner.train.checkpoint import save as checkpoint
+from supertuner.train.checkpoint import durable_save as checkpoint
 from supertuner.train.checkpoint.load import LoadedCheckpoint, load_checkpoint
 from supertuner.train.checkpoint.state import restore_run, saved_revision, saved_world_size
-from supertuner.train.dataloader import BatchCollator, batches_ahead
+from supertuner.train.run.dataloader import BatchCollator, batches_ahead
 from supertuner.train.encoding.encoded_corpus import open_encoded_corpus
 from supertuner.train.encoding.encoders import EncoderFingerprints, EncodingSpec
 from supertuner.train.export import adapter_init as adapter_start
-from supertuner.train.loss_log import LOSSES_FILE, LossLog, NullLossLog
-from supertuner.train.loss_weights import build_loss_weights
-from supertuner.train.memory import MemoryEngine, open_memory
+from supertuner.train.run.loss_log import LOSSES_FILE, LossLog, NullLossLog
+from supertuner.train.run.loss_weights import build_loss_weights
+from supertuner.train.run.memory_engine import MemoryEngine, open_memory
 from supertuner.train.model_source import open_model
 from supertuner.train.offload.manager import OffloadManager
-from supertuner.train.offload.optimizer_state import HOST
+from supertuner.step.parameter_state import HOST
 from supertuner.train.offload.setup import create_offload_manager, loading_device, plan_experts
-from supertuner.train.out_of_memory import explain_out_of_memory
-from supertuner.train.run import HELD_OUT_FILE, TrainingRun
+from supertuner.memory.out_of_memory import explain_out_of_memory
+from supertuner.train.run.training_run import HELD_OUT_FILE, TrainingRun
 from supertuner.train.same_weights import require_same_unsharded_weights, require_same_weights
 from supertuner.train.validation.validate import plan_validation
 

@@ -3,10 +3,10 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from supertuner.arena.bulk_writer import BulkUnitWriter
 from supertuner.arena.format import RecordKind, pack_kind
 from supertuner.arena.home import ArenaHome
 from supertuner.arena.journal import JournalField, pack_entry, single_field_packer
+from supertuner.arena.writer import BulkUnitWriter
 from supertuner.core.bulk_io import BulkReader, find_native_library
 
 

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from supertuner.config.dialects.key_tables import DATASET_KEYS, RUN_KEYS, inherited_keys
-from supertuner.config.sources import key_path as places
+from supertuner.config.settings import key_paths
 from supertuner.config.sources.environment import SETTING_BY_VARIABLE, settings_with_variables, variable_name
 from supertuner.config.sources.load import load_config
 from supertuner.core.errors import ConfigError
 
 ROOT = [
-    *places.names_in_block(""),
+    *key_paths.names_in_block(""),
     *(row.key for row in RUN_KEYS),
     *inherited_keys(),
     "dataset",
@@ -28,7 +28,7 @@ ROOT = [
     "job",
     "$schema",
 ]
-ENTRY = [*places.names_in_block("datasets[]"), *(row.key for row in DATASET_KEYS)]
+ENTRY = [*key_paths.names_in_block("datasets[]"), *(row.key for row in DATASET_KEYS)]
 TRICKY = ["run.json", "~nobody/x", "a" * 300, "", ".", "no", "local", "text_embeds", "textfile", "area", "512"]
 SCALARS = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8), st.sampled_from(TRICKY))
 GARBAGE = st.recursive(
@@ -36,7 +36,7 @@ GARBAGE = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
     max_leaves=8,
 )
-LAST_NAMES = st.sampled_from(sorted({key.split(".")[-1] for key in (*ROOT, *ENTRY, *places.settings())}))
+LAST_NAMES = st.sampled_from(sorted({key.split(".")[-1] for key in (*ROOT, *ENTRY, *key_paths.settings())}))
 KEYED = st.recursive(
     GARBAGE,
     lambda inner: st.dictionaries(LAST_NAMES, inner, max_size=5) | st.lists(inner, max_size=3),
@@ -107,7 +107,7 @@ def test_any_bytes(folder, content, ending):
     must_end_well(folder / f"run.{ending}", content)
 
 
-PATHS = st.sampled_from(sorted(places.settings())).map(lambda p: p.replace("[]", "[0]")) | st.text(max_size=12)
+PATHS = st.sampled_from(sorted(key_paths.settings())).map(lambda p: p.replace("[]", "[0]")) | st.text(max_size=12)
 TEXTS = st.text(max_size=12) | GARBAGE.map(json.dumps)
 
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from supertuner.config.dialects.key_tables import dataset_keys, inherited_keys, run_keys
-from supertuner.config.problems import closest_match, edit_distance, edit_distance_lower_bound
-from supertuner.config.sources import key_path as places
+from supertuner.config.sources.problems import closest_match, edit_distance, edit_distance_lower_bound
+from supertuner.config.settings import key_paths
 from supertuner.config.sources.load import load_config
 from supertuner.core.errors import ConfigError
 
@@ -163,7 +163,7 @@ def test_a_dataset_may_be_a_tar_file_but_no_other_file(load_text, refuse, tmp_pa
 
 def every_key() -> list[tuple[str, str]]:
     """(pattern of the block, name) of every key at every level, blocks included."""
-    return [(block, name) for block in places.blocks() for name in places.names_in_block(block)]
+    return [(block, name) for block in key_paths.blocks() for name in key_paths.names_in_block(block)]
 
 
 def typos(word: str, chance: random.Random) -> list[str]:
@@ -183,7 +183,7 @@ def test_a_one_letter_typo_in_any_key_is_refused_and_the_right_key_suggested(ref
     tried, right, wrong = 0, 0, []
     for block, name in every_key():
         known = {
-            *places.names_in_block(block),
+            *key_paths.names_in_block(block),
             *run_keys(),
             *dataset_keys(""),
             *inherited_keys(),

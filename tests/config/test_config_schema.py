@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from supertuner.config.dialects.key_tables import DATASET_KEYS, RUN_KEYS, inherited_keys
-from supertuner.config.schema import json_schema
+from supertuner.config.settings.run_config import json_schema
 from supertuner.config.settings.data import DatasetSettings
 from supertuner.config.settings.run_config import RunConfig
-from supertuner.config.sources import key_path as places
+from supertuner.config.settings import key_paths
 from supertuner.config.sources.environment import SETTING_BY_VARIABLE
-from supertuner.config.sources.values import format_value
+from supertuner.config.settings.values import format_value
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs/configuration.md"
@@ -46,10 +46,10 @@ def rows() -> list[str]:
     """The line of the docs for every setting: name, default, description."""
     schema = json_schema()
     found = []
-    for name, block in places.blocks().items():
+    for name, block in key_paths.blocks().items():
         properties = schema["$defs"].get(block.__name__, schema)["properties"]
-        for field in places.names_in_block(name):
-            if f"{name}.{field}".lstrip(".") in places.settings():
+        for field in key_paths.names_in_block(name):
+            if f"{name}.{field}".lstrip(".") in key_paths.settings():
                 default = properties[field].get("default")
                 text = "" if default is None else f"`{format_value(default)}`"
                 found.append(f"| `{field}` | {text} | {' '.join(properties[field]['description'].split())} |")

@@ -19,9 +19,9 @@ from supertuner.core.events import Event, NoteEvent, NullSink, WarningEvent
 from supertuner.core.host import HostFacts
 from supertuner.distributed.setup import open_process_group
 from supertuner.distributed.watchdog.heartbeat import Heartbeat
-from supertuner.train.checkpoint import save as checkpoint
+from supertuner.train.checkpoint import durable_save as checkpoint
 from supertuner.train.checkpoint.async_saver import CheckpointSaver
-from supertuner.train.run import TrainingRun
+from supertuner.train.run.training_run import TrainingRun
 from supertuner.train.setup import RunContext, open_run
 from tests.distributed.runs import run_folder
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from supertuner.distributed.process_group import ProcessGroup, SingleProcess
 from supertuner.optim.schedule import BatchRamp, TrainingSchedule
-from supertuner.train.dataloader import TrainingDataLoader
+from supertuner.train.run.dataloader import TrainingDataLoader
 from tests.train.test_dataloader import EXPERTS, NumberedSamples, build_collator, build_schedule
 
 

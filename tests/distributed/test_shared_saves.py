@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from supertuner.train.checkpoint import save as checkpoint
+from supertuner.train.checkpoint import durable_save as checkpoint
 from tests.distributed.ranks import launched_ranks, run_launched
 from tests.distributed.runs import a_run, run_folder
 from tests.distributed.shared_saves import failing, killed

@@ -161,7 +161,7 @@ class AllocationLaws:
             }
             fails_once(bench, verb, act[verb], spare)
 
-    @pytest.mark.parametrize("verb", ["advise", "unadvise", "prefetch", "discard", "preferred", "last_prefetch"])
+    @pytest.mark.parametrize("verb", ["advise", "unadvise", "prefetch", "discard", "preferred_location", "last_prefetch_location"])
     def test_a_fault_in_a_hint_surfaces_under_its_own_name_once(self, bench: DriverBench, verb: str) -> None:
         needs_prefetch(bench)
         if bench.fail is None:
@@ -175,8 +175,8 @@ class AllocationLaws:
                 "unadvise": lambda: bench.driver.unadvise(span, prefer, HOST),
                 "prefetch": lambda: bench.driver.prefetch([span], GPU),
                 "discard": lambda: bench.driver.discard([span]),
-                "preferred": lambda: bench.driver.preferred_location(span),
-                "last_prefetch": lambda: bench.driver.last_prefetch_location(span),
+                "preferred_location": lambda: bench.driver.preferred_location(span),
+                "last_prefetch_location": lambda: bench.driver.last_prefetch_location(span),
             }
             fails_once(bench, verb, act[verb], [])
 

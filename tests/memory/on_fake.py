@@ -36,8 +36,8 @@ DRIVER_CALLS = {
     "advise": "cuMemAdvise",
     "unadvise": "cuMemAdvise",
     "discard": "cuMemDiscardBatchAsync",
-    "preferred": "cuMemRangeGetAttributes",
-    "last_prefetch": "cuMemRangeGetAttributes",
+    "preferred_location": "cuMemRangeGetAttributes",
+    "last_prefetch_location": "cuMemRangeGetAttributes",
 }
 """The driver call that does the work of a verb of the seam."""
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from supertuner.memory.dlpack import DLPackHeader
 from supertuner.memory.driver import AddressRange, Driver, MemoryKind
 from supertuner.memory.emulator.configuration import EmulatedMachine
 from supertuner.memory.emulator.superchip import EmulatedSuperchip
 from supertuner.memory.machines import MACHINES
+from supertuner.memory.unified.dlpack import DLPackHeader
 
 PAGE = 65536
 HBM = 64 << 20

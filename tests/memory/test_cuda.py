@@ -14,7 +14,7 @@ from statistics import median
 
 import pytest
 
-from supertuner.memory.cuda import CudaDriver, open_cuda, start_driver
+from supertuner.memory.cuda import CudaDriver, kernel_move_pages, open_cuda, start_driver
 from supertuner.memory.driver import (
     HOST,
     AddressRange,
@@ -27,7 +27,6 @@ from supertuner.memory.driver import (
     MemoryKind,
     NotAvailable,
 )
-from supertuner.memory.move_pages import kernel_move_pages
 from tests.fakes.building import MIB, ROOT, environment, run_python
 from tests.memory.bench import BLOCK, allocated, refuses
 from tests.memory.old_bindings import OldBindings

@@ -13,8 +13,8 @@ import pytest
 from supertuner.core.host import HostFacts
 from supertuner.core.types import GIB, KIB
 from supertuner.memory.driver import NotAvailable
+from supertuner.memory.nvml import NvmlGpuFacts
 from supertuner.memory.probe import free_gpu_bytes, host_available_bytes, probe_machine
-from supertuner.memory.telemetry.nvml import NvmlGpuFacts
 from tests.fakes.building import environment, fake_nvml, run_python
 from tests.memory.machine_files import (
     GB10,

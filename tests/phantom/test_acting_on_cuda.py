@@ -28,9 +28,9 @@ from supertuner.step.window import (
     train_window,
 )
 from supertuner.train.offload.apply import OffloadedExpert, apply_plan
-from supertuner.train.offload.expert_swap import ExpertSwap, SwappableExpert
+from supertuner.train.offload.swappable_expert import ExpertSwap, SwappableExpert
 from supertuner.train.offload.manager import OffloadManager
-from supertuner.train.offload.optimizer_state import HOST, ParameterState
+from supertuner.step.parameter_state import HOST, ParameterState
 from supertuner.train.offload.transfer import CudaStreamTransfer
 from tests.train.offload.making import OffloadCase, a_plan, batch
 

@@ -13,7 +13,7 @@ from supertuner.memory.cuda import CudaDriver, open_cuda
 from supertuner.memory.driver import MemoryKind
 from supertuner.memory.hints import api as process
 from supertuner.memory.hints.api import HintStatus, ResidencyHints
-from supertuner.memory.unified import UnifiedBuffers
+from supertuner.memory.unified.buffers import UnifiedBuffers
 from supertuner.step.batch import StepBatch
 
 DEVICE = torch.device("cuda", 0)

@@ -9,14 +9,15 @@ from supertuner.core.types import MIB
 from supertuner.memory.cuda import open_cuda
 from supertuner.memory.driver import NotAvailable
 from supertuner.memory.probe import probe_machine
-from supertuner.memory.telemetry.sampler import MemorySampler
+from supertuner.memory.telemetry.sampler import GpuTelemetry, MemorySampler
 
 NO_NVML = NotAvailable("none on the phantom")
 
 
 def test_torchs_and_the_drivers_figures_follow_an_allocation() -> None:
     device, host, driver = torch.device("cuda", 0), HostFacts(), open_cuda()
-    with MemorySampler(probe_machine(host, driver, NO_NVML), host, driver, NO_NVML, torch_device=device) as sampler:
+    gpu = GpuTelemetry(driver, NO_NVML, torch_device=device)
+    with MemorySampler(probe_machine(host, driver, NO_NVML), host, gpu) as sampler:
         torch.cuda.init()
         before = sampler.sample()
         held = torch.empty(64 * MIB, dtype=torch.uint8, device=device)

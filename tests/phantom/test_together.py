@@ -134,7 +134,7 @@ def test_sound_that_is_staged_in_memory_is_hinted_like_everything_else(tmp_path:
     from supertuner.memory.cuda import open_cuda
     from supertuner.memory.driver import NotAvailable
     from supertuner.memory.hints.api import ResidencyHints
-    from supertuner.memory.unified import UnifiedBuffers
+    from supertuner.memory.unified.buffers import UnifiedBuffers
     from supertuner.tools.sample_data import make_sample_data
 
     make_sample_data(tmp_path / "data", images=0, videos=0, sounds=4)

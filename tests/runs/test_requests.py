@@ -20,7 +20,7 @@ from supertuner.runs.request_client import send_request, write_request
 from supertuner.runs.requests import RequestInbox
 from supertuner.sinks.run_folder import RunFolder
 from supertuner.sinks.saved_config import SavedConfig
-from supertuner.train.checkpoint.save import save_checkpoint
+from supertuner.train.checkpoint.durable_save import save_checkpoint
 from tests.train.checkpoints import RecordingSink, parts_at, state_at
 
 

@@ -12,7 +12,7 @@ from supertuner.cli import app
 from supertuner.config.settings.model import AdapterSettings
 from supertuner.core.host import HostFacts
 from supertuner.models.adapters.attach import attach, trainable_state
-from supertuner.train.checkpoint import save as checkpoint
+from supertuner.train.checkpoint import durable_save as checkpoint
 from tests.models.adapters.modules import random_tensor, wan
 
 

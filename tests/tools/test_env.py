@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from supertuner.cli import app
-from supertuner.config.settings import gh200_exports as exports
+from supertuner.config.sources import gh200_exports as exports
 from supertuner.config.sources.environment import SETTING_BY_VARIABLE
 from supertuner.config.sources.load import load_config
 

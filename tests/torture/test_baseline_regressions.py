@@ -15,6 +15,7 @@ from supertuner.tools.baseline import baseline_capture as capturing
 from supertuner.tools.baseline import baseline_check as checking
 from supertuner.tools.baseline import code_versions as code
 from supertuner.tools.baseline.regression import ComparisonResult, RegressionVerdict
+from supertuner.tools.baseline.rounds import ComparisonOptions
 from tests.tools.baseline.test_baseline_command import write_config
 
 pytestmark = pytest.mark.torture
@@ -30,9 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         made / "baseline",
         "now",
         config,
-        steps=40,
-        repeats=1,
-        profile=True,
+        capturing.CaptureOptions(steps=40, repeats=1, profile=True),
         environ=ENVIRON,
         progress=NullSink(),
     )
@@ -47,10 +46,8 @@ def beside(folder: Path, name: str, file: str, old: str, new: str) -> Comparison
     text = changed.read_text()
     assert old in text, f"{file} has no {old!r} any more"
     changed.write_text(text.replace(old, new, 1))
-    asked = checking.ComparisonOptions(rounds=3, max_rounds=9)
-    return checking.check_baseline(
-        folder / "baseline", "now", asked, against=str(copy), environ=ENVIRON, progress=NullSink()
-    )[1]
+    options = ComparisonOptions(rounds=3, max_rounds=9, against=str(copy))
+    return checking.check_baseline(folder / "baseline", "now", options, environ=ENVIRON, progress=NullSink())[1]
 
 
 STEP = ("train/loop.py", "    run.step += 1\n")
@@ -72,8 +69,8 @@ def test_a_step_that_became_slower_is_found_and_its_losses_are_the_same(folder: 
 
 @pytest.mark.timeout(1800)
 def test_other_losses_are_found_though_no_step_is_slower(folder: Path) -> None:
-    rate = "    rate = trainee.optimizer.base_rate * run.factor(plan.step)\n"
-    found = beside(folder, "other", "train/loop.py", rate, rate.replace("run.factor", "3 * run.factor"))
+    rate = "    rate = expert_state.optimizer.base_learning_rate * run.lr_factor(plan.step)\n"
+    found = beside(folder, "other", "train/loop.py", rate, rate.replace("run.lr_factor", "3 * run.lr_factor"))
     assert found.losses_differ and not found.worse
     assert found.losses.first_difference is not None and found.losses.first_difference > 1
 

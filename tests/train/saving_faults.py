@@ -22,7 +22,7 @@ from torch import Tensor
 
 from supertuner.core.errors import CheckpointError
 from supertuner.core.host import HostFacts
-from supertuner.train.checkpoint.save import CheckpointSharding, find_checkpoints, load_latest, save_checkpoint
+from supertuner.train.checkpoint.durable_save import CheckpointSharding, find_checkpoints, load_latest, save_checkpoint
 from tests.arena.making import fork, wait
 from tests.train.checkpoints import bytes_of, parts_at, state_at, tree
 

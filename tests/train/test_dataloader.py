@@ -23,7 +23,7 @@ from supertuner.distributed.process_group import SingleProcess
 from supertuner.models.objective.diffusion import TimestepDistribution
 from supertuner.models.spec import Expert, Tensors
 from supertuner.optim.schedule import BatchRamp, TrainingSchedule, equal_window_spans
-from supertuner.train.dataloader import BatchCollator, TrainingDataLoader, batches_ahead
+from supertuner.train.run.dataloader import BatchCollator, TrainingDataLoader, batches_ahead
 
 EXPERTS = (Expert("high_noise", "transformer", 0.875, 1.0), Expert("low_noise", "transformer_2", 0.0, 0.875))
 BUCKETS = tuple(Bucket(MediaKind.IMAGE, side, side, channels=3) for side in (16, 32, 48))

@@ -15,7 +15,7 @@ from supertuner.data.batching.framing import framing_for_sample
 from supertuner.data.batching.render import render_sample
 from supertuner.data.ordering.micro_batches import micro_batches
 from supertuner.step.batch import StepBatch
-from supertuner.train.run import TrainingRun
+from supertuner.train.run.training_run import TrainingRun
 from supertuner.train.setup import RunContext, open_run
 from tests.train.runs import config
 

@@ -16,7 +16,7 @@ import pytest
 
 from supertuner.core.events import WarningEvent
 from supertuner.sinks.console import ConsoleSink
-from supertuner.train.checkpoint import save as checkpoint
+from supertuner.train.checkpoint import durable_save as checkpoint
 from tests.train.runs import ROOT, config
 
 EXIT = 128 + signal.SIGHUP

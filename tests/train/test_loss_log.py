@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from supertuner.core.errors import CheckpointError
-from supertuner.train.loss_log import EMPTY_POSITION, LossLog, LossRecord, encode_record, read_losses
+from supertuner.train.run.loss_log import EMPTY_POSITION, LossLog, LossRecord, encode_record, read_losses
 
 floats = st.floats(allow_nan=False, allow_infinity=False)
 

@@ -19,7 +19,7 @@ from supertuner.memory.hints.outcomes import HintOutcome, HintStatus
 from supertuner.memory.overflow.plugin import OverflowStats
 from supertuner.memory.overflow.pools import OverflowPools
 from supertuner.step.batch import StepBatch
-from supertuner.train.memory import MemoryEngine, open_memory, overflow_summary
+from supertuner.train.run.memory_engine import MemoryEngine, open_memory, overflow_summary
 from tests.train.runs import TrainingForkServer, config
 
 CPU = torch.device("cpu")

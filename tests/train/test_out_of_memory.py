@@ -18,7 +18,7 @@ from supertuner.core.errors import TrainError
 from supertuner.core.events import Event, NullSink, WarningEvent
 from supertuner.core.host import HostFacts
 from supertuner.train.loop import train
-from supertuner.train.run import TrainingRun
+from supertuner.train.run.training_run import TrainingRun
 from supertuner.train.setup import RunContext, open_run
 from supertuner.train.validation.validate import validate
 from tests.train.runs import config

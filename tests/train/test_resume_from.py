@@ -9,7 +9,7 @@ import pytest
 from supertuner.core.errors import CheckpointError
 from supertuner.core.events import DecisionEvent, Event, NullSink
 from supertuner.core.host import HostFacts
-from supertuner.train.checkpoint.save import CHECKPOINTS_DIR, save_checkpoint
+from supertuner.train.checkpoint.durable_save import CHECKPOINTS_DIR, save_checkpoint
 from supertuner.train.setup import RunContext, _find_checkpoint
 from tests.train.checkpoints import parts_at, state_at
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from supertuner.config.sources.values import format_value, parse_text
+from supertuner.config.settings.values import format_value, parse_text
 from supertuner.core.types import JSON
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Final
 
 from supertuner.config.dialects.conversions import ConversionNote, ConversionOutcome, InvalidValue, SettingValue
-from supertuner.config.sources.values import format_value
+from supertuner.config.settings.values import format_value
 from supertuner.core.types import JSON
 
 ALGORITHMS: Final = {"lora": "locon", "locon": "locon", "loha": "loha", "lokr": "lokr", "full": "diff"}

@@ -12,7 +12,7 @@ from supertuner.config.dialects.conversions import (
     SettingValue,
     sibling_value,
 )
-from supertuner.config.sources.values import format_value
+from supertuner.config.settings.values import format_value
 from supertuner.core.types import JSON
 
 

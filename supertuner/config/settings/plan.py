@@ -10,6 +10,14 @@ from pydantic import Field
 from supertuner.config.settings.block import SettingsBlock, SettingsIssue
 
 
+class ForecastSettings(SettingsBlock):
+    before_training: Literal["auto", "always", "never"] = "auto"
+    """Work out whether the run fits into memory before anything is loaded, and say so in one line; "auto": on a GPU,
+    and on a CPU where the model is not small beside its memory."""
+    refuse: bool = True
+    """End a run that cannot fit before it begins; otherwise it is only warned about."""
+
+
 class PlanSettings(SettingsBlock):
     act: Literal["auto", "never"] = "auto"
     """Follow a plan: keep in GPU memory what fits there, and move the rest to host memory and back while the GPU

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
-from supertuner.config.settings.arena import ArenaSettings
 from supertuner.config.settings.block import SettingsBlock, SettingsIssue
-from supertuner.config.settings.cache import CacheConfig
+from supertuner.config.settings.cache import ArenaSettings, CacheConfig
 from supertuner.config.settings.data import DatasetSettings, LoaderSettings
-from supertuner.config.settings.forecast import ForecastSettings
 from supertuner.config.settings.memory import Gh200Optimizations, MemorySettings
 from supertuner.config.settings.model import AdapterSettings, ModelSettings, ObjectiveSettings
 from supertuner.config.settings.optim import OptimizerSettings
 from supertuner.config.settings.parallel import ParallelSettings
-from supertuner.config.settings.plan import PlanSettings
-from supertuner.config.settings.run import RunSettings
-from supertuner.config.settings.train import CheckpointSettings, ReportSettings, TrainSettings
+from supertuner.config.settings.plan import ForecastSettings, PlanSettings
+from supertuner.config.settings.train import CheckpointSettings, ReportSettings, RunSettings, TrainSettings
 from supertuner.config.settings.validation import ValidationSettings
 
 
@@ -141,3 +140,29 @@ class RunConfig(SettingsBlock):
                     "gh200_optimizations.target_effective_batch_size",
                 ),
             )
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON Schema of a configuration file, for editors: each setting with its description, type and bounds.
+
+    It covers SuperTuner's own names only, not the dialects', so that editors suggest our names.
+    """
+    schema = RunConfig.model_json_schema()
+    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    schema["properties"]["$schema"] = {"type": "string", "description": "Where editors find this schema."}
+    return {**_without_titles(schema), "title": "SuperTuner configuration"}
+
+
+def json_schema_text() -> str:
+    return json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n"
+
+
+def _without_titles(node: Any) -> Any:
+    """`node` without the titles that pydantic derives from names; they add no information."""
+    if isinstance(node, dict):
+        return {
+            name: _without_titles(inner)
+            for name, inner in node.items()
+            if name != "title" or not isinstance(inner, str)
+        }
+    return [_without_titles(inner) for inner in node] if isinstance(node, list) else node

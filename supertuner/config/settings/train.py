@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -10,6 +11,20 @@ from supertuner.config.settings.block import SettingsBlock, name_or_folder
 
 _DEVICES = r"^(auto|cpu|(cuda|xpu|mps|npu|hpu)(:[0-9]{1,4})?)$"
 _DEVICE = {"allowed": '"auto", or a device such as "cpu", "cuda" or "cuda:1"'}
+
+
+_NAME = {"allowed": "text of letters, digits, spaces and . _ - that starts with a letter or digit"}
+
+
+class RunSettings(SettingsBlock):
+    name: Annotated[
+        str | None, Field(max_length=200, pattern=r"^[A-Za-z0-9][A-Za-z0-9._ -]*$", json_schema_extra=_NAME)
+    ] = None
+    """Name of the run, and of its folder below `output_dir`; unset: the file's name and a digest of its settings."""
+    output_dir: Path = Path("runs")
+    """Folder that holds run folders; made when needed."""
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
+    """Order of samples, augmentation and captions are pure functions of this number, the epoch and the sample."""
 
 
 class TrainSettings(SettingsBlock):

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from supertuner.config.problems import closest_match
+from supertuner.config.sources.problems import closest_match
 
 ALLOC_CONF_VARIABLES: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """The older name and the newer one; where both give a key, the newer one wins."""

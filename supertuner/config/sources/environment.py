@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from supertuner.config.dialects.translate import SourceTranslator
-from supertuner.config.problems import closest_match
+from supertuner.config.sources.translate import SourceTranslator
+from supertuner.config.sources.problems import closest_match
 from supertuner.config.sources import accelerate, alloc_conf
-from supertuner.config.sources import key_path as places
+from supertuner.config.settings import key_paths
 from supertuner.config.sources.parse import ConfigSyntaxError, check_plain_values
 from supertuner.config.sources.provenance import ConfigLayer, ConfigSource
 from supertuner.core.errors import ConfigProblem
@@ -39,7 +39,7 @@ def variable_name(setting: str) -> str:
 
 def settings_with_variables() -> tuple[str, ...]:
     """Settings that a variable can give: all but those inside a list."""
-    return tuple(name for name in places.settings() if "[]" not in name)
+    return tuple(name for name in key_paths.settings() if "[]" not in name)
 
 
 def environment_layers(environ: Mapping[str, str], folder: Path) -> Iterator[ConfigLayer]:
@@ -114,7 +114,7 @@ def _alloc_conf_layers(variable: str, text: str, folder: Path) -> Iterator[Confi
 
 def _variable_layer(variable: str, setting: str, text: str, folder: Path) -> ConfigLayer:
     source = ConfigSource(f"environment: {variable}", folder, is_file=False, is_text=True)
-    key_path = places.parse_path(setting)
+    key_path = key_paths.parse_path(setting)
     assert key_path is not None
     try:
         check_plain_values(text)

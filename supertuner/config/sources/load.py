@@ -9,13 +9,14 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from supertuner.config import problems, resolve
-from supertuner.config.dialects.translate import SourceTranslator, iter_settings
+from supertuner.config.sources import problems
+from supertuner.config.sources import resolve
+from supertuner.config.sources.translate import SourceTranslator, iter_settings
 from supertuner.config.settings.run_config import RunConfig
 from supertuner.config.sources import environment
-from supertuner.config.sources import key_path as place
+from supertuner.config.settings import key_paths
 from supertuner.config.sources import overrides as sets
-from supertuner.config.sources.key_path import KeyPath
+from supertuner.config.settings.key_paths import KeyPath
 from supertuner.config.sources.parse import parse_bytes, read_bytes
 from supertuner.config.sources.provenance import ConfigLayer, ConfigSource, Provenance, build_tree, merge_layers
 from supertuner.core.errors import ConfigError, ConfigProblem
@@ -51,7 +52,7 @@ class LoadedConfig:
     def iter_settings(self) -> Iterator[tuple[str, JSON, str]]:
         """Every setting: its path, its value, and where it came from."""
         for key_path, value in iter_settings(self.config.model_dump(mode="json")):
-            path = place.format_path(key_path)
+            path = key_paths.format_path(key_path)
             yield path, value, self.origins.get(path, "default")
 
 
@@ -85,15 +86,14 @@ def load_config(
         *(n for layer in layers for n in layer.warnings),
         *host_warnings,
         *resolve.settings_warnings(config),
-        *resolve.pending_warnings(resolved_values),
     ]
     origins = {
-        place.format_path(key_path): provenance.origin_text()
+        key_paths.format_path(key_path): provenance.origin_text()
         for key_path, provenance in resolved_values.items()
-        if place.setting_at(key_path)
+        if key_paths.setting_at(key_path)
     }
     for where, change in changed.items():
-        origins[place.format_path(where)] = f"{origins.get(place.format_path(where), 'default')} ({change})"
+        origins[key_paths.format_path(where)] = f"{origins.get(key_paths.format_path(where), 'default')} ({change})"
     attachments = {name: data for layer in layers for name, data in layer.attachments.items()}
     return LoadedConfig(config, content, source, origins, tuple(dict.fromkeys(notes)), resolved_values, attachments)
 

@@ -6,18 +6,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from supertuner.config.dialects.translate import SourceTranslator
-from supertuner.config.sources import key_path as places
+from supertuner.config.sources.translate import SourceTranslator
+from supertuner.config.settings import key_paths
 from supertuner.config.sources.parse import ConfigSyntaxError, check_plain_values
 from supertuner.config.sources.provenance import ConfigLayer, ConfigSource
-from supertuner.config.sources.values import parse_text
+from supertuner.config.settings.values import parse_text
 from supertuner.core.errors import ConfigProblem
 
 
 def layer_from_set(text: str, folder: Path) -> ConfigLayer:
     """The layer of one `--set`. The value is JSON if it reads as JSON, else text."""
     path, equals, value = text.partition("=")
-    key_path = places.parse_path(path.strip())
+    key_path = key_paths.parse_path(path.strip())
     if not equals or key_path is None:
         form = "write path=value, for example train.batch_size=4 or datasets[0].type=disk"
         return ConfigLayer(problems=[ConfigProblem(f"--set {text}", f"not understood; {form}")])
@@ -30,13 +30,13 @@ def layer_from_set(text: str, folder: Path) -> ConfigLayer:
 
 def layer_from_code(path: str, value: Any, folder: Path) -> ConfigLayer:
     """The layer of one override given by code; the value counts as it is."""
-    key_path = places.parse_path(path)
+    key_path = key_paths.parse_path(path)
     if key_path is None:
         return ConfigLayer(problems=[ConfigProblem(f"code: {path}", "not the path of a setting")])
     return _override_layer(ConfigSource("code", folder, False), key_path, _to_plain_json(value))
 
 
-def _override_layer(source: ConfigSource, key_path: places.KeyPath, value: Any) -> ConfigLayer:
+def _override_layer(source: ConfigSource, key_path: key_paths.KeyPath, value: Any) -> ConfigLayer:
     try:
         check_plain_values(value)
     except ConfigSyntaxError as error:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-from supertuner.config.sources.key_path import KeyPath, format_path
+from supertuner.config.settings.key_paths import KeyPath, format_path
 from supertuner.core.errors import ConfigProblem
 from supertuner.core.events import WarningEvent
 from supertuner.core.types import JSON

@@ -77,7 +77,7 @@ class DecoderPool:
         draws, corpus = micro_batch.draws, self._corpus
         groups = [corpus.order.groups[group] for group in draws.group]
         samples, cycles = draws.sample.tolist(), draws.cycle.tolist()
-        datasets = [corpus.datasets[group.dataset] for group in groups]
+        datasets = [corpus.datasets[group.dataset_index] for group in groups]
         dtype = torch.float32 if micro_batch.bucket.kind is MediaKind.AUDIO else torch.uint8
         media = torch.empty((len(micro_batch), *micro_batch.bucket.shape), dtype=dtype)
         batch = DecodedBatch(
@@ -87,7 +87,7 @@ class DecoderPool:
                 caption_for_sample(corpus.seed, *sample_args)
                 for sample_args in zip(datasets, samples, cycles, strict=True)
             ),
-            dataset_indices=tuple(group.dataset for group in groups),
+            dataset_indices=tuple(group.dataset_index for group in groups),
             sample_indices=tuple(samples),
             sample_keys=tuple(dataset.samples.key(sample) for dataset, sample in zip(datasets, samples, strict=True)),
             positions=tuple(draws.position.tolist()),

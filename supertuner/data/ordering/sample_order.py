@@ -184,7 +184,7 @@ class SampleOrder:
         sample = np.empty(len(group), np.int64)
         for group_index in np.unique(group):
             rows = group == group_index
-            sample[rows] = self.groups[group_index].members[index_in_group[rows]]
+            sample[rows] = self.groups[group_index].sample_indices[index_in_group[rows]]
         position = np.concatenate([layout.begin + within for layout, within in parts])
         epoch = np.concatenate([np.full(len(within), layout.epoch) for layout, within in parts])
         return SampleDraws(position, epoch, group, sample, cycle)

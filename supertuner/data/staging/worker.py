@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from supertuner.arena.bulk_writer import BulkUnitWriter
+from supertuner.arena.writer import BulkUnitWriter
 from supertuner.config.settings.data import DatasetSettings
 from supertuner.core.bulk_io import BulkReader
 from supertuner.core.errors import BrokenMediaError

@@ -8,12 +8,22 @@ pages are placed where they are first touched, are read in place over the link, 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
-from supertuner.memory.driver import MemoryKind
+from supertuner.memory.driver import GpuLocation, MemoryAdvice, MemoryKind, MemoryLocation
 from supertuner.memory.emulator.configuration import EmulatedMachine
-from supertuner.memory.emulator.page_table import AT_HOST, ON_GPU, MemoryRegion, PageMask
+from supertuner.memory.emulator.page_table import (
+    AT_HOST,
+    ON_GPU,
+    MemoryRegion,
+    PageMask,
+    RegionRange,
+    location_code,
+    location_from_code,
+)
+from supertuner.memory.emulator.residency import PageResidency
 
 ACCESSED_BY_HOST = 1
 ACCESSED_BY_GPU = 2
@@ -75,3 +85,41 @@ def host_page_use(machine: EmulatedMachine, region: MemoryRegion, pages: slice, 
     elsewhere = ~populated & (region.preferred[pages] > 0) if machine.ats else no_pages
     arrive = ~resident & ~remote & ~elsewhere
     return PageUse(resident, remote, arrive, arrive & on_other_side & read_duplicated & (not write), elsewhere)
+
+
+def set_advice(region: MemoryRegion, pages: slice, advice: MemoryAdvice, location: MemoryLocation) -> None:
+    """Note it. No advice moves a page by itself."""
+    region.advised = True
+    if advice is MemoryAdvice.PREFERRED_LOCATION:
+        region.preferred[pages] = location_code(location)
+    elif advice is MemoryAdvice.ACCESSED_BY:
+        region.accessed[pages] |= _accessor_bit(location)
+    else:
+        region.read_mostly[pages] = True
+
+
+def unset_advice(
+    memories: PageResidency, region: MemoryRegion, pages: slice, advice: MemoryAdvice, location: MemoryLocation
+) -> None:
+    """Take it back. The location is ignored but for ACCESSED_BY; without READ_MOSTLY copies become one."""
+    if advice is MemoryAdvice.PREFERRED_LOCATION:
+        region.preferred[pages] = 0
+    elif advice is MemoryAdvice.ACCESSED_BY:
+        region.accessed[pages] &= 255 ^ _accessor_bit(location)
+    else:
+        region.read_mostly[pages] = False
+        page_numbers = np.arange(pages.start, pages.stop, dtype=np.int64)
+        # Where the copy stays that has no preference is documented as arbitrary; here it is the GPU's.
+        memories.keep_only_at_host(region, page_numbers[region.preferred[pages] < 0])
+        memories.keep_only_on_gpu(region, page_numbers[region.preferred[pages] >= 0])
+
+
+def read_common_location(piece: RegionRange, attribute: Literal["preferred", "prefetched"]) -> MemoryLocation | None:
+    """The home that all pages of the range have in common."""
+    codes = getattr(piece.region, attribute)[piece.region.pages_touching(piece.span)]
+    first = int(codes[0])
+    return location_from_code(first) if bool((codes == first).all()) else None
+
+
+def _accessor_bit(location: MemoryLocation) -> int:
+    return ACCESSED_BY_GPU if isinstance(location, GpuLocation) else ACCESSED_BY_HOST

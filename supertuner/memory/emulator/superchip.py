@@ -32,7 +32,6 @@ from supertuner.memory.driver import (
     MemoryKind,
     MemoryLocation,
 )
-from supertuner.memory.emulator.advice import read_common_location, set_advice, unset_advice
 from supertuner.memory.emulator.clock import EmulatorClock, MemoryTraffic
 from supertuner.memory.emulator.configuration import (
     ERROR_CODES,
@@ -43,6 +42,7 @@ from supertuner.memory.emulator.configuration import (
 )
 from supertuner.memory.emulator.movement import PageMovement
 from supertuner.memory.emulator.page_table import AT_HOST, GARBAGE, ON_GPU, MemoryRegion, RegionRange, location_code
+from supertuner.memory.emulator.page_use_rules import read_common_location, set_advice, unset_advice
 from supertuner.memory.emulator.residency import PageResidency
 from supertuner.memory.machines import MachineSpec
 
@@ -123,7 +123,7 @@ class EmulatedSuperchip:
         """How many pages of the range are where; None: nowhere yet. A page with a copy on each side counts twice."""
         counts: dict[MemoryLocation | None, int] = {}
         with self._lock:
-            for piece in self._region_ranges("resident", span):
+            for piece in self._region_ranges("resident_pages", span):
                 pages = piece.region.pages_touching(piece.span)
                 state = piece.region.state[pages]
                 if piece.region.kind is MemoryKind.DEVICE:
@@ -194,7 +194,7 @@ class EmulatedSuperchip:
                 self._residency.unreserve(self._round_to_pages(region.span.nbytes))
 
     def memory_kind_at(self, address: int) -> MemoryKind:
-        with self._call("kind_of"):
+        with self._call("memory_kind_at"):
             region = self._region_at(address)
             return MemoryKind.SYSTEM if region is None else region.kind
 
@@ -233,12 +233,12 @@ class EmulatedSuperchip:
                 piece.region.contents.fill(pages.start * size, (pages.stop - pages.start) * size, GARBAGE)
 
     def preferred_location(self, span: AddressRange) -> MemoryLocation | None:
-        with self._call("preferred"):
-            return read_common_location(self._managed_range("preferred", span), "preferred")
+        with self._call("preferred_location"):
+            return read_common_location(self._managed_range("preferred_location", span), "preferred")
 
     def last_prefetch_location(self, span: AddressRange) -> MemoryLocation | None:
-        with self._call("last_prefetch"):
-            return read_common_location(self._managed_range("last_prefetch", span), "prefetched")
+        with self._call("last_prefetch_location"):
+            return read_common_location(self._managed_range("last_prefetch_location", span), "prefetched")
 
     def accessed_by(self, span: AddressRange) -> tuple[MemoryLocation, ...]:
         with self._call("accessed_by"):

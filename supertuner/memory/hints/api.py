@@ -10,9 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeAlias
-
-import torch
+from typing import TYPE_CHECKING, TypeAlias, Union
 
 from supertuner.core.types import bytes_text
 from supertuner.memory.driver import HOST, AddressRange, Driver, GpuLocation, MemoryLocation, NotAvailable
@@ -38,7 +36,10 @@ from supertuner.memory.hints.page_ranges import (
 from supertuner.memory.hints.policy import POLICIES, BatchHint, BatchTensorKind, PolicyName, named_tensors, tensor_kind
 from supertuner.memory.hints.request import HintIssuer, HintRequest, HintVerb
 
-DeviceLike: TypeAlias = torch.device | str | int | None
+if TYPE_CHECKING:
+    import torch
+
+DeviceLike: TypeAlias = Union["torch.device", str, int, None]
 """A device as torch's functions take it; None: the GPU that hints are for."""
 
 
@@ -141,6 +142,8 @@ class ResidencyHints:
         return entry
 
     def _hint(self, tensor: torch.Tensor, request: HintRequest, *, wait: bool = True) -> HintOutcome:
+        import torch
+
         if type(tensor) is torch.Tensor:
             try:
                 cached = self._applied_hints.find(tensor, request)
@@ -184,6 +187,8 @@ class ResidencyHints:
             return GpuLocation(self.device)
         if isinstance(device, int):
             return GpuLocation(device)
+        import torch
+
         torch_device = torch.device(device)
         if torch_device.type == "cpu":
             return HOST
@@ -341,6 +346,8 @@ def _disabled_outcome() -> HintOutcome | None:
 def _process_hints() -> ResidencyHints:
     """The process's hints, opened when first needed."""
     if _process.hints is None or _process.support is None:
+        import torch
+
         from supertuner.memory.cuda import open_cuda
 
         driver = open_cuda()

@@ -13,14 +13,15 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
-
-import torch
+from typing import TYPE_CHECKING, Final
 
 from supertuner.memory.driver import AddressRange
 from supertuner.memory.hints.outcomes import HintOutcome
 from supertuner.memory.hints.page_ranges import overlaps
 from supertuner.memory.hints.request import HintRequest
+
+if TYPE_CHECKING:
+    import torch
 
 MAX_STORAGES: Final = 1024
 """Storages that are remembered; the oldest is forgotten first. To forget is always safe: the hint is given again."""

@@ -10,11 +10,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
-
-import torch
+from typing import TYPE_CHECKING, Final
 
 from supertuner.memory.driver import AddressRange
+
+if TYPE_CHECKING:
+    import torch
 
 MAX_PIECES: Final = 1024
 """Contiguous pieces of one view beyond which it is not hinted: each would be a call to the driver."""
@@ -94,6 +95,8 @@ def overlaps(first: AddressRange, second: AddressRange) -> bool:
 
 def plain_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...] | NoAddress:
     """The plain tensors that hold a tensor's bytes: itself, or what a quantised or nested tensor is made of."""
+    import torch
+
     if type(tensor) in (torch.Tensor, torch.nn.Parameter):
         return _check_plain(tensor)
     from torch._subclasses.fake_tensor import FakeTensor
@@ -122,6 +125,8 @@ def strided_layout(tensor: torch.Tensor) -> StridedLayout:
 
 
 def _check_plain(tensor: torch.Tensor) -> tuple[torch.Tensor, ...] | NoAddress:
+    import torch
+
     if tensor.layout != torch.strided:
         return NoAddress(f"a tensor of layout {str(tensor.layout).removeprefix('torch.')} is not one piece of memory")
     if tensor.device.type == "meta":

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from enum import StrEnum
-from typing import Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 PolicyName: TypeAlias = Literal["default", "seeds"]
 
@@ -124,6 +125,8 @@ def tensor_kind(name: str) -> BatchTensorKind:
 
 def named_tensors(batch: object, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor of a batch with its name: mappings, dataclasses, named tuples, lists, pairs of name and value."""
+    import torch
+
     if isinstance(batch, torch.Tensor):
         yield name, batch
         return

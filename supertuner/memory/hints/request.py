@@ -65,7 +65,7 @@ class HintRequest:
     """The same for equal requests, and quick to look up: hashing a request itself takes longer than a hint may."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "name", f"{self.verb} {self.location}")
+        object.__setattr__(self, "cache_key", f"{self.verb} {self.location}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,19 +1,21 @@
-"""How memory is doing while a run goes on: figures from whoever answers, as one `memory` event at a time.
+"""Samples memory figures during a run from every source that answers and emits them as one `memory` event per sample.
 
-A figure that this machine does not give is absent, never zero. `emit` rations itself: measured with the sinks behind
-it, telemetry takes at most half a percent of the time, however slow a source or a sink is.
+A figure that this machine does not provide is absent, never zero. `emit` limits its own rate: telemetry takes at most
+half a percent of wall-clock time, measured with the sinks behind it, however slow a source or a sink is.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 from supertuner.core.events import MEMORY_MEASUREMENT, MeasurementEvent, Sink
 from supertuner.core.host import HostFacts
 from supertuner.memory.driver import Driver, DriverError, NotAvailable
+from supertuner.memory.nvml import NvmlLibrary
 from supertuner.memory.probe import MachineFacts
 from supertuner.memory.telemetry.cupti import CuptiCounters
 from supertuner.memory.telemetry.kernel_counters import (
@@ -22,22 +24,34 @@ from supertuner.memory.telemetry.kernel_counters import (
     PageFaultSource,
     PageMigrationSource,
 )
-from supertuner.memory.telemetry.nvml import NvmlLibrary
 
 if TYPE_CHECKING:
     import torch
 
 MAX_TIME_SHARE: Final = 0.005
-"""Of wall-clock time, at most, on average."""
+"""Upper bound on the share of wall-clock time that telemetry takes, on average."""
 
-NO_CUPTI: Final = NotAvailable("CUPTI was not asked for")
+NO_CUPTI: Final = NotAvailable("CUPTI was not requested")
 
 FigureValue: TypeAlias = int | float | str
 TelemetryFigures: TypeAlias = dict[str, FigureValue]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class GpuTelemetry:
+    """The GPU to sample and the libraries that report on it. A library that is `NotAvailable` adds no figures."""
+
+    driver: Driver | NotAvailable
+    nvml: NvmlLibrary | NotAvailable
+    cupti: CuptiCounters | NotAvailable = NO_CUPTI
+    device: int = 0
+    """The number that the CUDA driver gives the GPU."""
+    torch_device: torch.device | None = None
+    """Where torch's allocator is sampled; None, or a device that is not CUDA: nowhere."""
+
+
 class TelemetrySource(Protocol):
-    """Gives figures when called; `close` lets go of what it holds."""
+    """Returns figures when called; `close` releases what it holds."""
 
     def __call__(self) -> Mapping[str, FigureValue]: ...
 
@@ -45,26 +59,23 @@ class TelemetrySource(Protocol):
 
 
 class MemorySampler:
-    """Telemetry of one process and its GPU. Not for other processes: a forked child makes its own.
+    """Memory telemetry of one process and its GPU. Not valid after a fork: a child process creates its own.
 
-    `overflow` gives the allocator's statistics (keys that begin with `uvm.` are taken), `hints` counts of outcomes by
-    name. NVML and CUPTI are used where they are handed over and answer.
+    `overflow` returns the allocator's statistics, of which the keys that begin with `uvm.` are used. `hints` returns
+    the number of hint outcomes by status.
     """
 
     def __init__(
         self,
         facts: MachineFacts,
         host: HostFacts,
-        driver: Driver | NotAvailable,
-        nvml: NvmlLibrary | NotAvailable,
-        cupti: CuptiCounters | NotAvailable = NO_CUPTI,
+        gpu: GpuTelemetry,
         *,
-        device: int = 0,
-        torch_device: torch.device | None = None,
         overflow: Callable[[], Mapping[str, Any]] | None = None,
         hints: Callable[[], Mapping[str, int]] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        driver, nvml, cupti, torch_device = gpu.driver, gpu.nvml, gpu.cupti, gpu.torch_device
         sources: list[TelemetrySource] = [
             HostMemorySource(host),
             PageFaultSource(),
@@ -72,14 +83,14 @@ class MemorySampler:
             NumaNodeSource(host, facts.nodes),
         ]
         if not isinstance(driver, NotAvailable):
-            sources.append(_CallableSource(lambda: _driver_figures(driver, device)))
+            sources.append(_CallableSource(lambda: _driver_figures(driver, gpu.device)))
         if torch_device is not None and torch_device.type == "cuda":
             sources.append(_CallableSource(lambda: _torch_figures(torch_device)))
         if overflow is not None:
             sources.append(_CallableSource(lambda: _overflow_figures(overflow())))
         if hints is not None:
             sources.append(_CallableSource(lambda: _with_prefix("hints", hints())))
-        index = _nvml_index(facts, device)
+        index = _nvml_index(facts, gpu.device)
         if not isinstance(nvml, NotAvailable) and index is not None:
             sources.append(_CallableSource(lambda: _with_prefix("nvml", nvml.sample(index))))
         if not isinstance(cupti, NotAvailable):
@@ -90,17 +101,21 @@ class MemorySampler:
         self._constant_figures: TelemetryFigures = {
             f"uvm_driver.{name}": value for name, value in facts.uvm_parameters.items()
         }
-        """Parameters of the driver do not change: they come once, with the first event."""
+        """Parameters of the kernel module do not change, so only the first event carries them."""
 
     def sample(self) -> TelemetryFigures:
-        """All figures, as of now. Counters say what happened since the last sample, or since the sampler was made."""
+        """All current figures. Counters report the change since the last sample, or since the sampler was created."""
         figures: TelemetryFigures = {}
         for source in self._sources:
             figures.update(source())
         return figures
 
     def emit(self, sink: Sink, step: int) -> bool:
-        """Send one `memory` event for `step`, unless the last one cost so much that it is not yet paid for."""
+        """Send one `memory` event for `step` and return True.
+
+        Returns False without sampling while the time that the last event took still exceeds its share
+        (`MAX_TIME_SHARE`).
+        """
         start_s = self._clock()
         if self._next_emit_s is not None and start_s < self._next_emit_s:
             return False
@@ -125,7 +140,7 @@ class MemorySampler:
 
 
 class _CallableSource:
-    """A source that holds nothing."""
+    """A source that holds no resources."""
 
     def __init__(self, read: Callable[[], Mapping[str, FigureValue]]) -> None:
         self._read = read
@@ -141,11 +156,11 @@ def _driver_figures(driver: Driver, device: int) -> TelemetryFigures:
     try:
         return {"gpu.free_bytes": driver.free_bytes(device)}
     except DriverError:
-        return {}  # a driver that does not say, now or ever: training goes on without the figure
+        return {}  # The driver does not report it, now or ever: training continues without the figure.
 
 
 def _torch_figures(device: torch.device) -> TelemetryFigures:
-    """What torch's allocator holds. From the nested form: the flat one sorts some two hundred names at each call."""
+    """Figures of torch's caching allocator. Uses the nested form: the flat one sorts about two hundred names per call."""
     import torch
 
     stats = torch.cuda.memory_stats_as_nested_dict(device)
@@ -161,7 +176,7 @@ def _torch_figures(device: torch.device) -> TelemetryFigures:
 
 
 def _overflow_figures(stats: Mapping[str, Any]) -> TelemetryFigures:
-    """The overflow allocator's own figures out of all statistics; what it does not know is None there."""
+    """The `uvm.*` keys of all statistics. A value that the allocator does not know is None there, and is left out."""
     uvm_items = ((name, value) for name, value in stats.items() if name.startswith("uvm."))
     return {name: value for name, value in uvm_items if isinstance(value, int | float | str)}
 

@@ -10,7 +10,7 @@ from supertuner.core.types import bytes_text
 from supertuner.memory.cuda import open_cuda
 from supertuner.memory.machines import MACHINES, MachineFigure, MachineSpec
 from supertuner.memory.probe import GpuFacts, MachineFacts, free_gpu_bytes, host_available_bytes, probe_machine
-from supertuner.memory.telemetry.nvml import open_nvml
+from supertuner.memory.nvml import open_nvml
 from supertuner.plan.forecast.results import MachineCapacity
 
 THIS_MACHINE = "this"

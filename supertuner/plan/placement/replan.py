@@ -1,8 +1,9 @@
-"""Whether a plan still holds, decided from counters at a window boundary: keep it, fetch further ahead, or plan anew.
-Pure: counters in, advice with its reason out.
+"""Decides at a window boundary, from counters, whether a plan still holds: keep it, prefetch further ahead, or re-plan.
+Pure: counters in, a decision with its reason out.
 
-What a plan rests on is the speed of the link each way and that copies hide behind the computation. Those are compared;
-and the time of a sample with what it was when the plan was new, which notices everything else.
+A plan assumes a bandwidth for each direction of the link, and that copies hide behind the computation. Both assumptions
+are compared with the counters. The time per sample is compared with its value under the new plan, which reveals every
+other change of the machine.
 """
 
 from __future__ import annotations
@@ -10,21 +11,41 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from supertuner.plan.placement.throughput import MachineRates
-from supertuner.train.offload.transfer import TransferCounters
 
 DRIFT_THRESHOLD = 0.10
-"""Beyond it a plan is made anew."""
+"""Relative difference from an assumption above which the plan is made again."""
 WAITING_THRESHOLD = 0.02
-"""Of a window's time: a computation that waits for copies longer than this may gain from fetching further ahead."""
+"""Share of a window's time: if the computation waits longer for copies, prefetching further ahead may help."""
 IMPROVEMENT_RATIO = 0.9
-"""Fetching further ahead has helped if the wait fell at least to this share of what it was."""
+"""Prefetching further ahead helped if it reduced the wait at least to this share of the previous wait."""
 MIN_COPY_S = 1e-3
-"""Copies that took less together say nothing about the link."""
+"""Copies that took less than this in total say nothing about the bandwidth of the link."""
+
+
+@dataclass(slots=True)
+class TransferCounters:
+    """Bytes moved between GPU and host memory since the counters were last read, and the time that took.
+
+    The seconds come from the transfer that counts: measured on a GPU, modelled in the emulator.
+    """
+
+    fetched_bytes: int = 0
+    sent_bytes: int = 0
+    fetch_s: float = 0.0
+    """Time in which copies to the device were running."""
+    send_s: float = 0.0
+    """Time in which copies to the host were running."""
+    waited_s: float = 0.0
+    """Time in which the computation waited for a copy."""
+    fetches: int = 0
+    """Blocks that were fetched."""
+    late: int = 0
+    """Blocks whose fetch was requested only when they were needed."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanObservation:
-    """Some windows of one expert under one plan."""
+    """What the counters showed over several windows of one expert under one plan."""
 
     windows: int
     samples: int
@@ -51,44 +72,50 @@ class PlanObservation:
 
 @dataclass(frozen=True, slots=True)
 class PlanAssumptions:
-    """What a plan rests on. None: not known, and then not compared."""
+    """The figures that a plan was made from. None: the figure is unknown and is not compared."""
 
     to_device_bytes_s: float | None = None
     to_host_bytes_s: float | None = None
     waiting_share: float | None = None
-    """Share of the step in which the model has the computation wait."""
+    """Modelled share of the step in which the computation waits for copies."""
     peak_sample_s: float | None = None
-    """What computing a sample under this plan would take at the machine's peak."""
+    """Modelled time to compute one sample under this plan at the machine's peak rates."""
     sample_s: float | None = None
-    """As it was observed when the plan was new."""
+    """Measured time per sample when the plan was new."""
 
     def with_sample_time(self, observation: PlanObservation) -> PlanAssumptions:
+        """These assumptions with the observed time per sample, unless one was recorded before."""
         return self if self.sample_s is not None else replace(self, sample_s=observation.sample_s)
 
 
 def describe_drift(assumptions: PlanAssumptions, observation: PlanObservation) -> str | None:
-    """Why the plan no longer rests on what is the case; None: it does."""
+    """Why the plan's assumptions no longer hold; None: they hold."""
     for name, assumed, observed in (
         ("the link to the GPU", assumptions.to_device_bytes_s, observation.to_device_bytes_s),
         ("the link to the host", assumptions.to_host_bytes_s, observation.to_host_bytes_s),
     ):
         if assumed is not None and observed is not None and abs(observed / assumed - 1) > DRIFT_THRESHOLD:
-            return f"{name} moves {observed / 1e9:.3g} GB/s, and the plan rests on {assumed / 1e9:.3g}"
+            return f"{name} moves {observed / 1e9:.3g} GB/s; the plan assumes {assumed / 1e9:.3g} GB/s"
     if (
         assumptions.waiting_share is not None
         and observation.waiting_share - assumptions.waiting_share > DRIFT_THRESHOLD
     ):
-        return f"the GPU waits for copies {observation.waiting_share:.0%} of the time, and {assumptions.waiting_share:.0%} was planned"
+        return (
+            f"the GPU waits for copies {observation.waiting_share:.0%} of the time; "
+            f"the plan assumes {assumptions.waiting_share:.0%}"
+        )
     if assumptions.sample_s is not None and abs(observation.sample_s / assumptions.sample_s - 1) > DRIFT_THRESHOLD:
-        return f"a sample takes {observation.sample_s:.3g} s, and took {assumptions.sample_s:.3g} when the plan was new"
+        return (
+            f"a sample takes {observation.sample_s:.3g} s; it took {assumptions.sample_s:.3g} s when the plan was new"
+        )
     return None
 
 
 def observed_rates(rates: MachineRates, assumptions: PlanAssumptions, observation: PlanObservation) -> MachineRates:
-    """The rates to plan with from now on: what was observed, and the machine's figures for the rest.
+    """The rates for the next plan: observed ones where there are any, the machine's figures for the rest.
 
-    The share of the peak that kernels reach is that of samples of the planned shape; where many are smaller it comes
-    out too high, as it was before anything was observed.
+    `compute_share` is derived as if all samples had the planned shape. If many samples are smaller, it comes out too
+    high, but never above 1, the value before anything was observed.
     """
     compute_s = observation.seconds - observation.counters.waited_s
     share = rates.compute_share
@@ -104,18 +131,18 @@ def observed_rates(rates: MachineRates, assumptions: PlanAssumptions, observatio
 
 @dataclass(frozen=True, slots=True)
 class PrefetchDistance:
-    """How far ahead blocks are fetched, following the waits."""
+    """How many blocks ahead of their use blocks are fetched. Adjusted from the observed waits, one block at a time."""
 
     ahead: int
     max_ahead: int
-    """What memory and the number of blocks allow."""
+    """The most that memory and the number of blocks allow."""
     previous_waiting: float | None = None
-    """Share of waiting at one block less, if that was tried just now."""
+    """Waiting share at one block less, if the distance has just been increased by one."""
     settled: bool = False
-    """More did not help: the link itself is too slow, and that is for a new plan to answer."""
+    """True: a larger distance did not help. The link itself is too slow, which only a new plan can change."""
 
     def adjusted(self, observation: PlanObservation) -> tuple[PrefetchDistance, str | None]:
-        """The distance for the next windows, and why if it is another."""
+        """The distance for the next windows, and the reason if it changes."""
         if self.previous_waiting is not None and observation.waiting_share > IMPROVEMENT_RATIO * self.previous_waiting:
             one_less = replace(self, ahead=self.ahead - 1, previous_waiting=None, settled=True)
             return (

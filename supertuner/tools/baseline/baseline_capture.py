@@ -1,7 +1,7 @@
-"""Runs a configuration's training for some steps, several times over, and keeps what it took.
+"""Measures a baseline: trains a configuration for some steps, several times, and stores times, losses and memory.
 
-Each repeat is a process of its own that trains as `supertuner train` does. A short one comes first: it stages and
-encodes what is not there yet, so that the repeats start alike.
+Each repeat is a separate process that trains exactly as `supertuner train` does. A short preparation run comes first:
+it stages and encodes missing data, so that all repeats start from the same state.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from supertuner.config.settings.run_config import RunConfig
 from supertuner.config.sources.launcher import read_launcher_environment
-from supertuner.config.sources.load import load_config as load_config
+from supertuner.config.sources.load import load_config
 from supertuner.core.durable import write_json
 from supertuner.core.errors import OptionError
 from supertuner.core.events import Progress
@@ -37,12 +37,28 @@ PREPARATION_STEPS: Final = 5
 TRACE_FILE: Final = "trace.json.gz"
 TRACE_STEPS: Final = 10
 MEMORY_SAMPLES: Final = 50
-"""Memory events of a measured run, about."""
+"""Approximate number of memory measurements per measured run."""
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureOptions:
+    """How a baseline is captured."""
+
+    steps: int = DEFAULT_STEPS
+    repeats: int = DEFAULT_REPEATS
+    replace_old: bool = False
+    """Replace an existing baseline of the same name."""
+    profile: bool = False
+    """Also store a trace of torch's profiler, from a separate run."""
+
+    def __post_init__(self) -> None:
+        if self.profile and self.steps < TRACE_STEPS:
+            raise OptionError(f"--profile needs {TRACE_STEPS} steps, but --steps is {self.steps}; raise it")
 
 
 @dataclass(frozen=True, slots=True)
 class BaselineScenario:
-    """What is run: settings, for so many steps. The run's folders are of names that nobody else has, and go away."""
+    """What is run: a configuration for `steps` steps. Its run folders have unique names and are removed afterwards."""
 
     config: Path
     sets: tuple[str, ...]
@@ -64,16 +80,16 @@ class BaselineScenario:
         return MeasurementRequest(out=str(out / label), begun=0.0, config=config, sets=sets, stop_after=stop_after)
 
     def remove_run_folders(self) -> None:
-        """Remove the folders of its runs."""
         for folder in self.output_dir.glob(f"{self.name}-*"):
             shutil.rmtree(folder)
 
 
 @dataclass(frozen=True, slots=True)
 class ScenarioSettings:
-    """A configuration as it was given and as it is in force."""
+    """A configuration as written and as resolved."""
 
     explicit: Mapping[str, Any]
+    """Only the settings that the file and the overrides contain."""
     config: RunConfig
 
 
@@ -89,29 +105,28 @@ def build_scenario(config: Path, sets: Sequence[str], steps: int, settings: RunC
 
 def require_single_process(environ: Mapping[str, str]) -> None:
     if read_launcher_environment(environ).world_size > 1:
-        raise OptionError("a baseline starts its processes itself; give the command without torchrun or accelerate")
+        raise OptionError("a baseline starts its own processes; run the command without torchrun or accelerate")
 
 
 def capture_baseline(
     folder: Path,
     name: str,
     config: Path,
+    options: CaptureOptions,
     *,
     sets: Sequence[str] = (),
-    steps: int = DEFAULT_STEPS,
-    repeats: int = DEFAULT_REPEATS,
-    replace_old: bool = False,
-    profile: bool = False,
     environ: Mapping[str, str],
     progress: Progress,
 ) -> tuple[Path, Baseline]:
-    """Measure and keep; nothing is kept of a capture that fails or is stopped."""
+    """Measure and store baseline `name` in `folder`. A capture that fails or is interrupted stores nothing.
+
+    Returns (the baseline's folder, the baseline).
+    """
     require_single_process(environ)
-    path = new_baseline_path(folder, name, replace_old)
-    if profile and steps < TRACE_STEPS:
-        raise OptionError(f"--profile needs {TRACE_STEPS} steps, and --steps is {steps}")
+    path = new_baseline_path(folder, name, options.replace_old)
+    repeats = options.repeats
     settings = load_settings(config, sets)
-    baseline_scenario = build_scenario(config, sets, steps, settings.config, name)
+    baseline_scenario = build_scenario(config, sets, options.steps, settings.config, name)
     with ExitStack() as stack:
         stack.enter_context(exit_on_sigterm())
         out = Path(stack.enter_context(scratch_dir()))
@@ -123,7 +138,7 @@ def capture_baseline(
         command = code.current_code(environ)
         preparation = run_preparation(command, baseline_scenario, out, progress)
         jobs = [measure_repeat(command, baseline_scenario, out, at, repeats, progress) for at in range(1, repeats + 1)]
-        trace = profile_run(command, baseline_scenario, out, progress) if profile else None
+        trace = profile_run(command, baseline_scenario, out, progress) if options.profile else None
         notes = (not_logged_reason,) if not_logged_reason is not None else tuple(nvidia_smi.summarize_log(log))
         baseline = Baseline(
             name=name,
@@ -148,7 +163,7 @@ def capture_baseline(
 def run_preparation(
     command: JobCommand, scenario: BaselineScenario, out: Path, progress: Progress, label: str = "prepare"
 ) -> MeasuredJob:
-    """The first few steps of the run, which leave caches filled for all of it, and files in memory."""
+    """Run the first few steps. This fills the caches for the whole run and warms the page cache."""
     with progress.phase(f"preparing data and caches, {command.title}"):
         return _run_once(command, scenario, scenario.request(out, label, min(scenario.steps, PREPARATION_STEPS)))
 
@@ -161,7 +176,7 @@ def measure_repeat(
 
 
 def profile_run(command: JobCommand, scenario: BaselineScenario, out: Path, progress: Progress) -> Path:
-    """A run of its own under torch's profiler: being watched takes time."""
+    """Trace a separate run with torch's profiler, whose overhead must not be part of the measured runs."""
     trace = out / TRACE_FILE
     with progress.phase(f"tracing {TRACE_STEPS} steps"):
         request = scenario.request(out, "trace", TRACE_STEPS)
@@ -170,7 +185,7 @@ def profile_run(command: JobCommand, scenario: BaselineScenario, out: Path, prog
 
 
 def _run_once(command: JobCommand, scenario: BaselineScenario, request: MeasurementRequest) -> MeasuredJob:
-    """One run, whose folder goes away at once: its checkpoint may be large, and others follow."""
+    """Run one job and remove its run folder at once, because its checkpoint may be large."""
     job = run_job(command, request)
     scenario.remove_run_folders()
     return job

@@ -1,15 +1,15 @@
-"""Whether training got worse: a baseline against the code here, or two baselines against each other.
+"""Judges whether training got worse: a baseline against the current code, or two baselines against each other.
 
-Where the old code can run here too, both run in turns and the machine's weather is the same for both. Where it cannot,
-what is measured now is judged by what was kept, and that is said.
+If the old code can run on this machine too, both run in turns, so that load changes of the machine affect both alike.
+Otherwise the new measurements are judged by the stored ones, and a note in the result says so.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,7 +21,6 @@ from supertuner.sinks.jsonlines import readable_time
 from supertuner.tools.baseline import code_versions as code
 from supertuner.tools.baseline import machine_facts as machine
 from supertuner.tools.baseline.baseline_capture import (
-    DEFAULT_REPEATS,
     BaselineScenario,
     build_scenario,
     load_settings,
@@ -31,40 +30,21 @@ from supertuner.tools.baseline.baseline_capture import (
 )
 from supertuner.tools.baseline.measured_process import JobCommand, exit_on_sigterm, scratch_dir
 from supertuner.tools.baseline.record import MeasuredJob
-from supertuner.tools.baseline.regression import DEFAULT_LIMIT, ComparisonResult, ComparisonTerms, judge_jobs
+from supertuner.tools.baseline.regression import ComparisonResult, ComparisonTerms, judge_jobs
 from supertuner.tools.baseline.rounds import (
+    ComparisonOptions,
     ComparisonSide,
     JobPairs,
     both_fit,
     choose_turn_steps,
-    count_looks,
     is_judged_after,
     run_rounds,
 )
 from supertuner.tools.baseline.store import Baseline, find_baseline, load_baseline, require_config_file
 
+STORED_NOTE: Final = "judged by the stored measurements"
 TIME_FIGURES: Final = ("step", "time per sample", "start")
-MEASURED_APART_NOTE: Final = "captured apart, so the machine's weather is in this"
-
-
-@dataclass(frozen=True, slots=True)
-class ComparisonOptions:
-    """How a comparison is to be made."""
-
-    limit: float = DEFAULT_LIMIT
-    rounds: int = DEFAULT_REPEATS
-    max_rounds: int = 3 * DEFAULT_REPEATS
-    steps: int | None = None
-    """None: as many as the baseline has."""
-
-    def __post_init__(self) -> None:
-        if self.max_rounds < self.rounds:
-            raise OptionError(
-                f"--most {self.max_rounds} is below --repeats {self.rounds}; raise it, or lower --repeats"
-            )
-
-    def comparison_terms(self, turn_steps: int) -> ComparisonTerms:
-        return ComparisonTerms(turn_steps, self.limit, count_looks(self.rounds, self.max_rounds))
+MEASURED_APART_NOTE: Final = "the two sides were measured at different times, so differences in machine load are included"
 
 
 def check_baseline(
@@ -74,12 +54,13 @@ def check_baseline(
     *,
     config: Path | None = None,
     sets: Sequence[str] = (),
-    against: str | None = None,
-    stored: bool = False,
     environ: Mapping[str, str],
     progress: Progress,
 ) -> tuple[Path, ComparisonResult]:
-    """Run a baseline's scenario with the code here, and judge it. `config` and `sets` say where its data are now."""
+    """Run a baseline's scenario with the current code and judge it. Returns (the baseline's folder, the result).
+
+    `config` replaces the stored configuration and `sets` overrides settings, for data that have moved since.
+    """
     require_single_process(environ)
     path = find_baseline(folder, name)
     base = load_baseline(path)
@@ -91,7 +72,7 @@ def check_baseline(
         stack.enter_context(exit_on_sigterm())
         out = Path(stack.enter_context(scratch_dir()))
         stack.callback(baseline_scenario.remove_run_folders)
-        old_code, reason = _old_code(base, against, stored, environ)
+        old_code, reason = _old_code(base, options, environ)
         if old_code is None:
             return path, _compare_with_stored(
                 base, baseline_scenario, out, options, (*notes, reason), environ, progress
@@ -104,7 +85,7 @@ def check_baseline(
 def compare_baselines(
     folder: Path, names: tuple[str, str], options: ComparisonOptions
 ) -> tuple[Path, ComparisonResult]:
-    """Two baselines by what was kept of them."""
+    """Compare two baselines by their stored measurements. Returns (folder of the second, the result)."""
     path, (old, new) = find_baseline(folder, names[1]), (load_baseline(find_baseline(folder, name)) for name in names)
     notes = (f"{MEASURED_APART_NOTE}; --again runs both now, in turns",)
     result = judge_jobs(
@@ -125,7 +106,10 @@ def compare_baselines(
 def compare_by_rerunning(
     folder: Path, names: tuple[str, str], options: ComparisonOptions, *, environ: Mapping[str, str], progress: Progress
 ) -> tuple[Path, ComparisonResult]:
-    """Two baselines, both run here again: each with its own settings and its own code."""
+    """Compare two baselines by running both again, each with its own settings and its own code.
+
+    Returns (folder of the second, the result). Raises BaselineError if the code of one is not available here.
+    """
     require_single_process(environ)
     paths = [find_baseline(folder, name) for name in names]
     old, new = (load_baseline(path) for path in paths)
@@ -161,7 +145,9 @@ def _compare_in_rounds(
     fit_together = both_fit([job.peaks for job in prepared_jobs], HostFacts(), gpu)
     turn_steps = choose_turn_steps(prepared_jobs, min(old.scenario.steps, new.scenario.steps)) if fit_together else 0
     method = (
-        f"in turns of {turn_steps} steps" if turn_steps else "one after the other: both do not fit into memory at once"
+        f"in turns of {turn_steps} steps"
+        if turn_steps
+        else "one after the other, because both do not fit into memory at once"
     )
     method = f"{old.command.title} and {new.command.title}, {method}"
 
@@ -174,9 +160,8 @@ def _compare_in_rounds(
         old,
         new,
         out,
-        turn_steps=turn_steps,
-        rounds=options.rounds,
-        max_rounds=options.max_rounds,
+        options,
+        turn_steps,
         undecided=lambda pairs: bool(judge_pairs(pairs).undecided),
         progress=progress,
     )
@@ -192,9 +177,9 @@ def _compare_with_stored(
     environ: Mapping[str, str],
     progress: Progress,
 ) -> ComparisonResult:
-    """The code here, measured now, by what was kept then."""
+    """Measure the current code and judge it by the stored jobs of `base`."""
     command = code.current_code(environ)
-    notes = (*notes, f"{MEASURED_APART_NOTE}; --against CODE runs old code beside, in turns")
+    notes = (*notes, f"{MEASURED_APART_NOTE}; --against CODE runs old code in turns with the current code")
     run_preparation(command, scenario, out, progress)
     jobs: list[MeasuredJob] = []
     while True:
@@ -220,24 +205,24 @@ def _compare_with_stored(
     return _without_times(result, differences) if differences else result
 
 
-def _old_code(base: Baseline, against: str | None, stored: bool, environ: Mapping[str, str]) -> tuple[Any, str]:
-    """The code that the baseline was captured with, if it can be run here, and why that is or is not so."""
-    if against is not None:
-        if stored:
-            raise OptionError("--against runs other code, --stored runs none; give one of them")
-        return code.other_code(against, environ), f"the old side is {against}, as asked"
-    if stored:
-        return None, "judged by what was kept, as asked"
-    commit, here = base.commit, code.current_commit()
+def _old_code(
+    base: Baseline, options: ComparisonOptions, environ: Mapping[str, str]
+) -> tuple[AbstractContextManager[JobCommand] | None, str]:
+    """(the code of the old side, or None if it cannot run here; the reason for this choice, as a note)."""
+    if options.against is not None:
+        return code.other_code(options.against, environ), f"the old side is {options.against}, as requested"
+    if options.stored:
+        return None, "judged by the stored measurements, as requested"
+    commit = base.commit
     if commit is None:
-        return None, "captured by an installed package, which is not here any more: judged by what was kept"
+        return None, f"captured by an installed package, not a git checkout: {STORED_NOTE}"
     if commit.endswith("+"):
-        return None, "captured with changes that were not committed: judged by what was kept"
-    if commit == here:
-        return None, f"the code is the same as then, {commit[:10]}: judged by what was kept"
+        return None, f"captured with uncommitted changes: {STORED_NOTE}"
+    if commit == code.current_commit():
+        return None, f"captured with this same commit, {commit[:10]}: {STORED_NOTE}"
     if code.resolve_commit(commit) is None:
-        return None, f"{commit[:10]} is not in this checkout: judged by what was kept"
-    return code.other_code(commit, environ), f"captured at {commit[:10]}, which this checkout has: it ran again beside"
+        return None, f"commit {commit[:10]} is not in this checkout: {STORED_NOTE}"
+    return code.other_code(commit, environ), f"captured at {commit[:10]}, which this checkout has and which ran again"
 
 
 @contextmanager
@@ -247,10 +232,10 @@ def _baseline_code(base: Baseline, environ: Mapping[str, str]) -> Iterator[JobCo
         yield code.current_code(environ)
         return
     if base.commit is None or code.resolve_commit(base.commit) is None:
-        what = version if base.commit is None else base.commit[:10]
+        code_name = version if base.commit is None else base.commit[:10]
         raise BaselineError(
-            f"{base.name} was captured by code that is not here ({what}"
-            f"{', with changes' if (base.commit or '').endswith('+') else ''}); compare without --again"
+            f"{base.name} was captured by code that is not available here ({code_name}"
+            f"{', with uncommitted changes' if (base.commit or '').endswith('+') else ''}); compare without --again"
         )
     with code.other_code(base.commit, environ) as command:
         yield command
@@ -258,32 +243,35 @@ def _baseline_code(base: Baseline, environ: Mapping[str, str]) -> Iterator[JobCo
 
 def _step_count(options: ComparisonOptions, base: Baseline) -> int:
     if options.steps is not None and options.steps > base.steps:
-        raise OptionError(f"--steps {options.steps} is more than the {base.steps} of {base.name}; capture it with more")
+        raise OptionError(
+            f"--steps {options.steps} is more than the {base.steps} steps of {base.name}; "
+            "lower it, or capture the baseline with more"
+        )
     return options.steps or base.steps
 
 
 def _require_expected_code(command: JobCommand, job: MeasuredJob) -> None:
-    """Python may have found another package than the one it was given: then nothing of what follows would be true."""
+    """Raise if Python imported another supertuner than the requested one: the comparison would be meaningless."""
     if command.code_path is not None and Path(job.code).resolve().parent != command.code_path.resolve():
-        raise BaselineError(f"{command.title} was to run from {command.code_path}, and ran from {job.code}")
+        raise BaselineError(f"{command.title} should have run from {command.code_path}, but ran from {job.code}")
 
 
 def _changed_settings_note(base: Baseline, now: Mapping[str, Any]) -> tuple[str, ...]:
-    """Settings that are others than those of the baseline; names and folders may be."""
+    """A note about the blocks of settings that differ from the baseline's; `run` and `arena` may differ."""
     before = {name: block for name, block in base.resolved.items() if name not in ("run", "arena")}
     changed = [name for name, block in before.items() if json.dumps(now.get(name)) != json.dumps(block)]
-    return (f"settings are not those of the baseline: {', '.join(changed)}",) if changed else ()
+    return (f"settings differ from those of the baseline in: {', '.join(changed)}",) if changed else ()
 
 
 def _without_times(result: ComparisonResult, reasons: Sequence[str]) -> ComparisonResult:
-    """On another machine times say nothing."""
-    figures = tuple(one for one in result.figures if one.name not in TIME_FIGURES)
+    """The result without times, which cannot be compared between machines or environments."""
+    figures = tuple(figure for figure in result.figures if figure.name not in TIME_FIGURES)
     note = f"times are not compared: {'; '.join(reasons)}"
     return replace(result, figures=figures, notes=(*result.notes, note), times_comparable=False)
 
 
 def _stored_text(base: Baseline) -> str:
-    return f"{len(base.jobs)} repeats of {base.name}, kept {readable_time(base.captured_at)}"
+    return f"{len(base.jobs)} repeats of {base.name}, captured {readable_time(base.captured_at)}"
 
 
 def _gpu_bytes() -> int | None:

@@ -1,8 +1,8 @@
-"""Baselines that carry over between machines: what training takes as a multiple of what a peer takes beside it.
+"""Baselines that are valid across machines: training time and memory as multiples of those of a peer script.
 
-A peer is a script of one's own that does the same work in the plainest way. Both run in turns, so a slow machine, or a
-busy one, slows both; medians are compared, or the quickest tenth of each kind of step where others disturb too much for
-them. Only ratios are kept, and losses, which are not times: `baseline/NAME/ratios.json`.
+A peer is a script of the user's that does the same work in the simplest way. Both run in turns, so a slow or busy
+machine slows both. Medians are compared, or the quickest tenth of each kind of step where other processes disturb the
+medians too much. Only ratios and losses are stored, no times: `baseline/NAME/ratios.json`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from supertuner.tools.baseline.baseline_capture import (
     load_settings,
     require_single_process,
 )
-from supertuner.tools.baseline.baseline_check import ComparisonOptions
 from supertuner.tools.baseline.confidence_interval import RatioInterval
 from supertuner.tools.baseline.loss_comparison import DEFAULT_ROUNDING, LossComparison, compare_loss_values, loss_values
 from supertuner.tools.baseline.measured_process import JobCommand, exit_on_sigterm, run_job, scratch_dir
@@ -40,7 +39,13 @@ from supertuner.tools.baseline.regression import (
     judge_interval,
     judge_jobs,
 )
-from supertuner.tools.baseline.rounds import ComparisonSide, JobPairs, choose_turn_steps, run_rounds
+from supertuner.tools.baseline.rounds import (
+    ComparisonOptions,
+    ComparisonSide,
+    JobPairs,
+    choose_turn_steps,
+    run_rounds,
+)
 from supertuner.tools.baseline.store import RATIOS_FILE, baseline_path, require_writable
 from supertuner.tools.baseline.tables import markdown_table
 
@@ -48,10 +53,11 @@ FORMAT: Final = "supertuner baseline of ratios"
 VERSION: Final = 1
 DEFAULT_STEPS: Final = 100
 MAX_INTERVAL_WIDTH: Final = math.log1p(0.05)
+"""A ratio whose interval is wider than this is not precise enough to be stored."""
 COMPARED_FIGURES: Final = ("step", "time per sample", "start", "peak process.resident")
-"""Figures that a peer has too."""
+"""Figures that a peer reports too."""
 REQUIRED_FIGURES: Final = COMPARED_FIGURES[:2]
-"""Those that are always there."""
+"""Figures that every baseline of ratios has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,31 +65,34 @@ class PeerRatios:
     captured_at: str
     steps: int
     figures: Mapping[str, RatioInterval]
-    """Ours over the peer's."""
+    """SuperTuner's figure divided by the peer's."""
     losses: tuple[float, ...]
-    """Of our first repeat."""
+    """Losses of SuperTuner's first repeat; NaN where a loss is not finite."""
     versions: Mapping[str, str]
     rounds: int = 0
     method: str = ""
 
 
+def new_ratios_path(folder: Path, name: str, replace_old: bool) -> Path:
+    """The folder of a new baseline of ratios. Raises OptionError if it exists already, unless `replace_old`."""
+    path = baseline_path(folder, name)
+    if (path / RATIOS_FILE).exists() and not replace_old:
+        raise OptionError(f"{path} exists already; give --replace to capture it again")
+    require_writable(folder)
+    return path
+
+
 def capture_ratios(
-    folder: Path,
-    name: str,
+    path: Path,
     config: Path,
     peer: Path,
     options: ComparisonOptions,
     *,
     sets: Sequence[str],
-    replace_old: bool,
     environ: Mapping[str, str],
     progress: Progress,
 ) -> PeerRatios:
-    """Measure beside the peer, and keep the ratios."""
-    path = baseline_path(folder, name)
-    if (path / RATIOS_FILE).exists() and not replace_old:
-        raise OptionError(f"{path} is captured already; --replace captures it anew")
-    require_writable(folder)
+    """Measure in turns with the peer and store the ratios in the folder `path`."""
     measured = measure_ratios(config, peer, options, _needs_more_rounds, sets=sets, environ=environ, progress=progress)
     path.mkdir(parents=True, exist_ok=True)
     save_ratios(path / RATIOS_FILE, measured)
@@ -100,7 +109,7 @@ def check_ratios(
     environ: Mapping[str, str],
     progress: Progress,
 ) -> ComparisonResult:
-    """Measure beside the peer, and judge the ratios by those that were kept. More rounds follow while undecided."""
+    """Measure in turns with the peer and judge the ratios by the stored ones. More rounds follow while undecided."""
     stored = load_ratios(path / RATIOS_FILE)
     run_options = replace(options, steps=options.steps or stored.steps)
 
@@ -121,10 +130,11 @@ def measure_ratios(
     environ: Mapping[str, str],
     progress: Progress,
 ) -> PeerRatios:
-    """Ours and the peer's in turns. The peer gets the schedule of our first run: as many samples in each step."""
+    """Run SuperTuner and the peer in turns. The peer receives the schedule of SuperTuner's first run, so that each of
+    its steps processes the same number of samples."""
     require_single_process(environ)
     if not peer.is_file():
-        raise OptionError(f"{peer} is no script to compare with")
+        raise OptionError(f"--peer {peer} is not a file; name the script to compare with")
     steps = options.steps or DEFAULT_STEPS
     baseline_scenario = build_scenario(config, sets, steps, load_settings(config, sets).config, "peer")
     with ExitStack() as stack:
@@ -144,18 +154,17 @@ def measure_ratios(
         turn_steps = choose_turn_steps([prepared_job], steps)
 
         def ratios_of_pairs(pairs: JobPairs) -> PeerRatios:
-            how = f"in turns of {turn_steps} steps"
+            method = f"in turns of {turn_steps} steps"
             terms = replace(options.comparison_terms(turn_steps), prefer_quickest=True)
-            found = judge_jobs(pairs.old, pairs.new, terms, precision="fp32", method=how)
-            return _build_ratios(found, pairs.new)
+            result = judge_jobs(pairs.old, pairs.new, terms, precision="fp32", method=method)
+            return _build_ratios(result, pairs.new)
 
         pairs = run_rounds(
             ComparisonSide(peer_command, baseline_scenario, prepared_job.schedule),
             ComparisonSide(own_command, baseline_scenario),
             out,
-            turn_steps=turn_steps,
-            rounds=options.rounds,
-            max_rounds=options.max_rounds,
+            options,
+            turn_steps,
             undecided=lambda pairs: undecided(ratios_of_pairs(pairs)),
             progress=progress,
         )
@@ -163,7 +172,7 @@ def measure_ratios(
 
 
 def compare_ratios(stored: PeerRatios, now: PeerRatios, limit: float) -> ComparisonResult:
-    """The ratios of now by those that were kept."""
+    """Judge the current ratios by the stored ones."""
     figures = []
     for name, stored_interval in stored.figures.items():
         if name not in now.figures:
@@ -179,12 +188,12 @@ def compare_ratios(stored: PeerRatios, now: PeerRatios, limit: float) -> Compari
             )
         )
     losses: LossComparison = compare_loss_values([stored.losses], [now.losses], DEFAULT_ROUNDING)
-    notes = (f"all figures are multiples of what the peer takes beside us; kept {readable_time(stored.captured_at)}",)
-    return ComparisonResult(tuple(figures), losses, None, now.rounds, f"ours and the peer, {now.method}", notes)
+    notes = (f"all figures are multiples of the peer's; captured {readable_time(stored.captured_at)}",)
+    return ComparisonResult(tuple(figures), losses, None, now.rounds, f"SuperTuner and the peer, {now.method}", notes)
 
 
 def ratio_lines(ratios: PeerRatios) -> list[str]:
-    """A table of the ratios."""
+    """The ratios as a Markdown table."""
     rows = []
     for name, interval in ratios.figures.items():
         low, high = interval.bounds
@@ -220,7 +229,7 @@ def load_ratios(file: Path) -> PeerRatios:
     try:
         document: dict[str, Any] = json.loads(file.read_bytes())
         if document["format"] != FORMAT or document["version"] != VERSION:
-            raise BaselineError(f"{file} is no baseline of ratios that this program reads; capture it again")
+            raise BaselineError(f"{file} is not a baseline of ratios of version {VERSION}; capture it again")
         stored_figures = document["ours_over_peer"]
         figures = {
             name: _parse_interval(stored_figures[name])
@@ -247,7 +256,7 @@ def load_ratios(file: Path) -> PeerRatios:
 def _parse_interval(bounds: Mapping[str, float]) -> RatioInterval:
     low, middle, high = (math.log(bounds[name]) for name in ("low", "ratio", "high"))
     if not -math.inf < low <= middle <= high < math.inf:
-        raise ValueError(f"{bounds} is no ratio with its interval")
+        raise ValueError(f"{bounds} is not a ratio inside its interval")
     return RatioInterval(middle, low, high)
 
 
@@ -263,5 +272,5 @@ def _peer_command(peer: Path, environ: Mapping[str, str]) -> JobCommand:
 
 
 def _needs_more_rounds(ratios: PeerRatios) -> bool:
-    """Whether a ratio is not known well enough to be kept: later ones are judged by it."""
+    """Whether a ratio is too imprecise to be stored, since later ratios are judged by it."""
     return any(ratios.figures[name].high - ratios.figures[name].low > MAX_INTERVAL_WIDTH for name in REQUIRED_FIGURES)

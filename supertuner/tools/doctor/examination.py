@@ -12,7 +12,7 @@ from supertuner.core.host import HostFacts
 from supertuner.memory.cuda import open_cuda
 from supertuner.memory.driver import Driver, DriverError, NotAvailable
 from supertuner.memory.probe import MachineFacts, free_gpu_bytes, host_available_bytes
-from supertuner.memory.telemetry.nvml import open_nvml
+from supertuner.memory.nvml import open_nvml
 from supertuner.tools.doctor.allocation import AllocationTest, AllocationTestResult, ClockFunction
 from supertuner.tools.doctor.allocation_checks import allocation_checks
 from supertuner.tools.doctor.allocation_plan import AllocationTestSkipped, AvailableMemory, plan_allocation_test

@@ -1,4 +1,4 @@
-"""All that the doctor's checks look at, gathered once: this machine, its torch, its environment. Judges nothing."""
+"""Collects everything that the doctor's checks read: the machine, torch, the environment. Judges nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
-from supertuner.config.settings import gh200_exports as exports
+from supertuner.config.sources import gh200_exports as exports
 from supertuner.config.sources import environment
 from supertuner.config.sources.load import load_config
 from supertuner.core.errors import ConfigError, ConfigProblem
@@ -20,53 +20,53 @@ from supertuner.core.types import JSON
 from supertuner.memory.driver import Driver, NotAvailable
 from supertuner.memory.hints.enabled import HintDecision, decide_hints, hint_support
 from supertuner.memory.probe import MachineFacts, host_available_bytes, probe_machine, read_meminfo
-from supertuner.memory.telemetry.nvml import NvmlLibrary
+from supertuner.memory.nvml import NvmlLibrary
 from supertuner.tools.doctor.torch_probe import ALLOCATOR_VARIABLES, TorchProbeResult, probe_torch
 
-DriverKind: TypeAlias = Literal["cuda", "model", "none"]
+DriverKind: TypeAlias = Literal["cuda", "none"]
 FigureOrigin: TypeAlias = Literal["measured", "modelled", "stand-in"]
 COMPILERS: Final = ("cc", "gcc", "clang")
 KERNEL_DRIVER: Final = ("proc/driver/nvidia/version", "dev/nvidiactl", "dev/dxg", "dev/nvmap")
-"""Where NVIDIA's kernel driver shows: by itself, its device, under WSL, on Tegra."""
+"""Files that exist where NVIDIA's kernel driver is loaded: its version, its device, WSL's device, Tegra's device."""
 
 
 @dataclass(frozen=True, slots=True)
 class DriverIdentity:
-    """Who answered for the GPU."""
+    """Which driver described the GPU."""
 
     driver_kind: DriverKind
     library: str | None
-    """The file that libcuda.so.1 really is."""
+    """The file that is loaded as libcuda.so.1."""
     figure_origin: FigureOrigin
-    """What a clock says here: of a GPU, of the model, or of a library with no NVIDIA kernel driver below it."""
+    """What a measured time describes: a GPU, the software model, or a library without an NVIDIA kernel driver."""
 
 
 @dataclass(frozen=True, slots=True)
 class SettingVariable:
-    """One variable of the environment that gives a setting."""
+    """One environment variable that sets a setting."""
 
     name: str
     given: str | None
     setting: str
     value: JSON
-    """The setting with this variable alone; its default where the variable is unset or wrong."""
+    """The setting's value with only this variable set; the default if the variable is unset or invalid."""
     problem: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class HostResources:
-    """The process's surroundings that are no hardware."""
+    """Memory, disk and limits that the operating system grants this process."""
 
     machine_memory: int | None
-    """MemTotal, whatever a container grants of it."""
+    """MemTotal of the machine, ignoring a container's limit."""
     host_available: int | None
-    """Host memory that can be taken; GPU memory that the kernel counts as its own is not in it."""
+    """Host memory that can be allocated, without GPU memory that the kernel lists as a NUMA node."""
     shm_bytes: int | None
     shm_free: int | None
     folder: str
     folder_free: int | None
     open_files: int | None
-    """The soft limit; None: no limit."""
+    """The soft limit (RLIMIT_NOFILE); None if unlimited."""
     compiler: str | None
 
 
@@ -77,16 +77,16 @@ class SystemSnapshot:
     torch: TorchProbeResult
     variables: tuple[SettingVariable, ...]
     allocator_variables: Mapping[str, str]
-    """The variables of torch's allocator that are set."""
+    """Those of torch's allocator variables that are set."""
     visible_devices: str | None
-    """CUDA_VISIBLE_DEVICES, which hides GPUs from driver and torch; None: it is unset."""
+    """CUDA_VISIBLE_DEVICES, which hides GPUs from the driver and from torch; None if unset."""
     setting_variables: tuple[str, ...]
     """Names of the SUPERTUNER_ variables that are set."""
     settings_problems: tuple[str, ...]
     resources: HostResources
     overflow_library: Path | NotAvailable
     hints: HintDecision
-    """In a run whose configuration says nothing of them."""
+    """Whether hints would be on in a run whose configuration does not mention them."""
 
 
 def take_snapshot(
@@ -96,11 +96,13 @@ def take_snapshot(
     environ: Mapping[str, str],
     *,
     folder: Path,
-    driver_kind: DriverKind = "cuda",
     library: str | None = None,
     torch: Callable[[Mapping[str, str]], TorchProbeResult] = probe_torch,
 ) -> SystemSnapshot:
-    """Ask everybody. Torch is asked in a child while the rest is gathered: importing it takes seconds."""
+    """Collect the snapshot. A child process imports torch meanwhile, because that takes seconds.
+
+    `folder` is the working directory, whose free disk space is recorded; `torch` probes torch in an environment.
+    """
     from supertuner.memory.overflow.plugin import find_plugin
 
     with ThreadPoolExecutor(1) as threads:
@@ -113,7 +115,7 @@ def take_snapshot(
         return SystemSnapshot(
             facts=facts,
             driver=DriverIdentity(
-                "none" if isinstance(driver, NotAvailable) else driver_kind, library, figure_origin(driver_kind, host)
+                "none" if isinstance(driver, NotAvailable) else "cuda", library, figure_origin(host)
             ),
             torch=torch_facts.result(),
             variables=variables,
@@ -129,25 +131,23 @@ def take_snapshot(
         )
 
 
-def figure_origin(driver_kind: DriverKind, host: HostFacts) -> FigureOrigin:
-    """What figures are worth. A library without a kernel driver below it is a stand-in, and tells nothing of a GPU."""
-    if driver_kind == "model":
-        return "modelled"
+def figure_origin(host: HostFacts) -> FigureOrigin:
+    """`measured` with NVIDIA's kernel driver; without it libcuda.so.1 is a stand-in, whose times mean nothing."""
     return "measured" if any((host.root / name).exists() for name in KERNEL_DRIVER) else "stand-in"
 
 
 def mapped_library(host: HostFacts, name: str = "libcuda.so") -> str | None:
-    """The file behind a library that this process has loaded."""
+    """The path of a shared library that this process has loaded; None if it has not, or /proc is missing."""
     try:
         lines = (host.root / "proc/self/maps").read_text().splitlines()
     except OSError:
-        return None  # no /proc: nobody says
+        return None
     paths = (line.split(maxsplit=5)[5] for line in lines if len(line.split(maxsplit=5)) == 6)
     return next((path for path in paths if Path(path).name.startswith(name)), None)
 
 
 def _read_setting_variable(name: str, environ: Mapping[str, str]) -> SettingVariable:
-    """What a variable gives, by the same way that a run's configuration takes; wrong values say what is wrong."""
+    """What one variable sets, computed by the configuration loader itself; an invalid value is reported as problem."""
     setting, value = environment.SETTING_BY_VARIABLE[name], environ.get(name)
     this_variable = {name: value} if value else {}
     problems = [
@@ -159,7 +159,7 @@ def _read_setting_variable(name: str, environ: Mapping[str, str]) -> SettingVari
 
 
 def _setting_problems(environ: Mapping[str, str]) -> tuple[ConfigProblem, ...]:
-    """What is wrong with settings that variables give."""
+    """What the configuration loader rejects in these variables."""
     try:
         load_config(None, environ=environ, check_paths=False)
     except ConfigError as error:
@@ -173,7 +173,8 @@ def _setting_value(setting: str, environ: Mapping[str, str]) -> JSON:
 
 
 def _hints_setting(environ: Mapping[str, str], variables: tuple[SettingVariable, ...]) -> bool | None:
-    """What the environment says of hints: our own variable stands above the seeds'; a wrong one says nothing."""
+    """`enable_uvm_hints` by the environment: the SUPERTUNER_ variable overrides that of the GH200 forks; an invalid
+    one is ignored. None if no variable sets it."""
     name = "gh200_optimizations.enable_uvm_hints"
     own_variable = environment.variable_name(name)
     this_variable = {own_variable: environ[own_variable]} if environ.get(own_variable) else {}
@@ -184,7 +185,7 @@ def _hints_setting(environ: Mapping[str, str], variables: tuple[SettingVariable,
 
 
 def _cache_types() -> tuple[str, ...]:
-    """Of a run that says nothing of its caches."""
+    """The default VAE and text cache types."""
     caches = load_config(None, environ={}, check_paths=False).config.cache_config
     return caches.vae_cache_type, caches.text_cache_type
 

@@ -21,11 +21,11 @@ from supertuner.core.errors import CheckpointError, RunFolderError
 from supertuner.core.events import NoteEvent, WarningEvent
 from supertuner.core.types import JSON, bytes_text
 from supertuner.models.spec import Tensors
-from supertuner.train.checkpoint import save as checkpoint
+from supertuner.train.checkpoint import durable_save as checkpoint
 from supertuner.train.checkpoint.host_copies import HostCopies
 from supertuner.train.checkpoint.save_job import SaveAbandonedError, SaveCallback, SaveJob
 from supertuner.train.checkpoint.state import collect_constant_state, collect_contents
-from supertuner.train.run import TrainingRun
+from supertuner.train.run.training_run import TrainingRun
 
 WARN_AFTER_S = 1.0
 """Training that waits for longer than this until an earlier checkpoint is written is told so, once."""

@@ -16,10 +16,10 @@ from supertuner.models.adapters import attach as adapters
 from supertuner.models.spec import Tensors
 from supertuner.optim import optimizer_state
 from supertuner.step.window import ExpertState
-from supertuner.train.checkpoint import save as checkpoint
+from supertuner.train.checkpoint import durable_save as checkpoint
 from supertuner.train.checkpoint.load import LoadedCheckpoint
 from supertuner.train.checkpoint.parts import WantedRows
-from supertuner.train.run import TrainingRun
+from supertuner.train.run.training_run import TrainingRun
 
 
 class CheckpointContents(NamedTuple):

@@ -84,8 +84,8 @@ class EncodedCorpus:
         for row, (group, sample, cycle) in enumerate(
             zip(draws.group.tolist(), draws.sample.tolist(), draws.cycle.tolist(), strict=True)
         ):
-            table = self._caption_tables[order.groups[group].dataset]
-            number = None if table is None else table.text(self._corpus.seed, sample, cycle)
+            table = self._caption_tables[order.groups[group].dataset_index]
+            number = None if table is None else table.text_index(self._corpus.seed, sample, cycle)
             if number is not None:
                 texts.append(self._text.entry(int(self._text_refs[number])))
             else:
@@ -99,7 +99,7 @@ class EncodedCorpus:
         for group, sample, cycle in zip(
             draws.group.tolist(), draws.sample.tolist(), self.cycles(micro_batch), strict=True
         ):
-            dataset = corpus.datasets[corpus.order.groups[group].dataset]
+            dataset = corpus.datasets[corpus.order.groups[group].dataset_index]
             rows.append(framing_for_sample(corpus.seed, dataset, sample, cycle, micro_batch.bucket))
         return torch.tensor(rows, dtype=torch.float32)
 
@@ -107,8 +107,8 @@ class EncodedCorpus:
         """For each sample the turn whose changes `latents` show: of cached ones only some turns are kept."""
         cycles = []
         for group, cycle in zip(micro_batch.draws.group.tolist(), micro_batch.draws.cycle.tolist(), strict=True):
-            policy = self._requirements.policies[self._corpus.order.groups[group].dataset]
-            cycles.append(cycle % policy.media_turns if policy.media is CacheMode.CACHED else cycle)
+            policy = self._requirements.policies[self._corpus.order.groups[group].dataset_index]
+            cycles.append(cycle % policy.media_variations if policy.media_mode is CacheMode.CACHED else cycle)
         return cycles
 
     def _group_cache_mode(self, group: int) -> CacheMode:

@@ -27,7 +27,7 @@ from supertuner.data.ordering.sample_order import SampleDraws
 from supertuner.models.spec import Family, ImageTextEncoder, MediaEncoder, ModelDescription, TextEncoder
 from supertuner.step.precision import latent_storage_dtype
 from supertuner.train.encoding.text_inputs import TextInput
-from supertuner.train.out_of_memory import explain_out_of_memory
+from supertuner.memory.out_of_memory import explain_out_of_memory
 
 T = TypeVar("T")
 

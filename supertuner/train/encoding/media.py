@@ -95,13 +95,13 @@ def media_keys(corpus: Corpus, draws: SampleDraws, namespace: CacheNamespace) ->
     for number in np.unique(draws.group).tolist():
         rows = np.flatnonzero(draws.group == number)
         group = corpus.order.groups[number]
-        dataset = corpus.datasets[group.dataset]
-        if group.dataset not in contents:
-            contents[group.dataset] = dataset.samples.contents()
-        content = [row.tobytes() for row in contents[group.dataset][draws.sample[rows]]]
-        if (references := dataset.originals) is not None:
+        dataset = corpus.datasets[group.dataset_index]
+        if group.dataset_index not in contents:
+            contents[group.dataset_index] = dataset.samples.content_digests()
+        content = [row.tobytes() for row in contents[group.dataset_index][draws.sample[rows]]]
+        if (references := dataset.references) is not None:
             samples = draws.sample[rows].tolist()
-            content = [row + references.mark(sample) for row, sample in zip(content, samples, strict=True)]
+            content = [row + references.cache_key_bytes(sample) for row, sample in zip(content, samples, strict=True)]
         keys[rows] = _group_keys(corpus.seed, dataset, group.bucket, content, draws.take(rows), namespace)
     return keys
 

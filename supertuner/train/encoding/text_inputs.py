@@ -40,9 +40,9 @@ class TextInput:
 
 def text_inputs_for(corpus: Corpus, draws: SampleDraws) -> list[TextInput]:
     """Of each draw, in its turn."""
-    datasets = [corpus.datasets[corpus.order.groups[group].dataset] for group in draws.group.tolist()]
+    datasets = [corpus.datasets[corpus.order.groups[group].dataset_index] for group in draws.group.tolist()]
     rows = zip(datasets, draws.sample.tolist(), draws.cycle.tolist(), strict=True)
     return [
-        TextInput.for_sample(caption_for_sample(corpus.seed, dataset, sample, cycle), dataset.originals, sample)
+        TextInput.for_sample(caption_for_sample(corpus.seed, dataset, sample, cycle), dataset.references, sample)
         for dataset, sample, cycle in rows
     ]

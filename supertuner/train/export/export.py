@@ -15,7 +15,7 @@ from supertuner.models.adapters import attach as adapters
 from supertuner.step.window import evaluation_weights
 from supertuner.train.checkpoint.tensor_file import plan_tensor_file
 from supertuner.train.export.metadata import build_metadata
-from supertuner.train.run import EXPORTS_DIR, TrainingRun
+from supertuner.train.run.training_run import EXPORTS_DIR, TrainingRun
 
 
 def export(run: TrainingRun) -> list[Path]:

@@ -16,7 +16,7 @@ from supertuner.config.settings.block import SettingsBlock
 from supertuner.core.types import JSON
 from supertuner.models.spec import ModelSource
 from supertuner.train.checkpoint.state import library_versions
-from supertuner.train.run import TrainingRun
+from supertuner.train.run.training_run import TrainingRun
 
 if TYPE_CHECKING:
     from supertuner.models.spec import Expert

@@ -20,7 +20,7 @@ from supertuner.train.offload.activations import ActivationOffloader
 from supertuner.train.offload.host_buffers import HostBuffers
 from supertuner.train.offload.host_memory import HostMemoryPool
 from supertuner.train.offload.offloaded_blocks import OffloadedBlocks
-from supertuner.train.offload.optimizer_state import HOST, ParameterState
+from supertuner.step.parameter_state import HOST, ParameterState
 from supertuner.train.offload.optimizer_step import PlannedOptimizerOffload
 from supertuner.train.offload.param_storage import stored_tensors
 from supertuner.train.offload.transfer import DeviceTransfer

@@ -13,13 +13,19 @@ from supertuner.core.events import DecisionEvent, NoteEvent, Sink, WarningEvent
 from supertuner.core.types import bytes_text
 from supertuner.plan.placement.plan import ActivationPolicy, MemoryPlan, OptimizerPlacement, WeightPlacement
 from supertuner.plan.placement.planner import ExpertPlan
-from supertuner.plan.placement.replan import PlanAssumptions, PlanObservation, PrefetchDistance, describe_drift
+from supertuner.plan.placement.replan import (
+    PlanAssumptions,
+    PlanObservation,
+    PrefetchDistance,
+    TransferCounters,
+    describe_drift,
+)
 from supertuner.step.window import ExpertState
 from supertuner.train.offload.apply import MIN_OFFLOAD_BYTES, OffloadedExpert, apply_plan
-from supertuner.train.offload.expert_swap import ExpertSwap, SwappableExpert
+from supertuner.train.offload.swappable_expert import ExpertSwap, SwappableExpert
 from supertuner.train.offload.host_buffers import HostBuffers
-from supertuner.train.offload.optimizer_state import HOST
-from supertuner.train.offload.transfer import DeviceTransfer, TransferCounters
+from supertuner.step.parameter_state import HOST
+from supertuner.train.offload.transfer import DeviceTransfer
 
 ReplanFunction = Callable[[str, PlanAssumptions, PlanObservation], ExpertPlan | None]
 """(expert, what its plan rests on, what was seen) → a plan from that; None: none can be made here."""

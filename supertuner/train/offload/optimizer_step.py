@@ -23,15 +23,12 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from supertuner.optim.optimizer_registry import ExpertOptimizer
+from supertuner.plan.placement.memory_needs import PER_PARAMETER_OPTIMIZERS
 from supertuner.plan.placement.plan import OptimizerPlacement
 from supertuner.train.offload.host_buffers import BufferKey, HostBuffers
-from supertuner.train.offload.optimizer_state import HOST, ParameterState
+from supertuner.step.parameter_state import HOST, ParameterState
 from supertuner.train.offload.param_storage import is_plain
 from supertuner.train.offload.transfer import DeviceTransfer, TransferEvent
-
-PER_PARAMETER_OPTIMIZERS = ("adamw", "adamw8bit", "adafactor")
-"""Optimizers that step each parameter for itself. The others count their steps or estimate something for all together:
-for them there is one piece."""
 
 
 @dataclass(eq=False, slots=True)

@@ -19,11 +19,11 @@ from supertuner.plan.placement.planner import ExpertPlan, RunPlanner
 from supertuner.plan.placement.replan import PlanAssumptions, PlanObservation
 from supertuner.step.precision import ComputePrecision
 from supertuner.step.window import ExpertState
-from supertuner.train.memory import MemoryEngine
+from supertuner.train.run.memory_engine import MemoryEngine
 from supertuner.train.offload.manager import OffloadManager
-from supertuner.train.offload.optimizer_state import HOST
+from supertuner.step.parameter_state import HOST
 from supertuner.train.offload.transfer import create_transfer
-from supertuner.train.out_of_memory import explain_out_of_memory
+from supertuner.memory.out_of_memory import explain_out_of_memory
 
 
 def plan_experts(

@@ -7,32 +7,17 @@ used and read what it has made. `await_` makes the computation wait, not the hos
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 import torch
+
+from supertuner.plan.placement.replan import TransferCounters
 
 TransferEvent: TypeAlias = Any
 """A point in the work of a stream; what it is depends on the carrier."""
 CopyPair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """Target and source of a copy: contiguous, of the same bytes."""
 
-
-@dataclass(slots=True)
-class TransferCounters:
-    """What was moved since they were taken, and what it cost. Seconds are the carrier's own: a clock's or a model's."""
-
-    fetched_bytes: int = 0
-    sent_bytes: int = 0
-    fetch_s: float = 0.0
-    """The way to the device was busy."""
-    send_s: float = 0.0
-    waited_s: float = 0.0
-    """The computation stood still for a copy."""
-    fetches: int = 0
-    """Blocks that were fetched."""
-    late: int = 0
-    """Of these, those that were not asked for before they were needed."""
 
 
 class DeviceTransfer(Protocol):

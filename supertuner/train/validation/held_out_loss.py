@@ -22,7 +22,7 @@ from supertuner.models.spec import Expert
 from supertuner.sinks.training_events import HeldOutLoss, finite_or_none
 from supertuner.step.batch import StepBatch
 from supertuner.step.window import ExpertState, StepOptions, held_out_losses
-from supertuner.train.dataloader import BatchCollator
+from supertuner.train.run.dataloader import BatchCollator
 
 
 @dataclass(frozen=True, eq=False, slots=True)

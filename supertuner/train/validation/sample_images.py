@@ -34,7 +34,7 @@ from supertuner.plan.sample_requests import ValidationSamplePlan
 from supertuner.sinks.drawing import png_bytes
 from supertuner.sinks.training_events import train_samples_event
 from supertuner.step.window import ExpertState, evaluation_weights
-from supertuner.train.checkpoint.atomic_dir import atomic_folder, explain_write_errors
+from supertuner.train.checkpoint.atomic_folder import atomic_folder, explain_write_errors
 from supertuner.train.validation.grid import GridLabels, ImageGrid, VideoGrid, join_frames
 from supertuner.train.validation.video import first_middle_last, mp4_bytes
 

@@ -29,8 +29,8 @@ from supertuner.plan.sample_requests import (
     plan_validation_samples,
 )
 from supertuner.sinks.training_events import HeldOutLoss, train_held_out_event
-from supertuner.train.out_of_memory import explain_out_of_memory, release_unused_memory
-from supertuner.train.run import SAMPLES_DIR, TrainingRun
+from supertuner.memory.out_of_memory import explain_out_of_memory, release_unused_memory
+from supertuner.train.run.training_run import SAMPLES_DIR, TrainingRun
 from supertuner.train.validation import held_out_loss as held_out
 from supertuner.train.validation.sample_images import (
     EvaluationWeights,

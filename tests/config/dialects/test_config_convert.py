@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from supertuner.config.render import ConfigLanguage, canonical_tree, render_tree
+from supertuner.config.sources.render import ConfigLanguage, canonical_tree, render_tree
 from supertuner.config.settings.run_config import RunConfig
-from supertuner.config.sources import key_path as places
+from supertuner.config.settings import key_paths
 from supertuner.config.sources.load import LoadedConfig, load_config
 from supertuner.config.sources.parse import parse_bytes
 from supertuner.core.errors import ConfigError
@@ -54,7 +54,7 @@ def values(schema: Any) -> st.SearchStrategy[Any]:
 def trees(draw: st.DrawFn) -> dict[str, Any]:
     """A canonical file with a few settings of the root and of two datasets."""
     tree: dict[str, Any] = {}
-    names = draw(st.lists(st.sampled_from(sorted(places.settings())), max_size=8, unique=True))
+    names = draw(st.lists(st.sampled_from(sorted(key_paths.settings())), max_size=8, unique=True))
     for name in names:
         node = tree
         steps = name.split(".")
@@ -63,7 +63,7 @@ def trees(draw: st.DrawFn) -> dict[str, Any]:
                 node = node.setdefault("datasets", [{}, {}])[draw(st.integers(0, 1))]
             else:
                 node = node.setdefault(step, {})
-        node[steps[-1]] = draw(values(places.settings()[name].schema))
+        node[steps[-1]] = draw(values(key_paths.settings()[name].schema))
     return tree
 
 
@@ -137,7 +137,7 @@ DIALECTS = [
 def test_a_dialect_converts_to_our_names_with_the_same_meaning(load_text, tmp_path, tree, language):
     first = load_text(tree)
     out = tmp_path / "sub" / f"out.{language}"
-    text = render_tree(canonical_tree(first.values, out.parent), language)
+    text = render_tree(canonical_tree(first.provenance, out.parent), language)
     second = loaded_from(out, text)
     assert second is not None
     assert second.config == first.config
@@ -147,18 +147,18 @@ def test_a_dialect_converts_to_our_names_with_the_same_meaning(load_text, tmp_pa
 
 def test_a_folder_with_the_name_of_a_word_stays_a_folder_beside_the_converted_file(load_text, tmp_path):
     first = load_text({"model": {"family": "flux", "path": "./tiny"}})
-    assert canonical_tree(first.values, tmp_path)["model"]["path"] == "./tiny"
-    assert canonical_tree(first.values, tmp_path / "sub")["model"]["path"] == "../tiny"
+    assert canonical_tree(first.provenance, tmp_path)["model"]["path"] == "./tiny"
+    assert canonical_tree(first.provenance, tmp_path / "sub")["model"]["path"] == "../tiny"
 
 
 def test_the_environment_is_not_written_into_the_converted_file(load_text, tmp_path):
     loaded = load_text(
         {"run": {"seed": 1}}, environ={"SUPERTUNER_RUN__NAME": "x", "ACCELERATE_MIXED_PRECISION": "fp16"}
     )
-    assert canonical_tree(loaded.values, tmp_path) == {"run": {"seed": 1}}
+    assert canonical_tree(loaded.provenance, tmp_path) == {"run": {"seed": 1}}
 
 
 def test_every_setting_that_takes_null_has_it_as_default_so_that_toml_can_leave_it_out():
-    for name, key in places.settings().items():
+    for name, key in key_paths.settings().items():
         if "null" in key.json_types:
             assert key.schema["default"] is None, name

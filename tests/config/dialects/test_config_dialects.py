@@ -7,7 +7,7 @@ import json
 import pytest
 
 from supertuner.config.dialects.key_tables import DATASET_KEYS, RUN_KEYS, dataset_keys
-from supertuner.config.sources import key_path as places
+from supertuner.config.settings import key_paths
 
 SIMPLETUNER = {
     "--data_backend_config": "datasets/multi.json",
@@ -278,17 +278,17 @@ def test_every_row_of_the_table_leads_to_a_setting_or_says_why_not():
                 assert row.ignored_reason, row
                 continue
             block = {"caption_strategy": "instanceprompt", "instance_prompt": "x", row.key: 1}
-            puts = [o for v in samples for o in row.convert(v, block) if hasattr(o, "to")]
+            puts = [o for v in samples for o in row.convert(v, block) if hasattr(o, "target")]
             for put in puts:
-                inner = places.parse_path(put.target.removeprefix("^"))
+                inner = key_paths.parse_path(put.target.removeprefix("^"))
                 where = inner if put.target.startswith("^") else (*scope, *inner)
-                assert places.setting_at(where) is not None, (row.key, put.target)
+                assert key_paths.setting_at(where) is not None, (row.key, put.target)
 
 
 def test_no_row_hides_a_setting_of_ours_unless_its_value_passes_unchanged():
     """A canonical file must mean the same with or without the table."""
     for row in dataset_keys("").values():
-        if f"datasets[].{row.key}" in places.settings():
+        if f"datasets[].{row.key}" in key_paths.settings():
             assert row.key in ("type", "crop"), row.key
 
 

@@ -19,7 +19,7 @@ GPU = GpuLocation(0)
 
 def out_of_order(driver: EmulatedSuperchip) -> None:
     """From now on the driver fails at everything: whoever succeeds did not ask it."""
-    for verb in ("kind_of", "advise", "prefetch", "preferred", "last_prefetch"):
+    for verb in ("memory_kind_at", "advise", "prefetch", "preferred_location", "last_prefetch_location"):
         driver.inject_fault(InjectedFault(verb, "CUDA_ERROR_UNKNOWN", times=1000))
 
 

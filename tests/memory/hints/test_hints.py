@@ -214,7 +214,7 @@ def test_without_a_driver_every_hint_is_unsupported_for_its_reason() -> None:
         ("prefetch", "CUDA_ERROR_INVALID_VALUE", "refused"),
         ("prefetch", "CUDA_ERROR_NOT_SUPPORTED", "unsupported"),
         ("prefetch", "CUDA_ERROR_UNKNOWN", "error"),
-        ("kind_of", "CUDA_ERROR_UNKNOWN", "error"),
+        ("memory_kind_at", "CUDA_ERROR_UNKNOWN", "error"),
         ("free_bytes", "CUDA_ERROR_UNKNOWN", "error"),
         ("synchronize", "CUDA_ERROR_UNKNOWN", "error"),
         ("locate", "CUDA_ERROR_UNKNOWN", "error"),

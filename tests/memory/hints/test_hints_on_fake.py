@@ -95,7 +95,7 @@ def test_the_drivers_refusals_are_told_by_name(bench: FakeBench) -> None:
     assert outcome.reason == "cuMemPrefetchBatchAsync: CUDA_ERROR_INVALID_VALUE"
     bench.fail("advise", "CUDA_ERROR_NOT_SUPPORTED")
     assert hints.prefer_cpu(tensor).status is HintStatus.UNSUPPORTED
-    bench.fail("preferred", "CUDA_ERROR_INVALID_VALUE")
+    bench.fail("preferred_location", "CUDA_ERROR_INVALID_VALUE")
     assert hints.prefer_gpu(tensor).status is HintStatus.UNVERIFIED
     bench.driver.free(span.address)
 

@@ -67,7 +67,7 @@ def test_a_superchip_with_stock_torch_is_not_refused(gh200):
         (ON, CUDA, GH200, replace(STOCK, version="2.9.1"), "torch 2.9.1 is too old for it; install 2.13 or newer"),
         (ON, CUDA, GH200, replace(STOCK, backend="cudaMallocAsync"), "runs on cudaMallocAsync, which has no pools"),
         (ON, CUDA, GH200, replace(STOCK, memory_fraction=0.9), "a memory fraction of 0.9 is set for torch"),
-        (ON, CUDA, GH200, replace(STOCK, own_statistics=True), "this torch is patched and spills by itself"),
+        (ON, CUDA, GH200, replace(STOCK, has_uvm_statistics=True), "this torch is patched and spills by itself"),
         (Settings(enabled=True, host_floor_gb=9999), CUDA, GH200, STOCK, "host_floor_gb is 9999, and the host has"),
     ],
 )

@@ -14,9 +14,9 @@ from supertuner.core.events import Event, MeasurementEvent
 from supertuner.core.host import HostFacts
 from supertuner.core.types import GIB, KIB
 from supertuner.memory.driver import DriverError, NotAvailable
+from supertuner.memory.nvml import NvmlGpuFacts
 from supertuner.memory.probe import probe_machine
-from supertuner.memory.telemetry.nvml import NvmlGpuFacts
-from supertuner.memory.telemetry.sampler import MAX_TIME_SHARE, MemorySampler
+from supertuner.memory.telemetry.sampler import MAX_TIME_SHARE, GpuTelemetry, MemorySampler
 from supertuner.sinks.jsonlines import JsonLinesFile, read_records
 from tests.memory.machine_files import (
     GB10,
@@ -77,7 +77,7 @@ def made() -> Iterator[Callable[..., MemorySampler]]:
     samplers: list[MemorySampler] = []
 
     def make(host: HostFacts, driver: Any = NO_GPU, nvml: Any = NO_NVML, **more: Any) -> MemorySampler:
-        samplers.append(MemorySampler(probe_machine(host, driver, nvml), host, driver, nvml, **more))
+        samplers.append(MemorySampler(probe_machine(host, driver, nvml), host, GpuTelemetry(driver, nvml), **more))
         return samplers[-1]
 
     yield make
@@ -231,7 +231,7 @@ def test_telemetry_that_costs_little_comes_with_every_step(tmp_path: Path, made:
 def test_closing_gives_the_files_back() -> None:
     host = HostFacts()
     open_before = len(os.listdir("/proc/self/fd"))
-    sampler = MemorySampler(probe_machine(host, NO_GPU, NO_NVML), host, NO_GPU, NO_NVML)
+    sampler = MemorySampler(probe_machine(host, NO_GPU, NO_NVML), host, GpuTelemetry(NO_GPU, NO_NVML))
     assert len(os.listdir("/proc/self/fd")) > open_before
     sampler.close()
     assert len(os.listdir("/proc/self/fd")) == open_before

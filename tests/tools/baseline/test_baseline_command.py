@@ -117,7 +117,14 @@ def test_a_failed_capture_says_why_and_leaves_nothing(tmp_path: Path) -> None:
     given["model"]["path"] = "no/such/model"
     config.write_text(json.dumps(given))
     with pytest.raises(BaselineError, match=r"(?s)exit code 1.*no/such/model"):
-        capturing.capture_baseline(tmp_path / "baseline", "now", config, environ=dict(os.environ), progress=NullSink())
+        capturing.capture_baseline(
+            tmp_path / "baseline",
+            "now",
+            config,
+            capturing.CaptureOptions(),
+            environ=dict(os.environ),
+            progress=NullSink(),
+        )
     assert not (tmp_path / "baseline").exists() or not list((tmp_path / "baseline").iterdir())
     assert not [path for path in (tmp_path / "runs").glob("*") if path.is_dir()]
 

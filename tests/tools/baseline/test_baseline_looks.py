@@ -8,11 +8,10 @@ from collections import Counter
 import pytest
 
 from supertuner.core.errors import OptionError
-from supertuner.tools.baseline.baseline_check import ComparisonOptions
 from supertuner.tools.baseline.confidence_interval import student_t_quantile
 from supertuner.tools.baseline.record import MeasuredJob
 from supertuner.tools.baseline.regression import RegressionVerdict, judge_jobs
-from supertuner.tools.baseline.rounds import count_looks, is_judged_after
+from supertuner.tools.baseline.rounds import ComparisonOptions, count_looks, is_judged_after
 from tests.tools.baseline.baselining import job
 
 STEPS = 40

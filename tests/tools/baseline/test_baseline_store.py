@@ -15,6 +15,7 @@ from supertuner.tools.baseline import baseline_check as checking
 from supertuner.tools.baseline import nvidia_smi
 from supertuner.tools.baseline.baseline_report import baseline_report
 from supertuner.tools.baseline.regression import RegressionVerdict
+from supertuner.tools.baseline.rounds import ComparisonOptions
 from supertuner.tools.baseline.store import (
     BASELINE_FILE,
     Baseline,
@@ -95,7 +96,7 @@ def test_a_report_says_where_losses_stopped_being_numbers(tmp_path: Path) -> Non
         path = kept(tmp_path, name, jobs=tuple(jobs(loss=lambda at, good=good: 1.0 if at < good else None)))
         assert says in (path / "baseline_report.md").read_text()
         assert (
-            checking.compare_baselines(tmp_path, (name, name), checking.ComparisonOptions())[1].verdict
+            checking.compare_baselines(tmp_path, (name, name), ComparisonOptions())[1].verdict
             is RegressionVerdict.SAME
         )
     assert "first at step 91" in (tmp_path / "late" / "baseline_report.md").read_text()
@@ -104,11 +105,11 @@ def test_a_report_says_where_losses_stopped_being_numbers(tmp_path: Path) -> Non
 def test_two_baselines_are_compared_by_what_was_kept(tmp_path: Path) -> None:
     kept(tmp_path, "before", jobs=tuple(jobs(seed=1)))
     kept(tmp_path, "after", jobs=tuple(jobs(seed=2, step_s=0.12)))
-    path, judged = checking.compare_baselines(tmp_path, ("before", "after"), checking.ComparisonOptions())
+    path, judged = checking.compare_baselines(tmp_path, ("before", "after"), ComparisonOptions())
     assert path == tmp_path / "after" and judged.verdict is RegressionVerdict.WORSE and not judged.losses_differ
     assert "weather" in " ".join(judged.notes)
     assert (
-        checking.compare_baselines(tmp_path, ("after", "before"), checking.ComparisonOptions())[1].verdict
+        checking.compare_baselines(tmp_path, ("after", "before"), ComparisonOptions())[1].verdict
         is RegressionVerdict.BETTER
     )
 
@@ -117,12 +118,12 @@ def test_times_of_another_machine_are_not_compared_and_losses_are(tmp_path: Path
     there = {**baseline().machine, "cpu": "Grace", "cpus": 72}
     kept(tmp_path, "before", machine=there)
     kept(tmp_path, "after", jobs=tuple(jobs(seed=2, step_s=0.3)))
-    judged = checking.compare_baselines(tmp_path, ("before", "after"), checking.ComparisonOptions())[1]
+    judged = checking.compare_baselines(tmp_path, ("before", "after"), ComparisonOptions())[1]
     assert judged.verdict is RegressionVerdict.UNDECIDED and "cpu was Grace, is Xeon" in " ".join(judged.notes)
     assert {one.name for one in judged.figures} == {"peak process.resident"}
     kept(tmp_path, "other", jobs=tuple(jobs(loss=lambda at: 3.0)))
     assert (
-        checking.compare_baselines(tmp_path, ("before", "other"), checking.ComparisonOptions())[1].verdict
+        checking.compare_baselines(tmp_path, ("before", "other"), ComparisonOptions())[1].verdict
         is RegressionVerdict.WORSE
     )
 
@@ -130,7 +131,7 @@ def test_times_of_another_machine_are_not_compared_and_losses_are(tmp_path: Path
 def test_other_threads_are_another_machine(tmp_path: Path) -> None:
     kept(tmp_path, "before", environment={})
     kept(tmp_path, "after")
-    judged = checking.compare_baselines(tmp_path, ("before", "after"), checking.ComparisonOptions())[1]
+    judged = checking.compare_baselines(tmp_path, ("before", "after"), ComparisonOptions())[1]
     assert "OMP_NUM_THREADS was not set, is 1" in " ".join(judged.notes)
 
 
@@ -144,7 +145,7 @@ def test_both_are_run_again_only_if_their_code_is_here(tmp_path: Path) -> None:
         (path / "config.json").write_text(json.dumps({"datasets": [{"id": "a", "instance_data_dir": str(data)}]}))
     with pytest.raises(BaselineError, match="captured by code that is not here"):
         checking.compare_by_rerunning(
-            tmp_path, ("before", "after"), checking.ComparisonOptions(), environ={}, progress=NullSink()
+            tmp_path, ("before", "after"), ComparisonOptions(), environ={}, progress=NullSink()
         )
 
 

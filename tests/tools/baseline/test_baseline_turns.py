@@ -27,7 +27,14 @@ from supertuner.tools.baseline.measured_process import (
 from supertuner.tools.baseline.record import MeasurementRequest, read_job, write_job
 from supertuner.tools.baseline.recorder import MeasurementRecorder
 from supertuner.tools.baseline.regression import ComparisonTerms, RegressionVerdict, judge_jobs
-from supertuner.tools.baseline.rounds import ComparisonSide, JobPairs, both_fit, choose_turn_steps, run_rounds
+from supertuner.tools.baseline.rounds import (
+    ComparisonOptions,
+    ComparisonSide,
+    JobPairs,
+    both_fit,
+    choose_turn_steps,
+    run_rounds,
+)
 from tests.tools.baseline.baselining import MIB, job
 
 # A process that computes nothing: steps that sleep, and a log of when each one was.
@@ -207,7 +214,7 @@ def test_rounds_go_on_while_the_noise_does_not_let_tell_and_change_who_is_first(
         ComparisonSide(worker(6, title=name), BaselineScenario(tmp_path, (), 6, tmp_path / "runs", name))
         for name in ("old", "new")
     ]
-    found = run_rounds(*sides, tmp_path, turn_steps=3, rounds=2, max_rounds=9, undecided=undecided, progress=NullSink())
+    found = run_rounds(*sides, tmp_path, ComparisonOptions(rounds=2, max_rounds=9), 3, undecided, NullSink())
     assert asked == [2, 4] and (len(found.old), len(found.new)) == (4, 4)
     first = [min(eval((tmp_path / f"{side}-{at}" / "spans").read_text())) for at in (1, 2) for side in ("old", "new")]
     assert first[0] < first[1] and first[3] < first[2]
@@ -219,9 +226,7 @@ def test_a_slower_process_is_found_worse_by_real_clocks(tmp_path: Path) -> None:
         ComparisonSide(worker(20, sleep_s, title=name), BaselineScenario(tmp_path, (), 20, tmp_path / "runs", name))
         for name, sleep_s in (("old", 0.01), ("new", 0.02))
     ]
-    pairs = run_rounds(
-        *sides, tmp_path, turn_steps=5, rounds=2, max_rounds=2, undecided=lambda _: False, progress=NullSink()
-    )
+    pairs = run_rounds(*sides, tmp_path, ComparisonOptions(rounds=2, max_rounds=2), 5, lambda _: False, NullSink())
     found = judge_jobs(pairs.old, pairs.new, ComparisonTerms(turn_steps=5), precision="fp32", method="")
     assert {one.name: one.verdict for one in found.figures}["step"] is not RegressionVerdict.SAME
     assert next(one.interval.ratio for one in found.figures if one.name == "step") > 1.3

@@ -43,7 +43,7 @@ def situation(
     )
     # The size of a test's file system and this process's limits are not the machine's that is described.
     sizes = replace(found.resources, shm_bytes=287 * GIB, shm_free=280 * GIB, folder_free=900 * GIB, open_files=65536)
-    return replace(found, around=sizes)
+    return replace(found, resources=sizes)
 
 
 def without_gpu(root: Path, torch: TorchProbeResult = CPU_TORCH, **environ: str) -> SystemSnapshot:

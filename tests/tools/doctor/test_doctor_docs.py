@@ -9,7 +9,7 @@ import pytest
 from typer.main import get_command
 
 from supertuner.cli import app
-from supertuner.config.sources import key_path as place
+from supertuner.config.settings import key_paths as place
 from supertuner.tools.doctor.requirements import REQUIREMENTS, parse_requirements
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"

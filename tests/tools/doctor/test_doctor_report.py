@@ -22,7 +22,7 @@ from supertuner.core.events import NullSink
 from supertuner.core.types import JSON
 from supertuner.memory.emulator.superchip import EmulatedSuperchip
 from supertuner.memory.machines import MACHINES
-from supertuner.memory.telemetry.nvml import NvmlGpuFacts
+from supertuner.memory.nvml import NvmlGpuFacts
 from supertuner.tools.doctor import doctor_report as report
 from supertuner.tools.doctor.allocation import AllocationTestResult
 from supertuner.tools.doctor.allocation_checks import allocation_checks

@@ -21,11 +21,11 @@ from supertuner.core.host import HostFacts
 from supertuner.distributed.process_group import SingleProcess
 from supertuner.train import loop
 from supertuner.train.checkpoint import async_saver as saver
-from supertuner.train.checkpoint import save as checkpoint
+from supertuner.train.checkpoint import durable_save as checkpoint
 from supertuner.train.checkpoint import save_job as one_save
 from supertuner.train.checkpoint.async_saver import CheckpointSaver
 from supertuner.train.checkpoint.state import collect_contents
-from supertuner.train.run import TrainingRun
+from supertuner.train.run.training_run import TrainingRun
 from supertuner.train.setup import RunContext, open_run
 from tests.train.runs import config
 

@@ -13,14 +13,7 @@ from safetensors.torch import load_file, save_file
 from supertuner.core.errors import CheckpointError
 from supertuner.core.host import HostFacts
 from supertuner.train.checkpoint import tensor_file
-from supertuner.train.checkpoint.save import (
-    find_checkpoints,
-    load_checkpoint,
-    load_latest,
-    save_checkpoint,
-    set_aside_later_checkpoints,
-    verify_checkpoint,
-)
+from supertuner.train.checkpoint.durable_save import find_checkpoints, load_checkpoint, load_latest, save_checkpoint, set_aside_later_checkpoints, verify_checkpoint
 from tests.train.checkpoints import RecordingSink, bytes_of, parts_at, state_at, tree
 
 

@@ -18,13 +18,7 @@ from supertuner.core.errors import CheckpointError
 from supertuner.core.host import HostFacts
 from supertuner.train.checkpoint import tensor_file
 from supertuner.train.checkpoint.manifest import json_bytes
-from supertuner.train.checkpoint.save import (
-    find_checkpoints,
-    load_checkpoint,
-    load_latest,
-    save_checkpoint,
-    verify_checkpoint,
-)
+from supertuner.train.checkpoint.durable_save import find_checkpoints, load_checkpoint, load_latest, save_checkpoint, verify_checkpoint
 from tests.arena import faults
 from tests.train.checkpoints import parts_at, state_at, tree
 

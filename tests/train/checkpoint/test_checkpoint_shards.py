@@ -21,14 +21,7 @@ from supertuner.core.host import HostFacts
 from supertuner.core.types import JSON
 from supertuner.train.checkpoint import tensor_file
 from supertuner.train.checkpoint.parts import RowSelector, WantedRows
-from supertuner.train.checkpoint.save import (
-    CheckpointSharding,
-    find_checkpoints,
-    load_checkpoint,
-    load_latest,
-    save_checkpoint,
-    verify_checkpoint,
-)
+from supertuner.train.checkpoint.durable_save import CheckpointSharding, find_checkpoints, load_checkpoint, load_latest, save_checkpoint, verify_checkpoint
 from supertuner.train.checkpoint.save_job import SaveAbandonedError
 from supertuner.train.checkpoint.sharded import discard_sharded_save
 from tests.train.checkpoints import bytes_of, forge_shard, state_at, tree

@@ -10,13 +10,13 @@ from supertuner.core.errors import TrainError
 from supertuner.core.events import NullSink
 from supertuner.plan.placement.plan import ActivationPolicy, OptimizerPlacement, WeightPlacement
 from supertuner.plan.placement.planner import ExpertPlan
-from supertuner.plan.placement.replan import PlanAssumptions
+from supertuner.plan.placement.replan import PlanAssumptions, TransferCounters
 from supertuner.step.window import held_out_losses
 from supertuner.train.offload.apply import OffloadedExpert, apply_plan
-from supertuner.train.offload.expert_swap import ExpertSwap, SwappableExpert
+from supertuner.train.offload.swappable_expert import ExpertSwap, SwappableExpert
 from supertuner.train.offload.host_memory import HostMemoryPool
 from supertuner.train.offload.manager import OffloadManager
-from supertuner.train.offload.transfer import CopyPair, SynchronousTransfer, TransferCounters, TransferEvent
+from supertuner.train.offload.transfer import CopyPair, SynchronousTransfer, TransferEvent
 from tests.train.offload.making import (
     CPU,
     OffloadCase,

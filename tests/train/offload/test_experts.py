@@ -11,7 +11,7 @@ import torch
 from supertuner.models.adapters.attach import TrainableExpert, temporary_weights
 from supertuner.plan.placement.plan import ActivationPolicy, OptimizerPlacement, WeightPlacement
 from supertuner.step.window import ExpertState, WindowResult, held_out_losses
-from supertuner.train.offload.expert_swap import ExpertSwap, SwappableExpert
+from supertuner.train.offload.swappable_expert import ExpertSwap, SwappableExpert
 from tests.train.offload.making import (
     OffloadCase,
     a_plan,

@@ -1,0 +1,124 @@
+"""What a value is, in words, and how text from the environment or --set becomes one."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from supertuner.config.settings.key_paths import SettingSchema, schema_alternatives
+from supertuner.core.types import JSON
+
+_TRUE = frozenset(("1", "true", "yes", "on"))
+_FALSE = frozenset(("0", "false", "no", "off"))
+
+
+def format_value(value: JSON) -> str:
+    """The value as JSON, short enough for a line."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else text[:57] + "…"
+
+
+def parse_text(text: str) -> JSON:
+    """JSON if the text is JSON, else the text itself."""
+    try:
+        value: JSON = json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError):
+        return text
+    if isinstance(value, float) and not math.isfinite(value):
+        return text
+    return text if isinstance(value, int) and abs(value) >= 1 << 63 else value
+
+
+def coerce_text(value: JSON, text: str, setting: SettingSchema) -> JSON:
+    """`value`, which was written as the text `text`, as the kind of value that `key` takes, if it can be one.
+
+    A name may look like a number, and shells and command lines write booleans in their own way.
+    """
+    if (
+        "boolean" in setting.json_types
+        and text.strip().lower() in _TRUE | _FALSE
+        and not setting.json_types & {"integer", "number"}
+    ):
+        return text.strip().lower() in _TRUE
+    if isinstance(value, str):
+        return _coerce_number(value, setting)
+    fits = isinstance(value, bool) and "boolean" in setting.json_types
+    fits |= (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and bool(setting.json_types & {"integer", "number"})
+    )
+    fits |= value is None and "null" in setting.json_types
+    fits |= isinstance(value, list | dict)
+    return text if not fits and "string" in setting.json_types else value
+
+
+def _coerce_number(text: str, setting: SettingSchema) -> JSON:
+    """`.5` and `+3` are numbers to people, though not to JSON."""
+    if not setting.json_types & {"integer", "number"}:
+        return text
+    try:
+        return int(text) if setting.json_types.isdisjoint({"number"}) else _finite_or_text(float(text), text)
+    except ValueError:
+        return text
+
+
+def _finite_or_text(number: float, text: str) -> JSON:
+    return number if math.isfinite(number) else text
+
+
+def _refuse_constant(text: str) -> Any:
+    raise ValueError(text)
+
+
+def allowed_text(schema: Mapping[str, Any]) -> str:
+    """What a setting takes, in words: `a whole number of at least 1`."""
+    if "allowed" in schema:
+        return str(schema["allowed"])
+    nodes = schema_alternatives(schema)
+    words = [_allowed_text_of_node(node) for node in nodes if node.get("type") != "array" or node["items"] not in nodes]
+    several = ["a list of them"] if any(node.get("type") == "array" for node in nodes) else []
+    return " or ".join(dict.fromkeys([*words, *several]))
+
+
+def allowed_choices(schema: Mapping[str, Any]) -> tuple[str, ...]:
+    """The texts that a setting takes, if it takes only some."""
+    texts: list[str] = []
+    for node in schema_alternatives(schema):
+        texts += [str(value) for value in node.get("enum", [node["const"]] if "const" in node else [])]
+    return tuple(texts)
+
+
+def _allowed_text_of_node(node: Mapping[str, Any]) -> str:
+    if "enum" in node:
+        return "one of " + ", ".join(format_value(value) for value in node["enum"])
+    if "const" in node:
+        return format_value(node["const"])
+    if node.get("type") in ("integer", "number"):
+        return ("a whole number" if node["type"] == "integer" else "a number") + _bounds_text(node)
+    if node.get("type") == "array":
+        return (
+            "a list of "
+            + _allowed_text_of_node(node["items"]).removeprefix("a ")
+            + ("s" if "enum" not in node["items"] else "")
+        )
+    names = {"boolean": "true or false", "null": "null", "object": "a block"}
+    return names.get(str(node.get("type")), "a path in quotes" if node.get("format") == "path" else "text in quotes")
+
+
+def _bounds_text(node: Mapping[str, Any]) -> str:
+    if "minimum" in node and "maximum" in node:
+        return f" from {_number_text(node['minimum'])} to {_number_text(node['maximum'])}"
+    words = {
+        "minimum": "of at least",
+        "exclusiveMinimum": "above",
+        "maximum": "of at most",
+        "exclusiveMaximum": "below",
+    }
+    return "".join(f" {words[name]} {_number_text(node[name])}" for name in words if name in node)
+
+
+def _number_text(number: float) -> str:
+    return str(int(number)) if number == int(number) else str(number)

@@ -1,0 +1,163 @@
+"""Every problem of a configuration in words to act on: the place, the value, what is allowed, the nearest key."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from pydantic import ValidationError
+
+from supertuner.config.dialects.key_tables import dataset_keys, inherited_keys, run_keys
+from supertuner.config.settings.block import CONTRADICTION
+from supertuner.config.settings import key_paths
+from supertuner.config.settings.key_paths import KeyPath
+from supertuner.config.settings.values import allowed_choices, allowed_text, format_value
+from supertuner.core.errors import ConfigProblem
+from supertuner.core.types import JSON
+
+
+def edit_distance(a: str, b: str) -> int:
+    """Letters to insert, delete, replace or swap with a neighbour to get from one word to the other."""
+    before: list[int] = []
+    row = list(range(len(b) + 1))
+    for i, x in enumerate(a, 1):
+        before, last, row = row, before, [i]
+        for j, y in enumerate(b, 1):
+            row.append(min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (x != y)))
+            if i > 1 and j > 1 and x == b[j - 2] and a[i - 2] == y:
+                row[j] = min(row[j], last[j - 2] + 1)
+    return row[-1]
+
+
+def closest_match(word: str, candidates: Sequence[str]) -> str | None:
+    """The candidate with the fewest edits, the earlier one among equals; None if none is near."""
+    normalized = word.lower().replace("-", "_")
+    limit, closest = max(1, len(normalized) // 3), None
+    for candidate in candidates:
+        name = candidate.rsplit(".", 1)[-1].lower()
+        if (
+            edit_distance_lower_bound(normalized, name) <= limit
+            and (distance := edit_distance(normalized, name)) <= limit
+        ):
+            closest, limit = candidate, distance - 1  # only a nearer one is better
+    return closest
+
+
+def edit_distance_lower_bound(a: str, b: str) -> int:
+    """A number that `edits` is never below, found at once: letters that one word has and the other has not."""
+    if a == b:
+        return 0
+    letters_a, letters_b = Counter(a), Counter(b)
+    return max((letters_a - letters_b).total(), (letters_b - letters_a).total())
+
+
+def unknown_key_message(name: str, block: str, prefix: str = "") -> str:
+    """What to say about a key that is not a setting of the block (a pattern); `prefix`: a foreign block inside it."""
+    known_keys = _known_keys_in(block, prefix)
+    suggestion = closest_match(name, [*known_keys, *_known_keys_elsewhere(block)])
+    if suggestion is not None:
+        return f"not a setting; did you mean {suggestion}?"
+    return f"not a setting; known here: {', '.join(_canonical_names(block, prefix) or known_keys)}"
+
+
+def _canonical_names(block: str, prefix: str) -> tuple[str, ...]:
+    block_pattern = f"{block}.{prefix}".strip(".")
+    return key_paths.names_in_block(block_pattern) if block_pattern in key_paths.blocks() else ()
+
+
+def _known_keys_in(block: str, prefix: str) -> list[str]:
+    """Our names at this level, then the dialects'."""
+    dialect_keys, dialect_path = _dialect_keys_for(block)
+    dialect_path = f"{dialect_path}.{prefix}".strip(".")
+    path_prefix = f"{dialect_path}." if dialect_path else ""
+    foreign_names = [w.removeprefix(path_prefix).split(".")[0] for w in dialect_keys if w.startswith(path_prefix)]
+    if not path_prefix and not block:
+        foreign_names += [*inherited_keys(), "data_backend_config", "data_backend", "dataset", "config"]
+    return list(dict.fromkeys([*_canonical_names(block, prefix), *foreign_names]))
+
+
+def _known_keys_elsewhere(block: str) -> list[str]:
+    """Our settings in other blocks by their full names, the datasets' without their list when we are inside one."""
+    dataset_prefix = "datasets[]." if block.startswith("datasets[]") else ""
+    names = [key for key in key_paths.settings() if key.rpartition(".")[0] != block]
+    dataset_names = [
+        key.removeprefix(dataset_prefix) for key in names if dataset_prefix and key.startswith(dataset_prefix)
+    ]
+    return dataset_names + [key for key in names if not (dataset_prefix and key.startswith(dataset_prefix))]
+
+
+def _dialect_keys_for(block: str) -> tuple[Iterable[str], str]:
+    if block.startswith("datasets[]"):
+        return dataset_keys(""), block.removeprefix("datasets[]").lstrip(".")
+    return run_keys(), block
+
+
+def not_a_block_message(name: str, value: JSON) -> str:
+    contents = ", ".join(key_paths.names_in_block(name)) if name in key_paths.blocks() else "settings"
+    return f"{format_value(value)} is not a block; a block holds {contents}"
+
+
+def problems_from_pydantic(
+    error: ValidationError, hints: Mapping[KeyPath, str], wrong_paths: set[KeyPath]
+) -> dict[KeyPath, ConfigProblem]:
+    """The problems by place. `hints` tell how a place was written; a contradiction that rests on a value already
+    `known` to be wrong is left out."""
+    problems: dict[KeyPath, ConfigProblem] = {}
+    for item in error.errors(include_url=False):
+        if item["type"] == CONTRADICTION:
+            for issue in item["ctx"]["remarks"]:
+                key_path = _join_path(item["loc"], issue.field)
+                if wrong_paths.isdisjoint(_join_path(item["loc"], name) for name in (issue.field, *issue.related_fields)):
+                    problems.setdefault(
+                        key_path,
+                        ConfigProblem(key_paths.format_path(key_path), issue.message + _hint_suffix(key_path, hints)),
+                    )
+        else:
+            key_path = _without_union_branches(item["loc"])
+            text = _wrong_value_message(key_path, item["input"], item["msg"])
+            problems.setdefault(
+                key_path, ConfigProblem(key_paths.format_path(key_path), text + _hint_suffix(key_path, hints))
+            )
+    return problems
+
+
+def _join_path(loc: KeyPath, path: str) -> KeyPath:
+    return (*loc, *(key_paths.parse_path(path) or ()))
+
+
+def _hint_suffix(key_path: KeyPath, hints: Mapping[KeyPath, str]) -> str:
+    hint = hints.get(key_path, "")
+    return f" ({hint})" if hint else ""
+
+
+def _without_union_branches(loc: KeyPath) -> KeyPath:
+    """Pydantic's location without the names of union branches that it appends."""
+    for end in range(len(loc), 0, -1):
+        if key_paths.setting_at(loc[:end]) is not None:
+            return loc[:end]
+    return loc
+
+
+def _wrong_value_message(key_path: KeyPath, value: JSON, message: str) -> str:
+    setting = key_paths.setting_at(key_path)
+    if setting is None:
+        return f"{format_value(value)}: {message}"
+    text = f"{format_value(value)} is not allowed; allowed: {allowed_text(setting.schema)}"
+    if isinstance(value, str):
+        suggestion = closest_match(value, allowed_choices(setting.schema))
+        if suggestion is not None:
+            return f'{text}; did you mean "{suggestion}"?'
+        if "string" not in setting.json_types and value.strip():
+            return text + "; written without quotes" if _is_unquoted_literal(value) else text
+    if (
+        isinstance(value, int)
+        and not isinstance(value, bool)
+        and value == 0
+        and setting.pattern == "datasets[].repeats"
+    ):
+        return text + " (SimpleTuner counts further repeats: its 0 is 1 here)"
+    return text
+
+
+def _is_unquoted_literal(text: str) -> bool:
+    return text.replace(".", "", 1).lstrip("+-").isdigit() or text.lower() in ("true", "false", "null")

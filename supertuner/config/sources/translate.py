@@ -1,0 +1,414 @@
+"""A parsed file, in our own names or a dialect's, becomes values by canonical place; unknown keys are collected."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+
+from supertuner.config.dialects import lycoris as lycoris_dialect
+from supertuner.config.dialects.conversions import (
+    ConversionNote,
+    ConversionOutcome,
+    InvalidValue,
+    SettingValue,
+    rename_to,
+    sibling_value,
+)
+from supertuner.config.dialects.key_tables import (
+    AI_TOOLKIT,
+    SIMPLETUNER,
+    DialectKey,
+    dataset_keys,
+    detect_dialect,
+    inherited_keys,
+    run_keys,
+)
+from supertuner.config.sources.problems import not_a_block_message, unknown_key_message
+from supertuner.config.settings import key_paths
+from supertuner.config.settings.key_paths import KeyPath
+from supertuner.config.sources.parse import parse_bytes, read_bytes
+from supertuner.config.sources.provenance import ConfigLayer, ConfigSource, Provenance
+from supertuner.config.settings.values import coerce_text, format_value, parse_text
+from supertuner.core.errors import ConfigError, ConfigProblem
+from supertuner.core.events import WarningEvent
+from supertuner.core.types import JSON
+
+CACHE_DATASET_TYPES = ("text_embeds", "image_embeds", "conditioning_image_embeds")
+
+
+class SourceTranslator:
+    """Fills one layer from one source. Used once."""
+
+    def __init__(self, source: ConfigSource) -> None:
+        self.layer = ConfigLayer()
+        self._source = self._main_source = source
+        self._dataset_count = 0
+
+    def translate_file(self, tree: Mapping[str, JSON]) -> ConfigLayer:
+        """Read a whole file."""
+        rest, prefix, dialect = self._unwrap_ai_toolkit_job(tree)
+        rest.pop("$schema", None)  # for editors
+        dataset_lists = {name: rest.pop(name) for name in _DATASET_LIST_KEYS if name in rest}
+        inherited_values = {name: rest.pop(name) for name in list(rest) if name.removeprefix("--") in inherited_keys()}
+        lycoris_files = {name: rest[name] for name in _LYCORIS_KEYS if rest.get(name)}
+        self._translate_block(rest, (), run_keys(), "", prefix)
+        for source_key, value in lycoris_files.items():
+            self._translate_lycoris_file(value, prefix + source_key, rest)
+        if dialect == AI_TOOLKIT and "model" in rest and not {"network", "adapter"} & rest.keys():
+            self._put_value(("adapter", "type"), "full", f"{prefix}network", AI_TOOLKIT, is_implied=True)
+            self._add_warning(f"{prefix}network", 'is missing, so all weights are trained: adapter.type "full"')
+        self._translate_dataset_lists(dataset_lists, prefix, dialect)
+        self._apply_inherited_values(inherited_values, prefix)
+        return self.layer
+
+    def translate_value(self, key_path: KeyPath, value: JSON) -> ConfigLayer:
+        """Read one value at a place, as --set and code give it."""
+        if key_path[0] == "datasets" and len(key_path) > 1 and isinstance(key_path[1], int):
+            if len(key_path) > 2:
+                self._translate_dataset_value(key_path, value)
+            else:
+                self._translate_dataset_entry(value, key_path[1], key_paths.format_path(key_path), "")
+        elif all(isinstance(step, str) for step in key_path):
+            return self.translate_file(_nested_mapping(key_path, value))
+        elif key_paths.pattern(key_path[:-1] if isinstance(key_path[-1], int) else key_path) in key_paths.settings():
+            self._put_value(key_path, value, key_paths.format_path(key_path), "")
+        else:
+            self._add_problem(key_paths.format_path(key_path), "not a setting")
+        return self.layer
+
+    def _translate_dataset_value(self, key_path: KeyPath, value: JSON) -> None:
+        if isinstance(key_path[-1], int) and key_paths.settings().get(key_paths.pattern(key_path[:-1])) is not None:
+            self._put_value(key_path, value, key_paths.format_path(key_path), "")
+        elif any(isinstance(step, int) for step in key_path[2:]):
+            self._add_problem(key_paths.format_path(key_path), "not a setting")
+        else:
+            self._translate_block(
+                _nested_mapping(key_path[2:], value),
+                key_path[:2],
+                dataset_keys(""),
+                "",
+                key_paths.format_path(key_path[:2]) + ".",
+            )
+
+    def _unwrap_ai_toolkit_job(self, tree: Mapping[str, JSON]) -> tuple[dict[str, JSON], str, str]:
+        """The settings inside ai-toolkit's `config.process[0]`, if the file is one of its jobs."""
+        if "config" not in tree:
+            return dict(tree), "", ""
+        job = tree["config"]
+        rest = {name: value for name, value in tree.items() if name != "config"}
+        process = job.get("process") if isinstance(job, Mapping) else None
+        if (
+            isinstance(job, Mapping)
+            and isinstance(process, list)
+            and len(process) == 1
+            and isinstance(process[0], Mapping)
+        ):
+            self._translate_block(rest, (), run_keys(), "", "")
+            self._translate_block(
+                {name: value for name, value in job.items() if name != "process"}, (), run_keys(), "", "config."
+            )
+            return dict(process[0]), "config.process[0].", AI_TOOLKIT
+        self._add_problem(
+            "config", f"{format_value(job)} is not a job of ai-toolkit: a block with a list `process` of one block"
+        )
+        return rest, "", ""
+
+    def _translate_block(
+        self,
+        tree: Mapping[str, JSON],
+        block_path: KeyPath,
+        dialect_keys: Mapping[str, DialectKey],
+        dialect_path: str,
+        prefix: str,
+    ) -> None:
+        """Read a block: `at` is its place, `inside` its path in the table's rows, `lead` what precedes its keys."""
+        for source_key, value in tree.items():
+            name = source_key.removeprefix("--") if not block_path and not dialect_path else source_key
+            path = f"{dialect_path}.{name}".lstrip(".")
+            key_path = (*block_path, name)
+            pattern = key_paths.pattern(key_path)
+            is_block = pattern in key_paths.blocks() or any(known.startswith(f"{path}.") for known in dialect_keys)
+            if path in dialect_keys and not (is_block and isinstance(value, Mapping)):
+                self._translate_dialect_key(
+                    dialect_keys[path], value, tree, _dataset_path(block_path), prefix + source_key
+                )
+            elif pattern in key_paths.settings():
+                self._put_value(key_path, value, prefix + source_key, "" if name == source_key else SIMPLETUNER)
+            elif is_block and isinstance(value, Mapping):
+                self._translate_block(value, key_path, dialect_keys, path, f"{prefix}{source_key}.")
+            elif f"{pattern}[]" in key_paths.blocks():
+                self._translate_block_list(value, key_path, prefix + source_key)
+            else:
+                message = (
+                    not_a_block_message(pattern, value)
+                    if is_block
+                    else _unknown_key_message(name, block_path, dialect_path)
+                )
+                self._add_problem(prefix + source_key, message)
+
+    def _translate_block_list(self, value: JSON, key_path: KeyPath, source_key: str) -> None:
+        """Read a list of blocks of ours (datasets have words of others in them, and are read apart)."""
+        if not isinstance(value, list):
+            self._add_problem(source_key, f"{format_value(value)} is not a list of blocks")
+            return
+        self.layer.replaced_lists.add(key_path)
+        for index, entry in enumerate(value):
+            block_path, name = (*key_path, index), f"{source_key}[{index}]"
+            if isinstance(entry, Mapping):
+                self.layer.values[block_path] = Provenance({}, self._source, name)
+                self._translate_block(entry, block_path, {}, "", f"{name}.")
+            else:
+                self._add_problem(name, not_a_block_message(key_paths.pattern(block_path), entry))
+
+    def _translate_dialect_key(
+        self,
+        dialect_key: DialectKey,
+        value: JSON,
+        block: Mapping[str, JSON],
+        dataset_path: KeyPath,
+        source_key: str,
+        is_implied: bool = False,
+    ) -> None:
+        """Do what the table says about a foreign key. `base` is the dataset it stands in, if any."""
+        if dialect_key.convert is None:
+            self._add_warning(source_key, dialect_key.ignored_reason)
+            return
+        # SimpleTuner's flat files hold command-line arguments, whose values may all be in quotes
+        is_command_line = dialect_key.dialect == SIMPLETUNER and not dataset_path
+        text = value if isinstance(value, str) and (self._source.is_text or is_command_line) else None
+        parsed = parse_text(text) if text is not None else value
+        for outcome in dialect_key.convert(parsed, block):
+            self._apply_outcome(outcome, dialect_key, dataset_path, source_key, (parsed, text), is_implied)
+
+    def _apply_outcome(
+        self,
+        outcome: ConversionOutcome,
+        dialect_key: DialectKey,
+        dataset_path: KeyPath,
+        source_key: str,
+        parsed_and_text: tuple[JSON, str | None],
+        is_implied: bool,
+    ) -> None:
+        match outcome:
+            case ConversionNote(message):
+                self._add_warning(source_key, message)
+            case InvalidValue(message):
+                self._add_problem(source_key, message)
+            case SettingValue(to, value, is_weak):
+                inner = key_paths.parse_path(to.removeprefix("^"))
+                assert inner is not None, to
+                key_path = inner if to.startswith("^") else (*dataset_path, *inner)
+                is_unchanged = key_paths.format_path(key_path) == source_key and value == parsed_and_text[0]
+                text = parsed_and_text[1] if value == parsed_and_text[0] else None
+                self._put_value(
+                    key_path,
+                    value,
+                    source_key,
+                    "" if is_unchanged else dialect_key.dialect,
+                    is_implied or is_weak,
+                    text,
+                )
+
+    def _put_value(
+        self,
+        key_path: KeyPath,
+        value: JSON,
+        source_key: str,
+        dialect: str,
+        is_implied: bool = False,
+        text: str | None = None,
+    ) -> None:
+        setting = key_paths.setting_at(key_path)
+        assert setting is not None, key_path
+        if text is None and self._source.is_text and isinstance(value, str):
+            text, value = value, parse_text(value)
+        if text is not None:
+            value = coerce_text(value, text, setting)
+        if setting.is_path and value == "":
+            self._add_problem(source_key, "is empty; give a path, or leave it out")
+            return
+        provenance = Provenance(value, self._source, source_key, dialect, is_implied)
+        existing = self.layer.values.get(key_path)
+        if existing is None or (existing.is_implied and not is_implied):
+            self.layer.values[key_path] = provenance
+        elif existing.value != value and existing.is_implied:
+            self._add_warning(
+                source_key, f"gives way to {existing.source_key}: {key_paths.format_path(key_path)} is one setting"
+            )
+        elif existing.value != value and not is_implied:
+            message = (
+                f"is {format_value(value)}, but {existing.source_key} says {format_value(existing.value)}; both mean "
+            )
+            self._add_problem(source_key, f"{message}{key_paths.format_path(key_path)}: keep one")
+
+    def _translate_dataset_lists(self, lists: Mapping[str, JSON], prefix: str, dialect: str) -> None:
+        if len(lists) > 1:
+            self._add_problem(
+                prefix + list(lists)[1], f"gives datasets, and so does {prefix}{next(iter(lists))}: keep one"
+            )
+            return
+        for source_key, value in lists.items():
+            name = source_key.removeprefix("--")
+            self.layer.replaced_lists.add(("datasets",))
+            if name == "datasets":
+                self._translate_dataset_entries(value, prefix + name, dialect)
+            elif name == "data_backend_config":
+                self._translate_dataset_file(value, prefix + source_key)
+            else:
+                self._translate_dataset_entry(
+                    value, 0, prefix + source_key, AI_TOOLKIT if name == "dataset" else SIMPLETUNER
+                )
+
+    def _translate_dataset_entries(self, value: JSON, source_key: str, dialect: str) -> None:
+        if self._source.is_text and isinstance(value, str):
+            value = parse_text(value)
+        if not isinstance(value, list):
+            self._add_problem(source_key, f"{format_value(value)} is not a list of datasets")
+            return
+        for index, entry in enumerate(value):
+            self._translate_dataset_entry(entry, self._dataset_count, f"{source_key}[{index}]", dialect)
+
+    def _translate_dataset_file(self, value: JSON, source_key: str) -> None:
+        """SimpleTuner keeps its datasets in a file of their own."""
+        source_and_tree = self._read_attached_file(value, source_key)
+        if source_and_tree is not None:
+            outer_source, self._source = self._source, source_and_tree[0]
+            self._translate_dataset_entries(source_and_tree[1], "", SIMPLETUNER)
+            self._source = outer_source
+
+    def _translate_lycoris_file(self, value: JSON, source_key: str, block: Mapping[str, JSON]) -> None:
+        """And what it tells LyCORIS in another."""
+        if sibling_value(block, "lora_type") != "lycoris":
+            self._add_warning(source_key, 'has an effect only with lora_type: "lycoris"')
+            return
+        source_and_tree = self._read_attached_file(value, source_key)
+        if source_and_tree is None:
+            return
+        outer_source, self._source = self._source, source_and_tree[0]
+        if isinstance(source_and_tree[1], Mapping):
+            for name, outcome in lycoris_dialect.convert_lycoris_config(source_and_tree[1]):
+                self._apply_outcome(
+                    outcome, DialectKey(SIMPLETUNER, name), (), name, (source_and_tree[1].get(name), None), False
+                )
+        else:
+            self._add_problem("", f"{format_value(source_and_tree[1])} is not a block of settings")
+        self._source = outer_source
+
+    def _read_attached_file(self, value: JSON, source_key: str) -> tuple[ConfigSource, JSON] | None:
+        """Another file that this one names, and what is in it; None: the problem is told."""
+        if not isinstance(value, str) or not value:
+            self._add_problem(source_key, f"{format_value(value)} is not the path of a file")
+            return None
+        path = self._source.folder / os.path.expanduser(value)
+        try:
+            content = read_bytes(path)
+            tree = parse_bytes(content, path.name)
+        except ConfigError as error:
+            for problem in error.problems:
+                self._add_problem(source_key, problem.message)
+            return None
+        self.layer.attachments[path.name] = content
+        return ConfigSource(path.name, path.parent), tree
+
+    def _translate_dataset_entry(self, entry: JSON, index: int, source_key: str, dialect: str) -> None:
+        if not isinstance(entry, Mapping):
+            self._add_problem(source_key, not_a_block_message("datasets[]", entry))
+            return
+        dialect = dialect or detect_dialect(entry)
+        dialect_keys = dataset_keys(dialect)
+        key_path: KeyPath = ("datasets", index)
+        if entry.get("disabled") is True or entry.get("disable") is True:
+            self._add_warning(source_key, "is disabled and left out")
+        elif entry.get("dataset_type") in CACHE_DATASET_TYPES:
+            self._add_warning(source_key, "describes a cache, not samples; only its cache_dir is read")
+            self._translate_cache_entry(entry, dialect_keys, source_key)
+        elif entry.get("dataset_type") == "conditioning":
+            self._add_problem(
+                f"{source_key}.dataset_type", '"conditioning" is not available; allowed: "image", "video", "audio"'
+            )
+        else:
+            self._dataset_count = max(self._dataset_count, index + 1)
+            self.layer.values[key_path] = Provenance({}, self._source, source_key)
+            self._translate_block(entry, key_path, dialect_keys, "", f"{source_key}.")
+
+    def _translate_cache_entry(
+        self, entry: Mapping[str, JSON], dialect_keys: Mapping[str, DialectKey], source_key: str
+    ) -> None:
+        for name, value in entry.items():
+            if name == "cache_dir":
+                self._translate_dialect_key(dialect_keys[name], value, entry, ("datasets", 0), f"{source_key}.{name}")
+            elif name not in dialect_keys and name not in key_paths.names_in_block("datasets[]"):
+                self._add_problem(f"{source_key}.{name}", unknown_key_message(name, "datasets[]"))
+
+    def _apply_inherited_values(self, inherited_values: Mapping[str, JSON], prefix: str) -> None:
+        """Give every dataset what the root says for all, where it says nothing itself."""
+        block = {inherited_keys()[name.removeprefix("--")][1]: value for name, value in inherited_values.items()}
+        for source_key, value in inherited_values.items():
+            dialect, dataset_key = inherited_keys()[source_key.removeprefix("--")]
+            if not self._dataset_count:
+                remedy = "" if self._source.is_file else f"; set datasets[0].{dataset_key}"
+                self._add_warning(
+                    prefix + source_key, f"has no effect: there is no dataset here that it could apply to{remedy}"
+                )
+            for index in range(self._dataset_count):
+                dialect_keys = dataset_keys(dialect)
+                dialect_key = dialect_keys.get(dataset_key) or DialectKey(dialect, source_key, rename_to(dataset_key))
+                self._translate_dialect_key(
+                    dialect_key,
+                    _parse_argument(value),
+                    block,
+                    ("datasets", index),
+                    prefix + source_key,
+                    is_implied=True,
+                )
+
+    def _add_problem(self, source_key: str, message: str) -> None:
+        self.layer.problems.append(ConfigProblem(self._qualified_key(source_key), message))
+
+    def _add_warning(self, source_key: str, message: str) -> None:
+        self.layer.warnings.append(WarningEvent(self._qualified_key(source_key), message))
+
+    def _qualified_key(self, source_key: str) -> str:
+        """The name that was written, with the source where it is not the file that everybody thinks of."""
+        is_main_file = self._source.is_file and self._source is self._main_source
+        return source_key if is_main_file else f"{self._source.name}: {source_key}"
+
+
+_LYCORIS_KEYS = ("lycoris_config", "--lycoris_config")
+_DATASET_LIST_KEYS = ("datasets", "dataset", "data_backend", "data_backend_config", "--data_backend_config")
+
+
+def _dataset_path(key_path: KeyPath) -> KeyPath:
+    """The dataset that a place is inside of; nothing elsewhere."""
+    return key_path[:2] if key_path[:1] == ("datasets",) else ()
+
+
+def _unknown_key_message(name: str, block_path: KeyPath, dialect_path: str) -> str:
+    """What to say of an unknown key in our block at `at`, or in the foreign block `inside` where it is not ours."""
+    if key_paths.pattern(block_path) in key_paths.blocks():
+        return unknown_key_message(name, key_paths.pattern(block_path))
+    return unknown_key_message(name, key_paths.pattern(_dataset_path(block_path)), dialect_path)
+
+
+def _parse_argument(value: JSON) -> JSON:
+    return parse_text(value) if isinstance(value, str) else value
+
+
+def _nested_mapping(key_path: KeyPath, value: JSON) -> dict[str, JSON]:
+    """`("a", "b")` and a value → `{"a": {"b": value}}`."""
+    for step in reversed(key_path):
+        value = {str(step): value}
+    assert isinstance(value, dict)
+    return value
+
+
+def iter_settings(tree: JSON, key_path: KeyPath = ()) -> Iterator[tuple[KeyPath, JSON]]:
+    """Every setting of a canonical tree with its place."""
+    if isinstance(tree, Mapping) and key_paths.setting_at(key_path) is None:
+        for name, inner in tree.items():
+            yield from iter_settings(inner, (*key_path, name))
+    elif isinstance(tree, list | tuple) and key_paths.pattern((*key_path, 0)) in key_paths.blocks():
+        for index, inner in enumerate(tree):
+            yield from iter_settings(inner, (*key_path, index))
+    else:
+        yield key_path, tree

@@ -1,0 +1,232 @@
+"""The machine's memory as a run uses it: residency hints, batches in unified memory, overflow, and their figures.
+
+Opened once, before anything is on the device, and told with its reasons. Nothing here changes what is computed: a hint
+that is refused is counted, and the run goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+import torch
+
+from supertuner.config.settings.run_config import RunConfig
+from supertuner.core.events import DecisionEvent, Sink, WarningEvent
+from supertuner.core.host import HostFacts
+from supertuner.core.types import bytes_text
+from supertuner.memory.cuda import open_cuda
+from supertuner.memory.driver import Driver, NotAvailable
+from supertuner.memory.hints.api import (
+    HintDecision,
+    HintStatus,
+    HintSupport,
+    HintTally,
+    ResidencyHints,
+    decide_hints,
+    drop_hints,
+    hint_support,
+    use_hints,
+    uvm_hint_override,
+)
+from supertuner.memory.overflow.plugin import OverflowStats
+from supertuner.memory.overflow.pools import OverflowPools, open_overflow_pools
+from supertuner.memory.overflow.stats import uvm_stats
+from supertuner.memory.probe import MachineFacts, free_gpu_bytes, probe_machine
+from supertuner.memory.telemetry.cupti import open_cupti
+from supertuner.memory.nvml import open_nvml
+from supertuner.memory.telemetry.sampler import NO_CUPTI, GpuTelemetry, MemorySampler
+from supertuner.memory.unified.buffers import UnifiedBuffers
+from supertuner.step.batch import StepBatch
+
+
+@dataclass(eq=False, slots=True)
+class MemoryEngine:
+    """What a run asks of its machine's memory, and what became of it."""
+
+    facts: MachineFacts
+    hint_decision: HintDecision
+    """Whether hints are asked for and can be had, and why."""
+    hints: ResidencyHints | None
+    """None: they are off."""
+    buffers: UnifiedBuffers | None
+    """Where batches wait for the GPU; None: in pinned memory, or where they are made."""
+    pools: OverflowPools | None
+    """Where tensors on the device come from, if GPU memory may overflow."""
+    overflow_at_start: OverflowStats | None
+    """The allocator's account when this run began: it goes on as long as the process does."""
+    sampler: MemorySampler
+    sample_every: int
+    hint_tally: HintTally = field(default_factory=HintTally)
+    reported_refusals: int = 0
+    """Refusals of the allocator and of hints that `new_refusal` has told."""
+
+    def keep_in_host(self, address: int, nbytes: int) -> None:
+        """A cache's memory: the GPU reads copies of it, so it stays where it is."""
+        if self.hints is not None:
+            self.hint_tally.add(self.hints.prefer_host_range(address, nbytes))
+
+    def place_batch(self, batch: StepBatch) -> StepBatch:
+        """A batch just made, put where the GPU fetches it from without the CPU; in unified memory it is on its way."""
+        if self.buffers is None:
+            return batch.pinned()
+        tensors = list(batch.tensors())
+        placed, outcome = self.buffers.place(tensors)
+        self.hint_tally.add(outcome)
+        if placed is None:
+            return batch.pinned()
+        moved = dict(zip(map(id, tensors), placed, strict=True))
+        return batch.map_tensors(lambda tensor: moved[id(tensor)])
+
+    def hint_batch(self, batch: StepBatch) -> None:
+        """Hints for a batch on the device that the next step reads."""
+        if self.hints is not None:
+            self.hint_tally.add(self.hints.place_batch(batch.named_tensors()))
+
+    def allocating(self, kind: Literal["weights", "state"]) -> AbstractContextManager[None]:
+        """Tensors of a class that is placed in a way of its own are made inside."""
+        return nullcontext() if self.pools is None else self.pools.allocating(kind)
+
+    def after_step(self, step: int, sink: Sink) -> None:
+        """Between two steps: memory that nothing uses goes home, and figures are taken."""
+        if self.pools is not None:
+            self.pools.reclaim_between_steps()
+        if self.sample_every and step % self.sample_every == 0:
+            self.sampler.emit(sink, step)
+
+    def new_refusal(self) -> str | None:
+        """What was refused since this was asked last, if anything was: a plan may have counted on it."""
+        overflow = (
+            0
+            if self.pools is None or self.overflow_at_start is None
+            else self.pools.stats().refusals - self.overflow_at_start.refusals
+        )
+        statuses = self.hint_tally.by_status()
+        hints = statuses.get(HintStatus.REFUSED.value, 0) + statuses.get(HintStatus.ERROR.value, 0)
+        before, self.reported_refusals = self.reported_refusals, overflow + hints
+        if self.reported_refusals == before:
+            return None
+        return f"memory was refused ({overflow} allocations, {hints} hints so far)"
+
+    def out_of_memory_remedy(self, advice: str) -> str:
+        """What to do where memory is full: `less` names what needs less of it."""
+        if self.pools is None:
+            return f"{advice}, or memory.overflow.enabled: true" if _can_overflow(self.facts) else advice
+        stats = self.pools.stats()
+        if stats.refused_host:
+            return f"{advice}; overflow is on, and the host is at its floor (memory.overflow.host_floor_gb)"
+        if stats.refused_driver:
+            reason = f"{stats.last_call}: error {stats.last_error}"
+            return f"{advice}; overflow is on, and the driver gave it no more ({reason})"
+        return f"{advice}, or raise memory.overflow.oversubscription_ratio" if stats.refused_ratio else advice
+
+    def summary_lines(self) -> list[str]:
+        """What became of it, for the summary."""
+        hints = (
+            [f"hint {line}" for line in self.hint_tally.lines()] if self.hint_decision.on else [str(self.hint_decision)]
+        )
+        if self.pools is None or self.overflow_at_start is None:
+            return hints
+        return [*hints, overflow_summary(self.overflow_at_start, self.pools.stats())]
+
+
+@contextmanager
+def open_memory(config: RunConfig, device: torch.device, *, host: HostFacts, sink: Sink) -> Iterator[MemoryEngine]:
+    """The engine of a run, ready before the first tensor is on the device; leaving it puts everything back."""
+    overflow = config.memory.overflow
+    with ExitStack() as stack:
+        driver: Driver | NotAvailable = open_cuda()
+        nvml = open_nvml()
+        if not isinstance(nvml, NotAvailable):
+            stack.callback(nvml.close)
+        facts = probe_machine(host, driver, nvml)
+        hint_tally = HintTally()
+        hint_decision, hints, buffers = _open_hints(config, device, driver, facts, host, sink)
+        stack.callback(drop_hints)  # the seeds' functions follow this run's configuration as long as it lasts
+        if buffers is not None:
+            stack.callback(buffers.close)
+        pools = None
+        if overflow.enabled:
+            pools = stack.enter_context(open_overflow_pools(overflow, facts, host, sink, driver=driver, device=device))
+        cupti = open_cupti(device.index or 0) if hints is not None or pools is not None else NO_CUPTI
+        if not isinstance(cupti, NotAvailable):
+            stack.callback(cupti.close)
+        sampler = stack.enter_context(
+            MemorySampler(
+                facts,
+                host,
+                GpuTelemetry(driver, nvml, cupti, device.index or 0, device),
+                overflow=None if pools is None else partial(_overflow_figures, pools),
+                hints=hint_tally.by_status,
+            )
+        )
+        yield MemoryEngine(
+            facts=facts,
+            hint_decision=hint_decision,
+            hints=hints,
+            buffers=buffers,
+            pools=pools,
+            overflow_at_start=None if pools is None else pools.stats(),
+            sampler=sampler,
+            sample_every=config.report.memory_every_steps,
+            hint_tally=hint_tally,
+        )
+
+
+def _open_hints(
+    config: RunConfig,
+    device: torch.device,
+    driver: Driver | NotAvailable,
+    facts: MachineFacts,
+    host: HostFacts,
+    sink: Sink,
+) -> tuple[HintDecision, ResidencyHints | None, UnifiedBuffers | None]:
+    """Whether this run hints, decided once; and with what."""
+    setting = config.gh200_optimizations.enable_uvm_hints
+    caches = (config.cache_config.vae_cache_type, config.cache_config.text_cache_type)
+    number = device.index or 0
+    support = (
+        hint_support(driver, number)
+        if device.type == "cuda"
+        else HintSupport(False, f"the run computes on {device.type}")
+    )
+    decision = decide_hints(uvm_hint_override(), setting, caches, support)
+    sink.emit(DecisionEvent("residency_hints", decision.on, decision.reason))
+    if setting and not decision.on:
+        sink.emit(WarningEvent("gh200_optimizations.enable_uvm_hints", f"has no effect: {decision.reason}"))
+    if not decision.on or isinstance(driver, NotAvailable):
+        use_hints(None, setting, caches, support)
+        return decision, None, None
+    free = partial(free_gpu_bytes, facts, driver, host, number)
+    hints = ResidencyHints(driver, number, free_bytes=free)
+    use_hints(hints, setting, caches, support)
+    return decision, hints, UnifiedBuffers(driver, device, free_bytes=free)
+
+
+def _can_overflow(facts: MachineFacts) -> bool:
+    """Whether there is a second memory to spill to."""
+    return facts.one_pool is False and any(gpu.device.concurrent_managed for gpu in facts.gpus)
+
+
+def _overflow_figures(pools: OverflowPools) -> Mapping[str, int | float | str]:
+    return uvm_stats(pools.stats())
+
+
+def overflow_summary(before: OverflowStats, now: OverflowStats) -> str:
+    """What overflowed since `before`. Peaks are the process's."""
+    peaks = f"at most {bytes_text(now.device_peak_bytes)} of device memory"
+    if now.managed_allocations == before.managed_allocations:
+        return f"overflow: not needed; {peaks}"
+    light, hard = (
+        now.light_reclamations - before.light_reclamations,
+        now.hard_reclamations - before.hard_reclamations,
+    )
+    spilled = f"{bytes_text(now.managed_peak_bytes)} managed"
+    refused = f", {now.refusals - before.refusals} refusals" if now.refusals > before.refusals else ""
+    times = now.entered - before.entered
+    often = {0: "already spilling at its start", 1: "spilling began once"}
+    began = often.get(times, f"spilling began {times} times")
+    return f"overflow: {peaks}, {spilled}; {began}, {light} light and {hard} hard reclamations{refused}"
